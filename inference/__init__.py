@@ -1,4 +1,5 @@
-"""The middle floor: what a drafter does. `from inference import LLM, SamplingParams`, as in vLLM."""
+"""The middle floor: what a drafter does. `from inference import LLM, SamplingParams`, as in
+vLLM."""
 
 from __future__ import annotations
 

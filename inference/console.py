@@ -1,5 +1,5 @@
-"""Shared by the command lines of this project: an error the user can mend is one red paragraph and exit code 2;
-options that are JSON."""
+"""Shared by the command lines of this project: an error the user can mend is one red paragraph and
+exit code 2; options that are JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from speculators.errors import ConfigError, DraftsmithError
@@ -36,7 +43,9 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes') from None
+        raise ConfigError(
+            f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes'
+        ) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
     return value
@@ -45,7 +54,12 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """On a terminal a bar on stderr, from the first `report(done, total)` on; elsewhere nothing."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: list[TaskID] = []

@@ -1,4 +1,5 @@
-"""Command lines declared as pydantic models, after the manner of vLLM's: every field is a flag. Imports no torch."""
+"""Command lines declared as pydantic models, after the manner of vLLM's: every field is a flag.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _json(kind: type | tuple[type, ...], expected: str) -> BeforeValidator:
 
 
 JsonObject = Annotated[dict[str, Any], _json(dict, "a JSON object in single quotes")]
-Mode = Annotated[dict[str, Any] | int, _json((dict, int), "a JSON object in single quotes, or a number")]
+Mode = Annotated[
+    dict[str, Any] | int, _json((dict, int), "a JSON object in single quotes, or a number")
+]
 JsonList = Annotated[list[str], _json(list, 'a JSON list such as ["https://example.com"]')]
 
 
@@ -45,7 +48,9 @@ class FlagParser(argparse.ArgumentParser):
         self.command = command
 
     def error(self, message: str) -> Any:
-        raise ConfigError(f"{self.command}: {message}; `draftsmith {self.command} --help` lists the flags")
+        raise ConfigError(
+            f"{self.command}: {message}; `draftsmith {self.command} --help` lists the flags"
+        )
 
 
 def spelled(arguments: Sequence[str]) -> list[str]:
@@ -64,20 +69,32 @@ def flag_name(field: str) -> str:
 
 
 def add_flags(
-    parser: FlagParser, model: type[BaseModel], *, names: Collection[str] | None = None, groups: Mapping[str, str] = {}
+    parser: FlagParser,
+    model: type[BaseModel],
+    *,
+    names: Collection[str] | None = None,
+    groups: Mapping[str, str] = {},
 ) -> FlagParser:
-    """Adds the fields of `model`, or those in `names`. Their values stay texts, which `validated` parses; flags that
-    are not given set nothing. `groups`: titles in the help by the first field of each group."""
+    """Adds the fields of `model`, or those in `names`. Their values stay texts, which `validated`
+    parses; flags that are not given set nothing. `groups`: titles in the help by the first field of
+    each group."""
     target: Any = parser
     for name, field in model.model_fields.items():
         if names is not None and name not in names:
             continue
         if name in groups:
             target = parser.add_argument_group(groups[name])
-        text, default = field.description or "", None if field.is_required() else field.get_default()
+        text, default = (
+            field.description or "",
+            None if field.is_required() else field.get_default(),
+        )
         form: dict[str, Any] = {"metavar": "VALUE"}
         if field.annotation is bool:
-            form = {"action": argparse.BooleanOptionalAction if name.startswith("enable_") else "store_true"}
+            form = {
+                "action": (
+                    argparse.BooleanOptionalAction if name.startswith("enable_") else "store_true"
+                )
+            }
         elif field.annotation == bool | None:
             form = {"action": argparse.BooleanOptionalAction}
         elif get_origin(field.annotation) is Literal:
@@ -89,17 +106,25 @@ def add_flags(
             text += f" ({shown})"
         flags = [flag_name(name), *SHORT.get(name, ())]
         target.add_argument(
-            *flags, dest=name, required=field.is_required(), default=argparse.SUPPRESS, help=text.strip(), **form
+            *flags,
+            dest=name,
+            required=field.is_required(),
+            default=argparse.SUPPRESS,
+            help=text.strip(),
+            **form,
         )
     return parser
 
 
 def validated(model: type[Model], command: str, given: Mapping[str, Any]) -> Model:
-    """The model from the values of its flags. ConfigError names the flag of the first invalid one."""
+    """The model from the values of its flags. ConfigError names the flag of the first invalid
+    one."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
         where = f"{flag_name(name)} {given.get(name, '')}: " if name else ""
-        raise ConfigError(f"{command}: {where}{first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(
+            f"{command}: {where}{first['msg'].removeprefix('Value error, ')}"
+        ) from None

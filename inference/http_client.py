@@ -1,8 +1,8 @@
-"""Async HTTP client of OpenAI-compatible servers: JSON answers, event streams, vLLM's counters, and the retry policy.
+"""Async HTTP client of OpenAI-compatible servers: JSON answers, event streams, vLLM's counters, and
+the retry policy.
 
-The load generator, regeneration at endpoints, the evaluation of running vLLM servers and the soak test use it. It knows
-routes and failures, and leaves the meaning of an answer to its callers.
-"""
+The load generator, regeneration at endpoints, the evaluation of running vLLM servers and the soak
+test use it. It knows routes and failures, and leaves the meaning of an answer to its callers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ _jitter = random.Random(0)
 class RequestFailed(DraftsmithError):
     """A request without a usable answer.
 
-    reason       "timeout", "connection", "http_<status>" or "not_an_answer"; a caller may add its own
-    retryable    the same request may succeed later, or at another server
-    retry_after  seconds for which the server asked to be left alone
-    """
+    reason       "timeout", "connection", "http_<status>" or "not_an_answer"; a caller may add its
+    own retryable    the same request may succeed later, or at another server retry_after  seconds
+    for which the server asked to be left alone"""
 
-    def __init__(self, reason: str, detail: str = "", *, url: str = "", retry_after: float | None = None) -> None:
+    def __init__(
+        self, reason: str, detail: str = "", *, url: str = "", retry_after: float | None = None
+    ) -> None:
         super().__init__(f"{url}: {reason}: {detail}" if url else f"{reason}: {detail}")
         self.reason, self.detail, self.retry_after = reason, detail, retry_after
         self.retryable = reason not in {f"http_{status}" for status in REJECTED}
@@ -72,13 +73,21 @@ class ServerClient:
     trust_env    obey the proxy variables of the environment
     """
 
-    def __init__(self, url: str, timeout_s: float, *, key_env: str | None = None, trust_env: bool = True) -> None:
-        self.url, self.timeout_s, self.key_env = url.rstrip("/").removesuffix("/v1"), timeout_s, key_env
+    def __init__(
+        self, url: str, timeout_s: float, *, key_env: str | None = None, trust_env: bool = True
+    ) -> None:
+        self.url, self.timeout_s, self.key_env = (
+            url.rstrip("/").removesuffix("/v1"),
+            timeout_s,
+            key_env,
+        )
         key = os.environ.get(key_env) if key_env else None
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout_s,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),  # callers have their own
+            limits=httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None
+            ),  # callers have their own
             trust_env=trust_env,
         )
 
@@ -94,12 +103,17 @@ class ServerClient:
     async def get(self, route: str) -> dict[str, Any]:
         return self._object(route, await self._text("GET", route, None, QUERY_TIMEOUT_S))
 
-    async def post(self, route: str, body: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
-        return self._object(route, await self._text("POST", route, body, timeout_s or self.timeout_s))
+    async def post(
+        self, route: str, body: Mapping[str, Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        return self._object(
+            route, await self._text("POST", route, body, timeout_s or self.timeout_s)
+        )
 
     async def events(self, route: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The JSON objects of a stream of server-sent events, up to `[DONE]` or its end. An error that the server sends
-        within the stream fails the request. `timeout_s` limits the silence between two events alone."""
+        """The JSON objects of a stream of server-sent events, up to `[DONE]` or its end. An error
+        that the server sends within the stream fails the request. `timeout_s` limits the silence
+        between two events alone."""
         with self._failures(route):
             async with self._http.stream("POST", self.url + route, json=body) as response:
                 if response.status_code != 200:
@@ -110,13 +124,19 @@ class ServerClient:
                         return
                     content = self._object(route, event.data)
                     if content.get("error"):
-                        raise self._failed(route, "not_an_answer", f"the stream ended: {_message(event.data)}")
+                        raise self._failed(
+                            route, "not_an_answer", f"the stream ended: {_message(event.data)}"
+                        )
                     yield content
 
     async def models(self) -> list[dict[str, Any]]:
         """The cards of `/v1/models`, at least one."""
         cards = (await self.get("/v1/models")).get("data")
-        if not isinstance(cards, list) or not cards or not all(isinstance(c, dict) and c.get("id") for c in cards):
+        if (
+            not isinstance(cards, list)
+            or not cards
+            or not all(isinstance(c, dict) and c.get("id") for c in cards)
+        ):
             raise self._failed("/v1/models", "not_an_answer", "expected a list of models")
         return cards
 
@@ -135,7 +155,9 @@ class ServerClient:
         except ValueError as error:
             raise self._failed("/metrics", "not_an_answer", str(error)) from None
 
-    async def _text(self, method: str, route: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
+    async def _text(
+        self, method: str, route: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> str:
         with self._failures(route):
             async with asyncio.timeout(timeout_s):
                 response = await self._http.request(method, self.url + route, json=body)
@@ -150,8 +172,14 @@ class ServerClient:
         except (TimeoutError, httpx2.TimeoutException) as error:
             raise self._failed(route, "timeout", str(error) or type(error).__name__) from None
         except httpx2.HTTPError as error:
-            hint = "; is the server running, and is this its address?" if isinstance(error, httpx2.ConnectError) else ""
-            raise self._failed(route, "connection", f"{type(error).__name__}: {error}{hint}") from None
+            hint = (
+                "; is the server running, and is this its address?"
+                if isinstance(error, httpx2.ConnectError)
+                else ""
+            )
+            raise self._failed(
+                route, "connection", f"{type(error).__name__}: {error}{hint}"
+            ) from None
 
     def _require_success(self, route: str, response: httpx2.Response) -> None:
         status = response.status_code
@@ -159,7 +187,11 @@ class ServerClient:
             return
         message = _message(response.text)
         if status in (401, 403):
-            message += f"; the server's key is read from ${self.key_env}" if self.key_env else "; it asks for a key"
+            message += (
+                f"; the server's key is read from ${self.key_env}"
+                if self.key_env
+                else "; it asks for a key"
+            )
         retry_after = _seconds(response.headers.get("Retry-After"))
         raise self._failed(route, f"http_{status}", message, retry_after)
 
@@ -169,10 +201,14 @@ class ServerClient:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise self._failed(route, "not_an_answer", f"expected a JSON object, got {text[:MAX_MESSAGE]!r}")
+            raise self._failed(
+                route, "not_an_answer", f"expected a JSON object, got {text[:MAX_MESSAGE]!r}"
+            )
         return content
 
-    def _failed(self, route: str, reason: str, detail: str, retry_after: float | None = None) -> RequestFailed:
+    def _failed(
+        self, route: str, reason: str, detail: str, retry_after: float | None = None
+    ) -> RequestFailed:
         return RequestFailed(reason, detail, url=self.url + route, retry_after=retry_after)
 
 
@@ -198,17 +234,23 @@ def _seconds(retry_after: str | None) -> float | None:
         return None
 
 
-# ----------------------------------------------------------------------------------------------- /metrics
+# -----------------------------------------------------------------------------------------------
+# /metrics
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """vLLM's metrics, summed over engines and models. Keys are names without `vllm:` and `_total`, followed by the
-    position or finish reason where a metric is split by it ("request_success stop"). ValueError for another format."""
+    """vLLM's metrics, summed over engines and models. Keys are names without `vllm:` and `_total`,
+    followed by the position or finish reason where a metric is split by it ("request_success
+    stop"). ValueError for another format."""
     totals: dict[str, float] = defaultdict(float)
-    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+    for sample in (
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ):
         if sample.name.startswith("vllm:") and "le" not in sample.labels:
             split_by = sample.labels.get("position") or sample.labels.get("finished_reason") or ""
-            totals[f"{sample.name.removeprefix('vllm:').removesuffix('_total')} {split_by}".strip()] += sample.value
+            totals[
+                f"{sample.name.removeprefix('vllm:').removesuffix('_total')} {split_by}".strip()
+            ] += sample.value
     return dict(totals)
 
 
@@ -221,6 +263,10 @@ def drafting_counters(metrics: Mapping[str, float]) -> SpecDecodeCounters | None
         int(metrics.get(prefix + name, 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     per_position = f"{prefix}accepted_tokens_per_pos "
-    positions = [int(name.removeprefix(per_position)) for name in metrics if name.startswith(per_position)]
-    counts = [int(metrics.get(f"{per_position}{i}", 0)) for i in range(max(positions, default=-1) + 1)]
+    positions = [
+        int(name.removeprefix(per_position)) for name in metrics if name.startswith(per_position)
+    ]
+    counts = [
+        int(metrics.get(f"{per_position}{i}", 0)) for i in range(max(positions, default=-1) + 1)
+    ]
     return SpecDecodeCounters(drafts, drafted, accepted, counts)

@@ -1,8 +1,8 @@
-"""Counting what drafting gained, under vLLM's names, and the one definition of acceptance length and rates.
+"""Counting what drafting gained, under vLLM's names, and the one definition of acceptance length
+and rates.
 
-Training, runtime and reports all use these functions. Nothing here knows the engine or how a number was
-measured.
-"""
+Training, runtime and reports all use these functions. Nothing here knows the engine or how a number
+was measured."""
 
 from __future__ import annotations
 
@@ -12,60 +12,74 @@ from dataclasses import dataclass, field
 
 
 def acceptance_length(num_accepted: float, num_drafts: float) -> float:
-    """Tokens committed per verification, bonus included: 1 + accepted / drafts. 1 without drafts."""
+    """Tokens committed per verification, bonus included: 1 + accepted / drafts. 1 without
+    drafts."""
     return 1 + num_accepted / num_drafts if num_drafts else 1.0
 
 
 def joint_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
-    """P(the first k drafts were all accepted), k = 1..K. NaN without drafts: nothing was measured."""
+    """P(the first k drafts were all accepted), k = 1..K. NaN without drafts: nothing was
+    measured."""
     return [count / num_drafts if num_drafts else math.nan for count in accepted_per_pos]
 
 
 def conditional_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
-    """P(draft k was accepted given that the k-1 before it were), k = 1..K. NaN where those never were."""
+    """P(draft k was accepted given that the k-1 before it were), k = 1..K. NaN where those never
+    were."""
     before = [num_drafts, *accepted_per_pos][: len(accepted_per_pos)]
-    return [count / base if base else math.nan for count, base in zip(accepted_per_pos, before, strict=True)]
+    return [
+        count / base if base else math.nan
+        for count, base in zip(accepted_per_pos, before, strict=True)
+    ]
 
 
 def influences(totals: Sequence[tuple[float, float]]) -> list[float]:
-    """How far each response moves accepted / rounds, of which `totals` holds (rounds, accepted) per response."""
+    """How far each response moves accepted / rounds, of which `totals` holds (rounds, accepted) per
+    response."""
     rounds = sum(r for r, _ in totals)
     ratio = sum(a for _, a in totals) / rounds if rounds else 0.0
     return [(a - ratio * r) / rounds if rounds else 0.0 for r, a in totals]
 
 
 def sum_of_squares(influences: Sequence[float]) -> float:
-    """The variance of a ratio of sums over independent units, from their influences. 0 of one unit: none is known."""
+    """The variance of a ratio of sums over independent units, from their influences. 0 of one unit:
+    none is known."""
     n = len(influences)
     return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
 
 
 @dataclass
 class SpecDecodeCounters:
-    """Running totals. A draft is one verified proposal; a round in which nothing was drafted is none (as in
-    vLLM).
+    """Running totals. A draft is one verified proposal; a round in which nothing was drafted is
+    none (as in vLLM).
 
-    num_accepted_tokens_per_pos[k] counts the drafts whose first k+1 tokens were all accepted. Only tokens
-    that were committed count: what lies after the end of the response was not accepted.
-    """
+    num_accepted_tokens_per_pos[k] counts the drafts whose first k+1 tokens were all accepted. Only
+    tokens that were committed count: what lies after the end of the response was not accepted."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
-    def add(self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None) -> None:
-        """Count one row's round. `depth`: most drafts it could accept, where they are a tree; None: all of them."""
+    def add(
+        self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None
+    ) -> None:
+        """Count one row's round. `depth`: most drafts it could accept, where they are a tree; None:
+        all of them."""
         if not 0 <= num_accepted_tokens <= num_draft_tokens:
             raise ValueError(
-                f"{num_accepted_tokens} accepted of {num_draft_tokens} drafted; expected no more than drafted"
+                f"{num_accepted_tokens} accepted of {num_draft_tokens} drafted; expected no more"
+                " than drafted"
             )
         if num_draft_tokens == 0:
             return
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        per_pos, places = self.num_accepted_tokens_per_pos, num_draft_tokens if depth is None else depth
+        per_pos, places = (
+            self.num_accepted_tokens_per_pos,
+            num_draft_tokens if depth is None else depth,
+        )
         if len(per_pos) < places:
             per_pos.extend([0] * (places - len(per_pos)))
         for k in range(num_accepted_tokens):
@@ -113,12 +127,12 @@ class SpecDecodeCounters:
 
 @dataclass
 class EngineCounters(SpecDecodeCounters):
-    """An engine's totals: of drafting, and of prompts that were not computed again or were, for want of memory.
+    """An engine's totals: of drafting, and of prompts that were not computed again or were, for
+    want of memory.
 
-    prefix_cache_queries  prompt tokens of the requests that were admitted and may reuse what others computed
-    prefix_cache_hits     those of them whose keys and values were there already
-    num_preemptions       requests that gave their memory back and waited again
-    """
+    prefix_cache_queries  prompt tokens of the requests that were admitted and may reuse what others
+    computed prefix_cache_hits     those of them whose keys and values were there already
+    num_preemptions       requests that gave their memory back and waited again"""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

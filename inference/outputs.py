@@ -9,13 +9,15 @@ from inference.metrics import SpecDecodeCounters
 
 @dataclass
 class RequestMetrics:
-    """Times are `time.perf_counter()` seconds: only their differences mean something. The counts are those of
-    `SpecDecodeCounters`, summed over the request's responses.
+    """Times are `time.perf_counter()` seconds: only their differences mean something. The counts
+    are those of `SpecDecodeCounters`, summed over the request's responses.
 
-    accepted_per_round  committed draft tokens of every round after prefill, 0 for a round without a proposal; with
-                        n > 1 the responses' lists follow one another. Round i of a response starts at output token
-                        1 + sum(accepted_per_round[:i]) + i.
-    num_accepted_past_end  of the accepted tokens, those past the end of the response: none, but where another engine
+    accepted_per_round  committed draft tokens of every round after prefill, 0 for a round without a
+    proposal; with
+                        n > 1 the responses' lists follow one another. Round i of a response starts
+                        at output token 1 + sum(accepted_per_round[:i]) + i.
+    num_accepted_past_end  of the accepted tokens, those past the end of the response: none, but
+    where another engine
                         counts them; None: it does not tell how many
     """
 
@@ -32,7 +34,8 @@ class RequestMetrics:
 
 @dataclass
 class Logprob:
-    """Logprob of one token; rank 1 is the most probable. `decoded_token`: its text; None without a tokenizer."""
+    """Logprob of one token; rank 1 is the most probable. `decoded_token`: its text; None without a
+    tokenizer."""
 
     logprob: float
     rank: int | None = None
@@ -45,14 +48,15 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 @dataclass
 class CompletionOutput:
-    """One response. `finish_reason`: "stop" (end of sequence, stop token or stop string), "length" (max_tokens or
-    the context limit), "abort", or None while it is being written. `stop_reason`: the stop string or stop token id
-    that ended it; None for the end-of-sequence token. `token_ids` end with the token that stopped the response.
+    """One response. `finish_reason`: "stop" (end of sequence, stop token or stop string), "length"
+    (max_tokens or the context limit), "abort", or None while it is being written. `stop_reason`:
+    the stop string or stop token id that ended it; None for the end-of-sequence token. `token_ids`
+    end with the token that stopped the response.
 
-    logprobs             for each of `token_ids` its own and those of the most probable tokens; None unless asked for
-    cumulative_logprob   sum over the tokens written so far; None unless `logprobs` is asked for
-    rounds               what became of the drafts; None unless a server was asked for them
-    """
+    logprobs             for each of `token_ids` its own and those of the most probable tokens; None
+    unless asked for cumulative_logprob   sum over the tokens written so far; None unless `logprobs`
+    is asked for rounds               what became of the drafts; None unless a server was asked for
+    them"""
 
     index: int
     text: str
@@ -67,11 +71,12 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the outputs are what is
-    new, and `prompt_logprobs` (one entry per prompt token, None for the first) come with the first output.
+    """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the
+    outputs are what is new, and `prompt_logprobs` (one entry per prompt token, None for the first)
+    come with the first output.
 
-    num_cached_tokens  prompt tokens that the first response found computed already; the others (n > 1) share its prompt
-    """
+    num_cached_tokens  prompt tokens that the first response found computed already; the others (n >
+    1) share its prompt"""
 
     request_id: str
     prompt: str | None
@@ -85,25 +90,27 @@ class RequestOutput:
 
 @dataclass
 class TokenLogprobs:
-    """Logprobs of one position. `token_ids` and `logprobs`: first its own token, then the most probable ones, in
-    falling order. `rank`: of the token that stands there, 1 for the most probable."""
+    """Logprobs of one position. `token_ids` and `logprobs`: first its own token, then the most
+    probable ones, in falling order. `rank`: of the token that stands there, 1 for the most
+    probable."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int
 
 
-Placed = tuple[int, int | None]  # a token, and its position in the proposal, from 0; None: the target's own
+Placed = tuple[
+    int, int | None
+]  # a token, and its position in the proposal, from 0; None: the target's own
 
 
 @dataclass
 class JudgedRound:
     """One verification of one response, or its first token, which nobody drafted.
 
-    tokens            committed: accepted drafts, then the target's own token unless the response ended before it
-    rejected          the drafts that were not; of a tree, those beside the path that was taken
-    num_draft_tokens  drafted, 0 for a round without a proposal
-    """
+    tokens            committed: accepted drafts, then the target's own token unless the response
+    ended before it rejected          the drafts that were not; of a tree, those beside the path
+    that was taken num_draft_tokens  drafted, 0 for a round without a proposal"""
 
     tokens: list[Placed]
     rejected: list[Placed] = field(default_factory=list)

@@ -1,8 +1,7 @@
 """Where a measurement comes from: versions, commit, hardware and content hashes for the report.
 
-It must not know what was measured; it only looks at the machine, the installed packages and the files it is
-given.
-"""
+It must not know what was measured; it only looks at the machine, the installed packages and the
+files it is given."""
 
 from __future__ import annotations
 
@@ -33,7 +32,11 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
         "transformers_version": transformers.__version__,
         "platform": platform.platform(),
         "cpu_model": cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpu_cores": (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        ),
         "threads": torch.get_num_threads(),
         "device": str(device),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -42,7 +45,8 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
 
 
 def package_version() -> str:
-    """Version of the installed distribution; `source` when run from a tree that was never installed."""
+    """Version of the installed distribution; `source` when run from a tree that was never
+    installed."""
     try:
         return version("draftsmith")
     except PackageNotFoundError:
@@ -50,23 +54,27 @@ def package_version() -> str:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Commit of the source tree around `folder`, with `-dirty` if tracked files differ; None outside git.
+    """Commit of the source tree around `folder`, with `-dirty` if tracked files differ; None
+    outside git.
 
-    A package installed below somebody else's repository (`.venv/lib/…`) is not part of it: only a tree that
-    tracks this very folder counts.
-    """
+    A package installed below somebody else's repository (`.venv/lib/…`) is not part of it: only a
+    tree that tracks this very folder counts."""
     if not _git(folder, "ls-files", "--", "."):
         return None
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit:
         return None
-    return commit + ("-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit + (
+        "-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str:
     """Output of a git command in `folder`, empty if it fails or git is missing."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -75,7 +83,9 @@ def _git(folder: Path, *arguments: str) -> str:
 def cpu_model() -> str:
     """Processor name as the system gives it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -89,22 +99,33 @@ def text_sha256(text: str | None) -> str | None:
 
 
 def config_sha256(folder: str | os.PathLike[str]) -> str:
-    """Hash of what config.json in `folder` says of the model; who wrote the file, and when, is left out."""
+    """Hash of what config.json in `folder` says of the model; who wrote the file, and when, is left
+    out."""
     path = Path(folder) / "config.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}): expected a model directory") from None
-    kept = {name: value for name, value in tree.items() if name not in ("transformers_version", "_name_or_path")}
+        raise DataError(
+            f"{path}: cannot be read as JSON ({error}): expected a model directory"
+        ) from None
+    kept = {
+        name: value
+        for name, value in tree.items()
+        if name not in ("transformers_version", "_name_or_path")
+    }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def weights_sha256(folder: str | os.PathLike[str], suffixes: Iterable[str] = (".safetensors", ".bin")) -> str:
+def weights_sha256(
+    folder: str | os.PathLike[str], suffixes: Iterable[str] = (".safetensors", ".bin")
+) -> str:
     """Hash over the names and contents of the weight files in `folder`, in name order."""
     wanted = tuple(suffixes)
     files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(wanted))
     if not files:
-        raise DataError(f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory")
+        raise DataError(
+            f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory"
+        )
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode("utf-8") + b"\0")

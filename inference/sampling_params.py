@@ -1,9 +1,8 @@
 """How one request wants its tokens chosen: vLLM's names, checked when made.
 
-This module must not know logits, tokenizers or the engine: it holds what the user asked for and refuses what
-cannot be honoured. What is changed in the logits is in `sampling/logits_processors.py`, sampling itself in
-`sampling/sampler.py`.
-"""
+This module must not know logits, tokenizers or the engine: it holds what the user asked for and
+refuses what cannot be honoured. What is changed in the logits is in
+`sampling/logits_processors.py`, sampling itself in `sampling/sampler.py`."""
 
 from __future__ import annotations
 
@@ -15,11 +14,16 @@ from typing import Any
 
 from speculators.errors import ConfigError
 
-MIN_TEMPERATURE = 1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
+MIN_TEMPERATURE = (
+    1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
+)
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured outputs
 
-MOST_BIAS, MOST_PENALTY = 10_000, 1000  # beyond them half precision has no numbers, and a logit would be none
+MOST_BIAS, MOST_PENALTY = (
+    10_000,
+    1000,
+)  # beyond them half precision has no numbers, and a logit would be none
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,30 @@ class StructuredOutputsParams:
         require = partial(_require, of="StructuredOutputsParams")
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"StructuredOutputsParams: {given or 'nothing'} given; expected one of {list(KINDS)}")
+            raise ConfigError(
+                f"StructuredOutputsParams: {given or 'nothing'} given; expected one of"
+                f" {list(KINDS)}"
+            )
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
-            require(value is None or (isinstance(value, str) and value != ""), name, value, "text that is not empty")
-        require(self.json is None or isinstance(self.json, (str, Mapping)), "json", self.json, "a JSON schema")
-        require(self.json_object in (None, True), "json_object", self.json_object, "True, or leave it out")
+            require(
+                value is None or (isinstance(value, str) and value != ""),
+                name,
+                value,
+                "text that is not empty",
+            )
+        require(
+            self.json is None or isinstance(self.json, (str, Mapping)),
+            "json",
+            self.json,
+            "a JSON schema",
+        )
+        require(
+            self.json_object in (None, True),
+            "json_object",
+            self.json_object,
+            "True, or leave it out",
+        )
         blanks = self.disable_any_whitespace
         require(isinstance(blanks, bool), "disable_any_whitespace", blanks, "True or False")
         if self.choice is not None:
@@ -71,31 +93,29 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of one request. Change a copy with `dataclasses.replace`.
 
-    n                 responses to make for the prompt
-    temperature       0 is greedy: the most probable token, the first one on a tie, whatever the filters below
-    top_p             keep the smallest set of most probable tokens whose mass reaches this
-    top_k             keep this many of the most probable tokens; 0 or -1 is off
-    min_p             keep tokens at least this many times as probable as the most probable one
-    seed              makes the response depend on nothing but itself; None: seeded by the engine
-    max_tokens        longest response; None: until the model's limit
-    min_tokens        no end of sequence and no stop before this many tokens
-    stop              strings that end the response; kept as a tuple
-    stop_token_ids    tokens that end the response; kept as a tuple
-    ignore_eos        go on after the end-of-sequence token
-    detokenize        False: token ids only, every text is empty
-    num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None: as the drafter does
+    n                 responses to make for the prompt temperature       0 is greedy: the most
+    probable token, the first one on a tie, whatever the filters below top_p             keep the
+    smallest set of most probable tokens whose mass reaches this top_k             keep this many of
+    the most probable tokens; 0 or -1 is off min_p             keep tokens at least this many times
+    as probable as the most probable one seed              makes the response depend on nothing but
+    itself; None: seeded by the engine max_tokens        longest response; None: until the model's
+    limit min_tokens        no end of sequence and no stop before this many tokens stop
+    strings that end the response; kept as a tuple stop_token_ids    tokens that end the response;
+    kept as a tuple ignore_eos        go on after the end-of-sequence token detokenize        False:
+    token ids only, every text is empty num_speculative_tokens   most drafts of a round, of a tree
+    most levels; 0 drafts nothing, None: as the drafter does
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
     structured_outputs   a StructuredOutputsParams: only tokens that its grammar can go on with
-    allowed_token_ids    no other tokens; None: all
-    bad_words            strings that must not be written; kept as a tuple
-    logit_bias           token id -> what is added to its logit
-    repetition_penalty   of tokens in prompt and output, positive logits are divided by it, others multiplied
-    frequency_penalty    subtracted from a token's logit for each time it is in the output
-    presence_penalty     subtracted once if it is in the output
+    allowed_token_ids    no other tokens; None: all bad_words            strings that must not be
+    written; kept as a tuple logit_bias           token id -> what is added to its logit
+    repetition_penalty   of tokens in prompt and output, positive logits are divided by it, others
+    multiplied frequency_penalty    subtracted from a token's logit for each time it is in the
+    output presence_penalty     subtracted once if it is in the output
 
-    logprobs          report each output token's log-probability and those of this many most probable tokens, before
+    logprobs          report each output token's log-probability and those of this many most
+    probable tokens, before
                       any of the above; -1 is the whole vocabulary, None reports nothing
     prompt_logprobs   the same for the prompt's tokens
     """
@@ -126,31 +146,61 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        object.__setattr__(
+            self,
+            "stop",
+            (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop),
+        )
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(
+                self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids)
+            )
         self._check_numbers()
         self._check_lengths()
         self._check_penalties()
         self._check_logprobs()
         for text in self.stop or ():
-            _require(isinstance(text, str) and text != "", "stop", self.stop, "strings that are not empty")
+            _require(
+                isinstance(text, str) and text != "",
+                "stop",
+                self.stop,
+                "strings that are not empty",
+            )
         for text in self.bad_words or ():
-            _require(isinstance(text, str) and text.strip() != "", "bad_words", self.bad_words, "words, not blanks")
+            _require(
+                isinstance(text, str) and text.strip() != "",
+                "bad_words",
+                self.bad_words,
+                "words, not blanks",
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             token_ids = getattr(self, name)
             usable = all(_is_int(token) and token >= 0 for token in token_ids or ())
             _require(usable, name, token_ids, "token ids, 0 or more")
-        _require(self.allowed_token_ids != (), "allowed_token_ids", [], "at least one token id, or None for all")
+        _require(
+            self.allowed_token_ids != (),
+            "allowed_token_ids",
+            [],
+            "at least one token id, or None for all",
+        )
         self._check_bias()
         structured = self.structured_outputs
         usable = structured is None or isinstance(structured, StructuredOutputsParams)
         _require(usable, "structured_outputs", structured, "a StructuredOutputsParams, or None")
-        _require(self.detokenize or not self.stop, "detokenize", False, "True, which stop strings need")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require(
+            self.detokenize or not self.stop, "detokenize", False, "True, which stop strings need"
+        )
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+        ):
+            _require(
+                isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -161,10 +211,27 @@ class SamplingParams:
         hot = self.temperature
         usable = _is_real(hot) and (hot == 0 or hot >= MIN_TEMPERATURE)
         _require(usable, "temperature", hot, f"0 for greedy, or at least {MIN_TEMPERATURE}")
-        _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, and 1 (off) at most")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "a whole number; 0 or -1 is off")
-        _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 (off) and 1")
-        _require(self.seed is None or _is_int(self.seed), "seed", self.seed, "a whole number, or None")
+        _require(
+            _is_real(self.top_p) and 0 < self.top_p <= 1,
+            "top_p",
+            self.top_p,
+            "above 0, and 1 (off) at most",
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "a whole number; 0 or -1 is off",
+        )
+        _require(
+            _is_real(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            self.min_p,
+            "between 0 (off) and 1",
+        )
+        _require(
+            self.seed is None or _is_int(self.seed), "seed", self.seed, "a whole number, or None"
+        )
 
     def _check_lengths(self) -> None:
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "1 or more")
@@ -173,25 +240,42 @@ class SamplingParams:
         _require(usable, "max_tokens", self.max_tokens, "1 or more, or None for the model's limit")
         drafts = self.num_speculative_tokens
         usable = drafts is None or (_is_int(drafts) and drafts >= 0)
-        _require(usable, "num_speculative_tokens", drafts, "0 or more, or None for as many as the drafter has")
+        _require(
+            usable,
+            "num_speculative_tokens",
+            drafts,
+            "0 or more, or None for as many as the drafter has",
+        )
         usable = _is_int(self.min_tokens) and 0 <= self.min_tokens <= longest
-        _require(usable, "min_tokens", self.min_tokens, f"between 0 and max_tokens ({self.max_tokens})")
+        _require(
+            usable, "min_tokens", self.min_tokens, f"between 0 and max_tokens ({self.max_tokens})"
+        )
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(_is_real(value) and -2 <= value <= 2, name, value, "between -2 and 2; 0 is off")
+            _require(
+                _is_real(value) and -2 <= value <= 2, name, value, "between -2 and 2; 0 is off"
+            )
         value = self.repetition_penalty
         usable = _is_real(value) and 1 / MOST_PENALTY <= value <= MOST_PENALTY
-        _require(usable, "repetition_penalty", value, f"between {1 / MOST_PENALTY:g} and {MOST_PENALTY}; 1 is off")
+        _require(
+            usable,
+            "repetition_penalty",
+            value,
+            f"between {1 / MOST_PENALTY:g} and {MOST_PENALTY}; 1 is off",
+        )
 
     def _check_bias(self) -> None:
         given = self.logit_bias
         if given is None:
             return
-        _require(isinstance(given, Mapping), "logit_bias", given, "a dict of token id -> number, or None")
+        _require(
+            isinstance(given, Mapping), "logit_bias", given, "a dict of token id -> number, or None"
+        )
         usable = all(
-            _is_int(token) and token >= 0 and _is_real(bias) and abs(bias) <= MOST_BIAS for token, bias in given.items()
+            _is_int(token) and token >= 0 and _is_real(bias) and abs(bias) <= MOST_BIAS
+            for token, bias in given.items()
         )
         wanted = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
         _require(usable, "logit_bias", given, wanted)
@@ -219,6 +303,8 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _require(holds: bool, name: str, value: Any, expected: str, *, of: str = "SamplingParams") -> None:
+def _require(
+    holds: bool, name: str, value: Any, expected: str, *, of: str = "SamplingParams"
+) -> None:
     if not holds:
         raise ConfigError(f"{of}: {name}={value!r}; expected {expected}")

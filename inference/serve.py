@@ -1,4 +1,5 @@
-"""`python -m inference.serve`: the name that older guides have for the server's command (`inference.server`)."""
+"""`python -m inference.serve`: the name that older guides have for the server's command
+(`inference.server`)."""
 
 from inference.server.command import main
 

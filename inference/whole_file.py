@@ -1,4 +1,5 @@
-"""Files that hold results: asked for before the work is done, and written whole or not at all. Knows no formats."""
+"""Files that hold results: asked for before the work is done, and written whole or not at all.
+Knows no formats."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from speculators.errors import ConfigError
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Makes the folder of a file that is to be written later. ConfigError if it cannot be, `option` naming it."""
+    """Makes the folder of a file that is to be written later. ConfigError if it cannot be, `option`
+    naming it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -18,7 +20,9 @@ def check_writable(option: str, path: Path) -> None:
         scratch.touch()
         scratch.unlink()
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; give another file") from error
+        raise ConfigError(
+            f"{option} {path}: cannot be written: {error.strerror}; give another file"
+        ) from error
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -1,12 +1,12 @@
 """A table of what each causal LM of transformers can do here, built tiny with random weights.
 
-    python scripts/architectures.py > table.md            # all of them, some ten minutes on one thread
-    python scripts/architectures.py qwen3_5 falcon_h1     # some
+    python scripts/architectures.py > table.md            # all of them, some ten minutes on one
+    thread python scripts/architectures.py qwen3_5 falcon_h1     # some
 
-Every model type of transformers' registry gets a small config (`tiny_config`), a model in memory, and a process of its
-own with a time limit, so that a crash is a line of the table. "yes" under chains and trees means that greedy text with
-drafts, of which some are right, equals the model's own, computed without a cache, at two rows of different length.
-Nothing is written or downloaded.
+Every model type of transformers' registry gets a small config (`tiny_config`), a model in memory,
+and a process of its own with a time limit, so that a crash is a line of the table. "yes" under
+chains and trees means that greedy text with drafts, of which some are right, equals the model's
+own, computed without a cache, at two rows of different length. Nothing is written or downloaded.
 """
 
 from __future__ import annotations
@@ -43,17 +43,21 @@ from speculators.target.probe import needs_eager
 YES, LAYERS, VOCABULARY = "yes", 4, 101
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40, 9, 77]]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-# The sizes that configs have under these names; the first pattern that the whole name matches counts.
+# The sizes that configs have under these names; the first pattern that the whole name matches
+# counts.
 SIZES: dict[str, Any] = {
     r"vocab_size|padded_vocab_size|vocab_size_per_layer_input": VOCABULARY,
-    r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers": LAYERS,
+    r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|num_decoder_layers": (
+        LAYERS
+    ),
     r"num_attention_heads|n_heads?|num_heads|linear_num_heads|(de|en)coder_attention_heads": 4,
     r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads": 2,
     r"(global_|swa_|v_|swa_v_|linear_(key_|value_)?)?head_dim|d_kv|qk_(rope_|nope_)?head_dim": 8,
     r"(q|kv|o)_lora_rank|low_rank_dim": 16,
     r"hidden_size|n_embd|d_model|dim|embed_dim|word_embed_proj_dim|embedding_size|lru_width": 32,
     r"(moe|shared_expert|expert|moe_shared_expert)_intermediate_size|expert_ffn_hidden_size": 16,
-    r"intermediate_size.*|ffn_dim|n_inner|d_ff|d_inner|ffn_hidden_size|.*_ffn_dim|dense_intermediate_size": 48,
+    r"intermediate_size.*|ffn_dim|n_inner|d_ff|d_inner|ffn_hidden_size"
+    r"|.*_ffn_dim|dense_intermediate_size": (48),
     r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts": 4,
     r"num_experts_per_tok|moe_k|moe_topk|num_experts_per_token|top_k_experts": 2,
     r"n_group|topk_group|num_expert_group|moe_num_shared_experts|n_shared_experts": 1,
@@ -78,7 +82,10 @@ SIZES: dict[str, Any] = {
 }
 
 # Get a size though the default has none.
-UNSET = r".*_token_id|n_(routed|shared)_experts|num_experts_per_tok|n_group|topk_group|head_dim|num_key_value_heads"
+UNSET = (
+    r".*_token_id|n_(routed|shared)_experts|num_experts_per_tok"
+    r"|n_group|topk_group|head_dim|num_key_value_heads"
+)
 _MIXED = ["linear_attention", "full_attention"] * (LAYERS // 2)
 GIVEN: dict[str, dict[str, Any]] = {  # what follows from the number of layers
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -114,8 +121,15 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name in ("text_config", "vision_config", "audio_config") and isinstance(value, dict):
-            kept[name] = value if name != "text_config" else {"model_type": value["model_type"], **_shrunk(value)}
-        elif name.endswith(("layer_types", "layers_block_type", "block_types", "mlp_layer_types")) and value:
+            kept[name] = (
+                value
+                if name != "text_config"
+                else {"model_type": value["model_type"], **_shrunk(value)}
+            )
+        elif (
+            name.endswith(("layer_types", "layers_block_type", "block_types", "mlp_layer_types"))
+            and value
+        ):
             kinds = list(dict.fromkeys(value))  # in their order
             kept[name] = [kinds[i % len(kinds)] for i in range(LAYERS)]
         elif not isinstance(value, (list, dict, bool)):
@@ -134,7 +148,11 @@ def tiny_model(model_type: str) -> Any:
     config = tiny_config(model_type)
     attention = "eager" if needs_eager(config.get_text_config()) else None
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    model = (
+        auto_class(config)
+        .from_config(config, dtype=torch.float32, attn_implementation=attention)
+        .eval()
+    )
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -142,7 +160,8 @@ def tiny_model(model_type: str) -> Any:
 
 
 class PartlyRight(Proposer):
-    """Chains of three drafts from texts that are known; the first 0 to 3 are right, another number in every round."""
+    """Chains of three drafts from texts that are known; the first 0 to 3 are right, another number
+    in every round."""
 
     def __init__(self, texts: Sequence[list[int]]) -> None:
         super().__init__(3)
@@ -166,7 +185,13 @@ def own_texts(target: FrozenTarget) -> list[list[int]]:
         ids = list(prompt)
         while len(ids) < len(prompt) + PARAMS.max_tokens:
             with torch.no_grad():
-                ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(
+                        target.model(input_ids=torch.tensor([ids]), use_cache=False)
+                        .logits[0, -1]
+                        .argmax()
+                    )
+                )
         texts.append(ids)
     return texts
 
@@ -175,8 +200,12 @@ def drafting(target: FrozenTarget, texts: list[list[int]], proposer: Proposer) -
     """YES if the text with the proposer's drafts is the model's own; else what is wrong."""
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     try:
-        llm = LLM.from_modules(target, proposer=proposer, options=EngineOptions(max_model_len=64, max_num_seqs=2))
-        written = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, PARAMS, use_tqdm=False)]
+        llm = LLM.from_modules(
+            target, proposer=proposer, options=EngineOptions(max_model_len=64, max_num_seqs=2)
+        )
+        written = [
+            list(out.outputs[0].token_ids) for out in llm.generate(prompts, PARAMS, use_tqdm=False)
+        ]
     except Exception as error:
         return told(error)
     right = [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts)]
@@ -208,7 +237,9 @@ def examine(model_type: str) -> Row:
         return row
     texts = own_texts(target)
     row.chains = drafting(target, texts, PartlyRight(texts))
-    lookahead = LookaheadProposer(6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True)
+    lookahead = LookaheadProposer(
+        6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True
+    )
     row.trees = drafting(target, texts, lookahead)
     plain = plain_decoder(target, copies=False)
     row.plain_path = plain if isinstance(plain, str) else YES
@@ -246,14 +277,21 @@ def table(rows: Sequence[Row]) -> str:
         text = re.sub(r"^target [^:]*: ", "", text).replace("|", "\\|").replace("<", "&lt;")
         return text if len(text) <= 160 else text[:157] + "..."
 
-    shown = [replace(row, plain_path="no") if row.plain_path.startswith("model_type") else row for row in rows]
+    shown = [
+        replace(row, plain_path="no") if row.plain_path.startswith("model_type") else row
+        for row in rows
+    ]
     cells = [[cell(text) for text in asdict(row).values()] for row in shown]
-    return markdown(["model type", "class", "features", "chains", "trees", "plain path"], cells, left=6)
+    return markdown(
+        ["model type", "class", "features", "chains", "trees", "plain path"], cells, left=6
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model_types", nargs="*", help="of transformers' registry; none: all of them")
+    parser.add_argument(
+        "model_types", nargs="*", help="of transformers' registry; none: all of them"
+    )
     parser.add_argument("--seconds", type=float, default=60, help="time limit of each")
     given = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
@@ -262,8 +300,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for model_type in given.model_types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         rows.append(examine_apart(model_type, given.seconds))
         print(asdict(rows[-1]), file=sys.stderr, flush=True)
-    features, chains = (sum(getattr(row, name) == YES for row in rows) for name in ("features", "chains"))
-    print(f"{table(rows)}\nOf {len(rows)} model types {features} give features and {chains} are drafted for.")
+    features, chains = (
+        sum(getattr(row, name) == YES for row in rows) for name in ("features", "chains")
+    )
+    print(
+        f"{table(rows)}\nOf {len(rows)} model types {features} give features and {chains} are"
+        " drafted for."
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Peak memory and time of the chunked objective against the plain one, forward and backward over all depths.
+"""Peak memory and time of the chunked objective against the plain one, forward and backward over
+all depths.
 
-Each variant runs in a fresh process; its peak is the memory beyond its inputs and weights. The drafter's head is
-trainable, the target's frozen. Prints a table and writes nothing.
+Each variant runs in a fresh process; its peak is the memory beyond its inputs and weights. The
+drafter's head is trainable, the target's frozen. Prints a table and writes nothing.
 
     python scripts/bench_losses.py     # vocabulary 151,936, 2,048 positions, 7 depths, width 1,024
     python scripts/bench_losses.py --tokens 512 --dtype bfloat16
@@ -50,25 +51,33 @@ class Size:
     repeats: int
 
     def plain_bytes(self) -> int:
-        """Memory of the plain variant: log q and p of every depth, temporary tensors, the head's gradients."""
+        """Memory of the plain variant: log q and p of every depth, temporary tensors, the head's
+        gradients."""
         logits = 4 * self.vocab * self.tokens
         return (2 * self.depths + 5) * logits + 5 * 4 * self.vocab * self.hidden
 
 
 class Problem:
-    """Random states, a trainable draft head and a frozen target head. Depth k matches the positions shifted by k."""
+    """Random states, a trainable draft head and a frozen target head. Depth k matches the positions
+    shifted by k."""
 
     def __init__(self, size: Size) -> None:
         torch.manual_seed(0)
         self.size, device = size, size.device
         self.head = nn.Linear(size.hidden, size.vocab, bias=False, device=device)
-        self.target = nn.Linear(size.hidden, size.vocab, bias=False, device=device).requires_grad_(False)
+        self.target = nn.Linear(size.hidden, size.vocab, bias=False, device=device).requires_grad_(
+            False
+        )
         self.target_hidden = torch.randn(size.tokens, size.hidden, device=device)
         self.labels = torch.randint(0, size.vocab, (size.tokens,), device=device)
         steps = [torch.arange(size.tokens, device=device).roll(-k) for k in range(size.depths)]
         self.index = torch.cat(steps)  # [depths * tokens]
-        self.hidden = torch.randn(size.depths * size.tokens, size.hidden, device=device, requires_grad=True)
-        self.autocast = torch.autocast(device, torch.bfloat16) if size.dtype == "bfloat16" else nullcontext()
+        self.hidden = torch.randn(
+            size.depths * size.tokens, size.hidden, device=device, requires_grad=True
+        )
+        self.autocast = (
+            torch.autocast(device, torch.bfloat16) if size.dtype == "bfloat16" else nullcontext()
+        )
 
     def loss(self, variant: str) -> Tensor:
         """The sum over all depths, with its graph."""
@@ -76,10 +85,20 @@ class Problem:
         weight = torch.ones(self.index.shape[0], device=self.hidden.device)
         if variant == "joint":
             rows = (self.target_hidden, self.target, weight, self.labels[self.index], mix)
-            return chunked_objective(self.hidden, self.head, *rows, chunk_size=chunk, target_index=self.index)[0]
+            return chunked_objective(
+                self.hidden, self.head, *rows, chunk_size=chunk, target_index=self.index
+            )[0]
         total = torch.zeros((), device=self.hidden.device)
-        for hidden, index in zip(self.hidden.split(self.size.tokens), self.index.split(self.size.tokens), strict=True):
-            rows = (self.target_hidden[index], self.target, weight[: len(index)], self.labels[index], mix)
+        for hidden, index in zip(
+            self.hidden.split(self.size.tokens), self.index.split(self.size.tokens), strict=True
+        ):
+            rows = (
+                self.target_hidden[index],
+                self.target,
+                weight[: len(index)],
+                self.labels[index],
+                mix,
+            )
             if variant == "plain":
                 total = total + plain_objective(hidden, self.head, *rows)[0]
             else:
@@ -103,22 +122,32 @@ def measure(variant: str, size: Size) -> tuple[float, float, float, int]:
     torch.set_num_threads(size.threads)
     Problem(replace(size, vocab=64, tokens=2)).run(variant)  # load the kernels
     problem = Problem(size)
-    runs, peak = with_peak_memory(lambda: [problem.run(variant) for _ in range(size.repeats)], size.device)
+    runs, peak = with_peak_memory(
+        lambda: [problem.run(variant) for _ in range(size.repeats)], size.device
+    )
     return *min(runs), peak
 
 
 def main(
     vocab: Annotated[int, typer.Option(help="Vocabulary of drafter and target.")] = 151_936,
-    tokens: Annotated[int, typer.Option(help="Positions per depth; halved until the plain variant fits.")] = 2048,
+    tokens: Annotated[
+        int, typer.Option(help="Positions per depth; halved until the plain variant fits.")
+    ] = 2048,
     depths: Annotated[int, typer.Option(help="Draft depths of one unroll.")] = 7,
     hidden: Annotated[int, typer.Option(help="Width of both heads' input.")] = 1024,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 for autocast over float32 weights.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="float32, or bfloat16 for autocast over float32 weights.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    ),
     loss: Annotated[str, typer.Option(help="Any divergence on distributions.")] = "forward_kl",
     chunk: Annotated[int, typer.Option(help="Rows per chunk; 0 chooses from the vocabulary.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs per variant; the best time counts.")] = 1,
-    memory_gb: Annotated[float, typer.Option(help="Memory to use at most; 0 means 70 % of what is available.")] = 0.0,
+    memory_gb: Annotated[
+        float, typer.Option(help="Memory to use at most; 0 means 70 % of what is available.")
+    ] = 0.0,
 ) -> None:
     """Compare the memory and time of the chunked objective with plain autograd."""
     if dtype not in ("float32", "bfloat16"):
@@ -128,16 +157,36 @@ def main(
     while size.plain_bytes() > (memory_gb * 1e9 or 0.7 * free) and size.tokens > 64:
         size = replace(size, tokens=size.tokens // 2)
     rows = chunk or default_chunk_size(vocab, torch.device(device))
-    shape = f"{size.tokens} of {tokens} tokens x {depths} depths, vocabulary {vocab:,}, width {hidden}"
+    shape = (
+        f"{size.tokens} of {tokens} tokens x {depths} depths, vocabulary {vocab:,}, width {hidden}"
+    )
     title = f"{loss}, {shape}, {dtype}, {device}, {threads} threads, chunk {rows}"
-    shown = table(title, "variant", "time s", "CPU s", "rows/s", "peak GB", "time ratio", "memory ratio", "loss")
+    shown = table(
+        title,
+        "variant",
+        "time s",
+        "CPU s",
+        "rows/s",
+        "peak GB",
+        "time ratio",
+        "memory ratio",
+        "loss",
+    )
     reference: tuple[float, int] | None = None
     for variant, meaning in VARIANTS.items():
         seconds, cpu, value, peak = in_fresh_process(measure, variant, size)
         reference = reference or (seconds, peak)
         ratios = f"{seconds / reference[0]:.2f}", f"{peak / reference[1]:.3f}"
         speed = f"{size.tokens * depths / seconds:,.0f}"
-        shown.add_row(meaning, f"{seconds:.2f}", f"{cpu:.2f}", speed, f"{peak / 1e9:.2f}", *ratios, f"{value:.5f}")
+        shown.add_row(
+            meaning,
+            f"{seconds:.2f}",
+            f"{cpu:.2f}",
+            speed,
+            f"{peak / 1e9:.2f}",
+            *ratios,
+            f"{value:.5f}",
+        )
     Console().print(shown)
 
 

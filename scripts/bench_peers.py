@@ -1,16 +1,15 @@
-"""Training steps of vLLM's library `speculators` beside ours, EAGLE-3 and DFlash: the same numbers first, then time
-and memory.
+"""Training steps of vLLM's library `speculators` beside ours, EAGLE-3 and DFlash: the same numbers
+first, then time and memory.
 
-    python scripts/bench_peers.py                               # all settings; makes .venv-peers first
-    python scripts/bench_peers.py --setting packed --pairs 9 --threads 2
-    python scripts/bench_peers.py --device cuda --peer-python /path/to/python
+    python scripts/bench_peers.py                               # all settings; makes .venv-peers
+    first python scripts/bench_peers.py --setting packed --pairs 9 --threads 2 python
+    scripts/bench_peers.py --device cuda --peer-python /path/to/python
 
-Both sides get the same weights and the same row. In float32, and again in the dtype that is timed, loss and gradients
-of one step must agree within TOLERANCE, or nothing is timed. Then each side is a process that stays alive
-(peers/worker.py), and steps alternate: forward and backward, without target and optimizer. Figures are medians over
-pairs. Memory is the peak of a process's first step above what it held before (on a GPU of its last step, as the first
-compiles).
-"""
+Both sides get the same weights and the same row. In float32, and again in the dtype that is timed,
+loss and gradients of one step must agree within TOLERANCE, or nothing is timed. Then each side is a
+process that stays alive (peers/worker.py), and steps alternate: forward and backward, without
+target and optimizer. Figures are medians over pairs. Memory is the peak of a process's first step
+above what it held before (on a GPU of its last step, as the first compiles)."""
 
 from __future__ import annotations
 
@@ -40,12 +39,13 @@ from scripts.measuring import save_json, table, with_peak_memory
 
 PEER = "speculators==0.9.0"
 CHECK = (
-    "import torch; from importlib.metadata import version as v; import speculators.models.eagle3.core; "
-    "import speculators.models.dflash.core; "
-    'print(f\'speculators {v("speculators")}, torch {torch.__version__}, transformers {v("transformers")}\')'
+    "import torch; from importlib.metadata import version as v; import"
+    " speculators.models.eagle3.core; import speculators.models.dflash.core; print(f'speculators"
+    ' {v("speculators")}, torch {torch.__version__}, transformers {v("transformers")}\')'
 )
 SIDES = ("ours", "speculators")
-# Largest |difference| / |value| of the loss, and the same of norms for the gradient of every weight.
+# Largest |difference| / |value| of the loss, and the same of norms for the gradient of every
+# weight.
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 5e-2)}
 
 
@@ -81,14 +81,20 @@ class Setting:
 
 
 REDUCED: dict[str, Any] = {"tokens": 2048, "draft_vocab": 8192, "supervised": 0.4}
-BLOCKS: dict[str, Any] = {"family": "dflash", "layers": 5, "decay": math.exp(-1 / 4)}  # the library's gamma of 4
+BLOCKS: dict[str, Any] = {
+    "family": "dflash",
+    "layers": 5,
+    "decay": math.exp(-1 / 4),
+}  # the library's gamma of 4
 SETTINGS = {
     "whole": Setting("head trained"),
     "frozen": Setting("head frozen, as the library has it", head=False),
     "reduced": Setting("8,192 of the vocabulary, 40 % supervised", **REDUCED),
     "packed": Setting("eight documents in the row", documents=8),
     "dflash": Setting("256 blocks, five layers, the target's head", head=False, **BLOCKS),
-    "dflash-reduced": Setting("the same over 8,192 of the vocabulary, 40 % supervised", **BLOCKS, **REDUCED),
+    "dflash-reduced": Setting(
+        "the same over 8,192 of the vocabulary, 40 % supervised", **BLOCKS, **REDUCED
+    ),
 }
 
 
@@ -105,18 +111,22 @@ class PeerEnvironment(setup_vllm.Environment):
         else:
             self._install_torch()
         self._install(PEER, torch_pin, step=f"install {PEER}")
-        # It asks for these two, uses neither, and gets builds for another torch, which transformers fails to import.
+        # It asks for these two, uses neither, and gets builds for another torch, which transformers
+        # fails to import.
         names = ("torchaudio", "torchvision")
-        self._run(f"remove {' and '.join(names)}", [self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *names])
+        self._run(
+            f"remove {' and '.join(names)}",
+            [self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *names],
+        )
         return self._run("import it", [self.python, "-I", "-c", CHECK])
 
 
 def make_batch(s: Setting) -> dict[str, Tensor]:
-    """The row, and what both sides share of the target. Every tensor's first dimension is T, V, Vd or H.
+    """The row, and what both sides share of the target. Every tensor's first dimension is T, V, Vd
+    or H.
 
-    The first `depths + 1` tokens of a document are not supervised, nor the last of the row; of the others, the last
-    part of every hundred is.
-    """
+    The first `depths + 1` tokens of a document are not supervised, nor the last of the row; of the
+    others, the last part of every hundred is."""
     torch.manual_seed(0)
     length = s.tokens // s.documents
     place = torch.arange(s.tokens)
@@ -144,13 +154,25 @@ class Worker:
     def __init__(self, side: str, python: Path | str, folder: Path, threads: int) -> None:
         self.side, self.log = side, folder / f"{side}.log"
         script = Path(__file__).parent / "peers" / "worker.py"
-        hidden = {"PYTHONPATH", "PYTHONSAFEPATH"}  # which would put this project into the library's place
+        hidden = {
+            "PYTHONPATH",
+            "PYTHONSAFEPATH",
+        }  # which would put this project into the library's place
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.process = subprocess.Popen(
-            [str(python), "-P", str(script), side, str(folder)], cwd=folder, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
-        )  # fmt: skip
+            [str(python), "-P", str(script), side, str(folder)],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+        )
         self.versions = self._read()
 
     def __enter__(self) -> Worker:
@@ -170,7 +192,9 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             output = "\n".join(self.log.read_text().splitlines()[-15:])
-            raise WorkerFailed(f"the worker of {self.side} ended with status {self.process.wait()}:\n{output}")
+            raise WorkerFailed(
+                f"the worker of {self.side} ended with status {self.process.wait()}:\n{output}"
+            )
         return json.loads(line)
 
     def step(self, device: str) -> dict[str, Any]:
@@ -181,25 +205,30 @@ class Worker:
         return answer | {"peak": peak}
 
 
-def differences(losses: Sequence[float], gradients: Sequence[dict[str, Tensor]], dtype: str) -> tuple[float, float]:
-    """Relative differences of two sides: (of the loss, of the gradient that differs most). DifferentNumbers beyond
-    TOLERANCE."""
+def differences(
+    losses: Sequence[float], gradients: Sequence[dict[str, Tensor]], dtype: str
+) -> tuple[float, float]:
+    """Relative differences of two sides: (of the loss, of the gradient that differs most).
+    DifferentNumbers beyond TOLERANCE."""
     ours, theirs = gradients
     if set(ours) != set(theirs):
         raise DifferentNumbers(f"only one side has gradients of {sorted(set(ours) ^ set(theirs))}")
-    apart = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}
+    apart = {
+        name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs
+    }
     worst = max(apart, key=lambda name: apart[name])
     found = abs(losses[0] - losses[1]) / abs(losses[1]), apart[worst]
     if not all(x <= limit for x, limit in zip(found, TOLERANCE[dtype])):
         raise DifferentNumbers(
-            f"in {dtype} our loss is {losses[0]:.7g}, the library's {losses[1]:.7g}; the gradient of {worst} differs "
-            f"by {apart[worst]:.1e} of its norm; allowed are {TOLERANCE[dtype]}"
+            f"in {dtype} our loss is {losses[0]:.7g}, the library's {losses[1]:.7g}; the gradient"
+            f" of {worst} differs by {apart[worst]:.1e} of its norm; allowed are {TOLERANCE[dtype]}"
         )
     return found
 
 
 def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, Any]:
-    """Shows that the sides are equal, then times them. Of "seconds", "cpu_seconds", "peak" (bytes), ours are first."""
+    """Shows that the sides are equal, then times them. Of "seconds", "cpu_seconds", "peak" (bytes),
+    ours are first."""
     result: dict[str, Any] = {"setting": asdict(s), "equality": {}}
     for dtype in dict.fromkeys(("float32", s.dtype)):
         timed = dtype == s.dtype
@@ -207,7 +236,10 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
             folder = Path(name)
             (folder / "setting.json").write_text(json.dumps(asdict(replace(s, dtype=dtype))))
             save_file(make_batch(s), folder / "batch.safetensors")
-            sides = [workers.enter_context(Worker(*each, folder, s.threads)) for each in zip(SIDES, pythons)]
+            sides = [
+                workers.enter_context(Worker(*each, folder, s.threads))
+                for each in zip(SIDES, pythons)
+            ]
             first, gradients = [], []
             for worker in sides:
                 worker.ask("warm")
@@ -224,20 +256,26 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
                         steps[i].append(sides[i].step(s.device))
                 for figure in ("seconds", "cpu_seconds"):
                     result[figure] = [[step[figure] for step in each] for each in steps]
-                result["peak"] = [steps[i][-1]["peak"] if s.device == "cuda" else first[i]["peak"] for i in (0, 1)]
+                result["peak"] = [
+                    steps[i][-1]["peak"] if s.device == "cuda" else first[i]["peak"] for i in (0, 1)
+                ]
                 result["versions"] = [worker.versions for worker in sides]
     return result
 
 
 def speedup(seconds: Sequence[Sequence[float]]) -> float:
-    """Median over pairs of the library's time ÷ ours, which is our tokens per second ÷ the library's."""
+    """Median over pairs of the library's time ÷ ours, which is our tokens per second ÷ the
+    library's."""
     return statistics.median(theirs / ours for ours, theirs in zip(*seconds, strict=True))
 
 
 def cells(name: str, result: dict[str, Any]) -> list[str]:
     """A setting's row of the table."""
     peak, seconds = [each / 2**20 for each in result["peak"]], result["seconds"]
-    shown = [f"{loss:.0e} {gradient:.0e}" for loss, gradient in (e["differences"] for e in result["equality"].values())]
+    shown = [
+        f"{loss:.0e} {gradient:.0e}"
+        for loss, gradient in (e["differences"] for e in result["equality"].values())
+    ]
     return [
         name,
         f"{result['setting']['tokens']:,}",
@@ -251,7 +289,9 @@ def cells(name: str, result: dict[str, Any]) -> list[str]:
 
 
 def main(
-    setting: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SETTINGS)}; again for more.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(SETTINGS)}; again for more.")
+    ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Steps of each side.")] = 5,
     tokens: Annotated[int, typer.Option(help="Tokens of the row; 0: each setting's own.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -259,19 +299,33 @@ def main(
         Literal["bfloat16", "float32"], typer.Option(help="Of autocast over float32 weights.")
     ] = "bfloat16",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    attention: Annotated[str, typer.Option(help="The library's; default: sdpa on a CPU, else its own, flex.")] = "",
-    peer_python: Annotated[Path | None, typer.Option(help="An interpreter that has the library.")] = None,
-    venv: Annotated[Path, typer.Option(help="Where the library's environment is made.")] = setup_vllm.ROOT
-    / ".venv-peers",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    attention: Annotated[
+        str, typer.Option(help="The library's; default: sdpa on a CPU, else its own, flex.")
+    ] = "",
+    peer_python: Annotated[
+        Path | None, typer.Option(help="An interpreter that has the library.")
+    ] = None,
+    venv: Annotated[
+        Path, typer.Option(help="Where the library's environment is made.")
+    ] = setup_vllm.ROOT / ".venv-peers",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures to this file.")
+    ] = None,
 ) -> None:
     """Compare the training step with that of vLLM's speculators."""
     names = setting or list(SETTINGS)
     if unknown := [name for name in names if name not in SETTINGS]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting")
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: expected {', '.join(SETTINGS)}", param_hint="--setting"
+        )
     attention = attention or ("sdpa" if device == "cpu" else "simple_flex_attention")
     console, results = Console(stderr=True), {}  # results by setting
-    chosen: dict[str, Any] = {"device": device, "dtype": dtype, "threads": threads, "attention": attention}
+    chosen: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "attention": attention,
+    }
     try:
         if peer_python is None:
             environment = PeerEnvironment(venv.absolute(), "pip")
@@ -279,9 +333,14 @@ def main(
             peer_python = environment.python
         for name in names:
             chosen |= {"tokens": tokens or SETTINGS[name].tokens}
-            result = measure(replace(SETTINGS[name], **chosen), (sys.executable, peer_python.absolute()), pairs)
+            result = measure(
+                replace(SETTINGS[name], **chosen), (sys.executable, peer_python.absolute()), pairs
+            )
             results[name] = result
-            console.print(f"{name}: equal, {speedup(result['seconds']):.2f} times the tokens/s", highlight=False)
+            console.print(
+                f"{name}: equal, {speedup(result['seconds']):.2f} times the tokens/s",
+                highlight=False,
+            )
             if json_file is not None:
                 save_json(json_file, {"results": results})
     except (setup_vllm.SetupError, DifferentNumbers, WorkerFailed) as error:
@@ -289,13 +348,19 @@ def main(
         raise typer.Exit(1) from error
     any_result = results[names[0]]
     library = any_result["versions"][1]["version"]
-    title = f"a step, ours : that of {library}; {dtype}, {device}, {threads} threads, medians of {pairs} pairs"
+    title = (
+        f"a step, ours : that of {library}; {dtype}, {device}, {threads} threads, medians of"
+        f" {pairs} pairs"
+    )
     unequal = [f"Δ {kind}" for kind in any_result["equality"]]
     shown = table(title, "setting", "T", "seconds", "tokens/s", "CPU", "MiB", "memory", *unequal)
     for name, result in results.items():
         shown.add_row(*cells(name, result))
     Console().print(shown)
-    print("tokens/s: ours ÷ theirs; CPU: the same by CPU time; Δ: relative difference of loss and of gradients")
+    print(
+        "tokens/s: ours ÷ theirs; CPU: the same by CPU time; Δ: relative difference of loss and of"
+        " gradients"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Trains the draft model of the embedded target with every divergence on every kind of data, and prints one table.
+"""Trains the draft model of the embedded target with every divergence on every kind of data, and
+prints one table.
 
-One student is cut from the target and trained on the responses of the data (`undistilled`). Each pair continues from
-it for the same number of steps and is measured in the runtime. Finished runs are kept.
+One student is cut from the target and trained on the responses of the data (`undistilled`). Each
+pair continues from it for the same number of steps and is measured in the runtime. Finished runs
+are kept.
 
     make distill-table                                     # runs/distill/
     python scripts/distill_table.py --only forward_kl,tv
 
-data: `fixed` the responses of the data, `target` responses that the target wrote, `on_policy` texts of the current
-student, `mixed` both of the last two, moving linearly from the target's to the student's.
-"""
+data: `fixed` the responses of the data, `target` responses that the target wrote, `on_policy` texts
+of the current student, `mixed` both of the last two, moving linearly from the target's to the
+student's."""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ from scripts.measuring import markdown
 from train.pipeline.compare import Candidate, Comparison, run_all
 
 RECIPES = Path("recipes/quickstart/distill")
-LOSSES = {"supervised": "cross_entropy"} | {name: name for name in ("forward_kl", "reverse_kl", "jsd", "tv")}
+LOSSES = {"supervised": "cross_entropy"} | {
+    name: name for name in ("forward_kl", "reverse_kl", "jsd", "tv")
+}
 TEXTS = "max_new_tokens: 256, prompts: 280, refresh_every: 40"  # each row is read about twice
-LONG = "regenerate.max_new_tokens=256"  # the length of the data's responses, so that a step has as many tokens
+LONG = (  # the length of the data's responses, so that a step has as many tokens
+    "regenerate.max_new_tokens=256"
+)
 DATA = {
     "fixed": ("regenerate.enabled=false",),
     "target": (LONG,),
@@ -38,13 +44,21 @@ BASE = "undistilled"
 
 
 def candidates(out: Path, losses: list[str]) -> list[Candidate]:
-    """The base, then every pair; supervised learning needs texts of another writer than the student."""
+    """The base, then every pair; supervised learning needs texts of another writer than the
+    student."""
     quick = ("evaluation.lossless_check=false",)
     start = f"drafter.init_from={out / BASE / 'export'}"
-    pairs = [(name, data) for name in losses for data in DATA if name != "supervised" or data in ("fixed", "target")]
+    pairs = [
+        (name, data)
+        for name in losses
+        for data in DATA
+        if name != "supervised" or data in ("fixed", "target")
+    ]
     return [Candidate(BASE, RECIPES / "base.yaml", quick)] + [
         Candidate(
-            f"{name}-{data}", RECIPES / "student.yaml", (*quick, start, f"loss={{{LOSSES[name]}: 1.0}}", *DATA[data])
+            f"{name}-{data}",
+            RECIPES / "student.yaml",
+            (*quick, start, f"loss={{{LOSSES[name]}: 1.0}}", *DATA[data]),
         )
         for name, data in pairs
     ]
@@ -59,12 +73,19 @@ def table(comparison: Comparison, out: Path) -> str:
         summary, cells = load_report(out / entry.name / "acceptance.json").summary, list[float]()
         for t, at in entry.temperatures.items():
             limit = summary[f"t{t}.speedup_vs_autoregressive"] / summary[f"t{t}.efficiency"]
-            cells += [at.acceptance_length, at.expected_acceptance_length, at.speedup_vs_autoregressive or 0.0, limit]
+            cells += [
+                at.acceptance_length,
+                at.expected_acceptance_length,
+                at.speedup_vs_autoregressive or 0.0,
+                limit,
+            ]
         figures.append(cells)
     best, rows = [max(column) for column in zip(*figures, strict=True)], []
     for entry, cells in zip(comparison.entries, figures, strict=True):
         loss, _, data = entry.name.partition("-")
-        shown = [f"**{x:.2f}**" if x == top else f"{x:.2f}" for x, top in zip(cells, best, strict=True)]
+        shown = [
+            f"**{x:.2f}**" if x == top else f"{x:.2f}" for x, top in zip(cells, best, strict=True)
+        ]
         names = [loss.replace("_", " "), data.replace("_", "-") or "fixed"]
         rows.append([*names, *shown, f"{entry.training_seconds:.0f}"])
     return markdown([*headings, "seconds"], rows, left=2)
@@ -75,7 +96,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/distill"),
 ) -> None:
     """Run what is missing and print the table."""
-    typer.echo(table(run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out), out))
+    typer.echo(
+        table(run_all(candidates(out, only.split(",") if only else list(LOSSES)), None, out), out)
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python scripts/docs_tables.py
 
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. All other text on the pages is written by hand. A
-test holds the pages to the code.
-"""
+A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. All other text on the pages is
+written by hand. A test holds the pages to the code."""
 
 from __future__ import annotations
 
@@ -24,30 +23,56 @@ from speculators.registry import build_config
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SYMBOLS = {  # sizes of a configuration, and their letters in the tables of shapes
-    "hidden_size": "H", "target_hidden_size": "T", "vocab_size": "V", "draft_vocab_size": "D", "intermediate_size": "I",
-    "head_dim": "d", "num_attention_heads": "h", "num_key_value_heads": "g", "inner_dim": "I", "markov_rank": "r",
+    "hidden_size": "H",
+    "target_hidden_size": "T",
+    "vocab_size": "V",
+    "draft_vocab_size": "D",
+    "intermediate_size": "I",
+    "head_dim": "d",
+    "num_attention_heads": "h",
+    "num_key_value_heads": "g",
+    "inner_dim": "I",
+    "markov_rank": "r",
     "selector_rank": "r",
-}  # fmt: skip
+}
 _DECODER = dict(
-    intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-)  # fmt: skip
-_COMMON = dict(vocab_size=100, draft_vocab_size=100, hidden_size=32, target_hidden_size=32, num_target_layers=8)
+)
+_COMMON = dict(
+    vocab_size=100, draft_vocab_size=100, hidden_size=32, target_hidden_size=32, num_target_layers=8
+)
 _BLOCK = dict(tap_layers=(1, 2, 3), block_size=8, mask_token_id=99)
 _EAGLE3 = [dict(num_layers=2), dict(sliding_window=64)]
 _EAGLE3 += [{key: True} for key in ("norm_before_fc", "fc_norm", "qk_norm", "own_embeddings")]
 # A small drafter of each family, and the options that add further tensors to it.
 SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "eagle3": (dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3)) | dict(draft_vocab_size=50), _EAGLE3),
+    "eagle3": (
+        dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3)) | dict(draft_vocab_size=50),
+        _EAGLE3,
+    ),
     "eagle": (
         dict(**_COMMON, **_DECODER),
-        [dict(num_layers=2), dict(fc_bias=True), dict(attention_bias=True), dict(own_embeddings=True)],
+        [
+            dict(num_layers=2),
+            dict(fc_bias=True),
+            dict(attention_bias=True),
+            dict(own_embeddings=True),
+        ],
     ),
-    "medusa": (dict(**_COMMON, num_heads=1, fc_bias=False), [dict(fc_bias=True), dict(shared_lm_head=True)]),
+    "medusa": (
+        dict(**_COMMON, num_heads=1, fc_bias=False),
+        [dict(fc_bias=True), dict(shared_lm_head=True)],
+    ),
     "mlp": (dict(**_COMMON, inner_dim=16, n_predict=1), [dict(n_predict=2)]),
     "mtp": (dict(**_COMMON, **_DECODER), []),
     "peagle": (
-        dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3), num_depths=4, mask_token_id=99) | dict(draft_vocab_size=50),
+        dict(**_COMMON, **_DECODER, tap_layers=(1, 2, 3), num_depths=4, mask_token_id=99)
+        | dict(draft_vocab_size=50),
         _EAGLE3,
     ),
     "dflash": (dict(**_COMMON, **_DECODER, **_BLOCK), [dict(draft_vocab_size=50)]),
@@ -60,25 +85,39 @@ SAMPLES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 class Lettered:
-    """A configuration whose sizes are symbols, so that shapes made of them print as products of letters."""
+    """A configuration whose sizes are symbols, so that shapes made of them print as products of
+    letters."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._config, name)
-        return sympy.Symbol(SYMBOLS[name], commutative=False) if name in SYMBOLS and value is not None else value
+        return (
+            sympy.Symbol(SYMBOLS[name], commutative=False)
+            if name in SYMBOLS and value is not None
+            else value
+        )
 
 
 def pages() -> dict[Path, str]:
     """Every page that has such tables -> its text with the tables as they should be."""
     tables = {
-        DOCS / "formats.md": {"formats": _formats(), **{name: _family(name) for name in SAMPLES}, "faults": _faults()}
+        DOCS / "formats.md": {
+            "formats": _formats(),
+            **{name: _family(name) for name in SAMPLES},
+            "faults": _faults(),
+        }
         | {"draft_model": _fields(LAYOUTS[NATIVE, "draft_model"])},
-        DOCS / "acceptance-json.md": {"summary": _table("key | meaning", SUMMARY_KEYS.items()), "fields": _models()},
+        DOCS / "acceptance-json.md": {
+            "summary": _table("key | meaning", SUMMARY_KEYS.items()),
+            "fields": _models(),
+        },
         DOCS / "suites.md": {"suites": _suites()},
     }
-    return {path: _filled(path.read_text(encoding="utf-8"), blocks) for path, blocks in tables.items()}
+    return {
+        path: _filled(path.read_text(encoding="utf-8"), blocks) for path, blocks in tables.items()
+    }
 
 
 def _filled(text: str, blocks: dict[str, list[str]]) -> str:
@@ -87,14 +126,21 @@ def _filled(text: str, blocks: dict[str, list[str]]) -> str:
         table = "\n".join(["", *lines, ""])
         text, count = between.subn(lambda match, table=table: match[1] + table + match[2], text)
         if count != 1:
-            raise ValueError(f"a page of docs/ has {count} places between <!-- {name}:begin --> and :end; expected one")
+            raise ValueError(
+                f"a page of docs/ has {count} places between <!-- {name}:begin --> and :end;"
+                " expected one"
+            )
     return text
 
 
 def _table(heads: str, rows: Any) -> list[str]:
     """Lines of a table whose first column is code."""
     rule = " | ".join("---" for _ in heads.split("|"))
-    return [f"| {heads} |", f"| {rule} |", *(f"| `{name}` | {' | '.join(rest)} |" for name, *rest in rows)]
+    return [
+        f"| {heads} |",
+        f"| {rule} |",
+        *(f"| `{name}` | {' | '.join(rest)} |" for name, *rest in rows),
+    ]
 
 
 # ------------------------------------------------------------------ docs/suites.md
@@ -103,8 +149,17 @@ def _table(heads: str, rows: Any) -> list[str]:
 def _suites() -> list[str]:
     rows = []
     for name, suite in SUITES.items():
-        columns = " or ".join(f"`{column}`" for column in suite.columns) or "the files of its members, in one folder"
-        category = f"`{suite.category}`" if suite.category else "one per member" if suite.members else f"`{name}`"
+        columns = (
+            " or ".join(f"`{column}`" for column in suite.columns)
+            or "the files of its members, in one folder"
+        )
+        category = (
+            f"`{suite.category}`"
+            if suite.category
+            else "one per member"
+            if suite.members
+            else f"`{name}`"
+        )
         rows.append((name, suite.title, columns, category, suite.compare))
     commands = [suite.fetch for suite in SUITES.values() if suite.fetch]
     table = _table("suite | what it is | turns of the user are in | category | compare with", rows)
@@ -115,8 +170,13 @@ def _suites() -> list[str]:
 
 
 def _formats() -> list[str]:
-    families = {name: ", ".join(f"`{family}`" for format_, family in LAYOUTS if format_ == name) for name in FORMATS}
-    return _table("format | for | families", ((name, told, families[name]) for name, told in FORMATS.items()))
+    families = {
+        name: ", ".join(f"`{family}`" for format_, family in LAYOUTS if format_ == name)
+        for name in FORMATS
+    }
+    return _table(
+        "format | for | families", ((name, told, families[name]) for name, told in FORMATS.items())
+    )
 
 
 def _family(family: str) -> list[str]:
@@ -158,9 +218,17 @@ def _fields(layout: Layout) -> list[str]:
 def _faults() -> list[str]:
     lines = _table("fault | | engines | what comes of it | what to do", ())
     for name, kind in KINDS.items():
-        verdict = "; ".join([kind.vllm, *(f"{family}: {does}" for family, (does, _) in kind.exceptions.items())])
+        verdict = "; ".join(
+            [kind.vllm, *(f"{family}: {does}" for family, (does, _) in kind.exceptions.items())]
+        )
         verdict += f"; SGLang: {kind.sglang}" if kind.sglang else ""
-        cells = [f"`{name}`{'°' if kind.warning else ''}", kind.meaning, verdict, kind.then, kind.todo]
+        cells = [
+            f"`{name}`{'°' if kind.warning else ''}",
+            kind.meaning,
+            verdict,
+            kind.then,
+            kind.todo,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -172,7 +240,10 @@ def _models() -> list[str]:
     """A table of fields for the file, and one for every model inside it."""
     schema, lines = AcceptanceReport.model_json_schema(), list[str]()
     for name, model in {"The file": schema, **schema["$defs"]}.items():
-        fields = ((field, _type(value), value["description"]) for field, value in model["properties"].items())
+        fields = (
+            (field, _type(value), value["description"])
+            for field, value in model["properties"].items()
+        )
         about = " ".join(model["description"].split())
         lines += ["", f"### {name}", "", about, "", *_table("field | type | meaning", fields)]
     return lines[1:]

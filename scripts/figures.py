@@ -1,16 +1,18 @@
-"""Every measured table of README.md and docs/: the commands that measure it, its result, and the text that shows it.
+"""Every measured table of README.md and docs/: the commands that measure it, its result, and the
+text that shows it.
 
-    python scripts/figures.py --list                              # names, minutes, commits, and which are of older code
-    python scripts/figures.py                                     # measure those of older code, one by one: hours
-    python scripts/figures.py --only runtime --only plan          # some figures, whatever they are of
-    python scripts/figures.py --only compare --from runs/compare  # take results that are there already
-    python scripts/figures.py --check                             # exit code 1 if a page and a result disagree
+    python scripts/figures.py --list                              # names, minutes, commits, and
+    which are of older code python scripts/figures.py                                     # measure
+    those of older code, one by one: hours python scripts/figures.py --only runtime --only plan
+    # some figures, whatever they are of python scripts/figures.py --only compare --from
+    runs/compare  # take results that are there already python scripts/figures.py --check
+    # exit code 1 if a page and a result disagree
 
-A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are in
-docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is written by hand, and has no
-table of figures. Measuring deletes what an earlier run left: runs/compare, runs/quickstart/eagle3, runs/figures/…;
-but a run that was interrupted goes on where it stopped, if the code is the same.
-"""
+A table stands between `<!-- measured FIGURE.TABLE: … -->` and `<!-- /measured -->`. Its cells are
+in docs/figures/FIGURE.json with the commit that was measured. All other text on the pages is
+written by hand, and has no table of figures. Measuring deletes what an earlier run left:
+runs/compare, runs/quickstart/eagle3, runs/figures/…; but a run that was interrupted goes on where
+it stopped, if the code is the same."""
 
 from __future__ import annotations
 
@@ -44,14 +46,26 @@ RESULTS = ROOT / "docs" / "figures"
 RUNS = "runs/figures"
 LEFT_OUT = (  # code that is another figure's, unless its commands match
     (re.compile(r"draftsmith bench|bench_clients"), ":!inference/bench"),
-    (re.compile(r"make quickstart"), ":!inference/evaluation/lossless.py"),  # alone shows what this counts
+    (
+        re.compile(r"make quickstart"),
+        ":!inference/evaluation/lossless.py",
+    ),  # alone shows what this counts
 )
 CODE = (  # of every figure, besides the scripts that its commands name
-    "speculators", "inference", "train", "recipes", "pyproject.toml", "constraints.txt", "constraints-vllm.txt",
-    "scripts/measuring.py", "scripts/peers",
-)  # fmt: skip
+    "speculators",
+    "inference",
+    "train",
+    "recipes",
+    "pyproject.toml",
+    "constraints.txt",
+    "constraints-vllm.txt",
+    "scripts/measuring.py",
+    "scripts/peers",
+)
 MARKED = re.compile(r"<!-- measured (\w+)\.(\w+):[^>]*-->\n.*?\n<!-- /measured -->", re.DOTALL)
-GENERATED = re.compile(r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE)
+GENERATED = re.compile(
+    r"<!-- (\w+):begin -->\n.*?\n<!-- \1:end -->|^```.*?^```", re.DOTALL | re.MULTILINE
+)
 FIGURE = re.compile(r"[*~]*[\d,]+\.\d+( ?[%×])?\**")  # a cell with a measured number
 TARGET, HEAD = "recipes/quickstart/target", "runs/quickstart/eagle3/export"
 WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")
@@ -67,7 +81,9 @@ class Table:
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.headings) for row in self.rows):
-            raise ValueError(f"a row has not as many cells as the headings {self.headings}: {self.rows}")
+            raise ValueError(
+                f"a row has not as many cells as the headings {self.headings}: {self.rows}"
+            )
 
     @classmethod
     def of(cls, text: str) -> Table:
@@ -96,7 +112,8 @@ class Figure:
     needs: tuple[str, ...] = ()
 
 
-# ------------------------------------------------------------------ results of the commands, as tables
+# ------------------------------------------------------------------ results of the commands, as
+# tables
 
 SUMMARY = {
     "acceptance length τ, measured": "acceptance_length",
@@ -113,7 +130,9 @@ def read_quickstart(folder: Path) -> dict[str, Table]:
     rows = []
     for told, key in SUMMARY.items():
         values = [summary[f"t{t}.{key}"] for t in (0, 1)]
-        rows.append([told, *(f"{value:.0f}" if value >= 100 else f"{value:.2f}" for value in values)])
+        rows.append(
+            [told, *(f"{value:.0f}" if value >= 100 else f"{value:.2f}" for value in values)]
+        )
     rows.append(["lossless mismatches", f"{summary['lossless_mismatches']:.0f}", ""])
     return {"head": Table(["figure", "T = 0", "T = 1"], rows)}
 
@@ -122,7 +141,9 @@ def read_compare(folder: Path) -> dict[str, Table]:
     text = (folder / "comparison.json").read_text(encoding="utf-8")
     made = Table.of(families(Comparison.model_validate_json(text)))
     speedup = made.headings.index("speedup T=0")
-    return {"families": Table(made.headings, sorted(made.rows, key=lambda row: -float(row[speedup])))}
+    return {
+        "families": Table(made.headings, sorted(made.rows, key=lambda row: -float(row[speedup])))
+    }
 
 
 def read_runtime(folder: Path) -> dict[str, Table]:
@@ -142,12 +163,17 @@ def read_runtime(folder: Path) -> dict[str, Table]:
         rows.append(["drafting off, tokens/s" if method == "default" else f"`{method}`", *cells])
     chain, trees = by_method["dspark"], []
     for method in ("dspark", *(name for name in by_method if name.startswith("dspark,"))):
-        taus = [row["acceptance_length"] / chain[w]["acceptance_length"] for w, row in by_method[method].items()]
+        taus = [
+            row["acceptance_length"] / chain[w]["acceptance_length"]
+            for w, row in by_method[method].items()
+        ]
         speedup = geometric_mean([row["speedup"]["median"] for row in by_method[method].values()])
         trees.append([f"`{method}`", f"{sum(taus) / len(taus):.2f}", f"{speedup:.2f}"])
     return {
         "methods": Table(["speedup", *heads], rows),
-        "trees": Table(["drafts", "τ against the chain, mean over workloads", "speedup, geometric mean"], trees),
+        "trees": Table(
+            ["drafts", "τ against the chain, mean over workloads", "speedup, geometric mean"], trees
+        ),
     }
 
 
@@ -169,13 +195,26 @@ def read_printed(file: str, name: str) -> Callable[[Path], dict[str, Table]]:
 
 def read_plan(folder: Path) -> dict[str, Table]:
     runs = json.loads((folder / "plan.json").read_text())["runs"]
-    names = ("seconds per step", "seconds per token written", "peak memory", "checkpoint bytes", "export bytes")
+    names = (
+        "seconds per step",
+        "seconds per token written",
+        "peak memory",
+        "checkpoint bytes",
+        "export bytes",
+    )
     rows = []
     for run in runs:
         told = f"{run['family']}, {run['size']}" + (" (fitted on)" if run["fitted"] else "")
-        rows.append([told, *(f"{run['estimated'][name] / run['measured'][name]:.2f}" for name in names)])
+        rows.append(
+            [told, *(f"{run['estimated'][name] / run['measured'][name]:.2f}" for name in names)]
+        )
     errors = [
-        [max(r, 1 / r) for run in runs if not run["fitted"] for r in [run["estimated"][n] / run["measured"][n]]]
+        [
+            max(r, 1 / r)
+            for run in runs
+            if not run["fitted"]
+            for r in [run["estimated"][n] / run["measured"][n]]
+        ]
         for n in names
     ]
     for told, pick in (("not fitted: median error", median), ("not fitted: worst", max)):
@@ -186,13 +225,27 @@ def read_plan(folder: Path) -> dict[str, Table]:
 def read_peers(folder: Path) -> dict[str, Table]:
     results = json.loads((folder / "peers.json").read_text())["results"]
     heads = ["setting", "T", "s, ours : theirs", "tokens/s", "MiB, ours : theirs", "memory"]
-    rows = [bench_peers.cells(f"`{name}`: {each['setting']['about']}", each) for name, each in results.items()]
+    rows = [
+        bench_peers.cells(f"`{name}`: {each['setting']['about']}", each)
+        for name, each in results.items()
+    ]
     return {"steps": Table(heads, [[*row[:4], *row[5:7]] for row in rows])}
 
 
 def read_load(folder: Path) -> dict[str, Table]:
     """Drafting off and on in servers of both engines."""
-    heads = ["requests at a time", "tokens/s off", "on", "×", "per user off", "on", "×", "TTFT ×", "τ", "same text"]
+    heads = [
+        "requests at a time",
+        "tokens/s off",
+        "on",
+        "×",
+        "per user off",
+        "on",
+        "×",
+        "TTFT ×",
+        "τ",
+        "same text",
+    ]
     tables = {}
     for engine in ("draftsmith", "vllm"):
         rows = []
@@ -201,7 +254,10 @@ def read_load(folder: Path) -> dict[str, Table]:
             rows.append([str(level["max_concurrency"])])
             for name in ("output_throughput", "tokens_per_second_per_user"):
                 rows[-1] += [f"{off[name]:.1f}", f"{on[name]:.1f}", f"{ratios[name]:.2f}"]
-            rows[-1] += [f"{ratios['median_ttft_ms']:.2f}", f"{on['spec_decode_acceptance_length']:.2f}"]
+            rows[-1] += [
+                f"{ratios['median_ttft_ms']:.2f}",
+                f"{on['spec_decode_acceptance_length']:.2f}",
+            ]
             rows[-1].append(f"{level['identical_outputs']}/{level['compared_outputs']}")
         tables[engine] = Table(heads, rows)
     return tables
@@ -209,7 +265,9 @@ def read_load(folder: Path) -> dict[str, Table]:
 
 def read_engines(folder: Path) -> dict[str, Table]:
     """τ and tokens/s of both engines, and of this one with compiled rounds."""
-    both, compiled = (load_report(folder / name / "acceptance.json") for name in ("both", "compiled"))
+    both, compiled = (
+        load_report(folder / name / "acceptance.json") for name in ("both", "compiled")
+    )
     keys = ("expected_acceptance_length", "acceptance_length", "vllm_acceptance_length")
     taus = [f"{both.summary[f't0.{k}']:.3f}" for k in keys]
     ours = {"this runtime": (both, OUR_ENGINE), "this runtime, compiled": (compiled, OUR_ENGINE)}
@@ -227,12 +285,18 @@ def read_engines(folder: Path) -> dict[str, Table]:
         ratios = (on / off, off / peer_off, on / peer_on)
         rows.append([name, f"{off:.0f}", f"{on:.0f}", *(f"{ratio:.2f}" for ratio in ratios)])
     heads = ["engine", "tokens/s off", "drafted", "×", "off ÷ vLLM", "drafted ÷ vLLM"]
-    return {"tau": Table(["expected by replay", "this runtime", "vLLM"], [taus], left=0), "speeds": Table(heads, rows)}
+    return {
+        "tau": Table(["expected by replay", "this runtime", "vLLM"], [taus], left=0),
+        "speeds": Table(heads, rows),
+    }
 
 
 def read_advice(folder: Path) -> dict[str, Table]:
     """Gains of each K, the file of the advice, and gains of what follows it."""
-    first, followed = (json.loads((folder / name / "comparison.json").read_text()) for name in ("first", "followed"))
+    first, followed = (
+        json.loads((folder / name / "comparison.json").read_text())
+        for name in ("first", "followed")
+    )
     lengths = list(first["advice"]["levels"][0]["median_gains"])
 
     def ranged(gain: dict[str, float]) -> str:
@@ -245,9 +309,13 @@ def read_advice(folder: Path) -> dict[str, Table]:
         gains.append([str(level["max_concurrency"]), *cells, advised, ranged(level["gain"])])
     for level in followed["advised"]:
         cells = [f"{gain:.2f}" for gain in level["fixed_gains"].values()]
-        kept.append([str(level["max_concurrency"]), *cells, ranged(level["gain"]), f"{level['worst']:.3f}"])
+        kept.append(
+            [str(level["max_concurrency"]), *cells, ranged(level["gain"]), f"{level['worst']:.3f}"]
+        )
     names = [f"K = {tokens}" for tokens in lengths]
-    fixed = [name if name == "off" else f"K = {name}" for name in followed["advised"][0]["fixed_gains"]]
+    fixed = [
+        name if name == "off" else f"K = {name}" for name in followed["advised"][0]["fixed_gains"]
+    ]
     file = (folder / "first" / "speculative_config.json").read_text(encoding="utf-8").strip()
     return {
         "gains": Table(["at a time", *names, "advised", "its gain (range)"], gains),
@@ -262,13 +330,18 @@ def read_clients(folder: Path) -> dict[str, Table]:
         counts = (f"{found[n]:.0f}" for n in ("verifications", "accepted"))
         metrics = f"{found['metrics']:.4f}" if "metrics" in found else "-"
         rows.append([client, *counts, f"{found['tau']:.4f}", metrics])
-    return {"tau": Table(["client", "verifications", "accepted", "τ pooled, its own", "of `/metrics`"], rows)}
+    return {
+        "tau": Table(
+            ["client", "verifications", "accepted", "τ pooled, its own", "of `/metrics`"], rows
+        )
+    }
 
 
 # ------------------------------------------------------------------ the figures
 
 _LENGTHS = (
-    f"python scripts/bench_draft_length.py {TARGET} {HEAD} -k 8 --least 3 --prompts 4 --max-tokens 96 --repeats 2"
+    f"python scripts/bench_draft_length.py {TARGET} {HEAD} -k 8 --least 3 --prompts 4 --max-tokens"
+    " 96 --repeats 2"
 )
 _METHODS = (
     f"eagle3={HEAD}",
@@ -277,15 +350,24 @@ _METHODS = (
     '{"method":"suffix","suffix_decoding_max_cached_requests":0}',
     '{"method":"lookahead","lookahead_window_size":5,"lookahead_ngram_size":4,"lookahead_num_guesses":5}',
     "dspark=runs/compare/dspark/export",
-    '{"name":"dspark, tree of 8","method":"dspark","model":"runs/compare/dspark/export","num_speculative_tokens":8,'
-    '"speculative_eagle_topk":3,"speculative_num_steps":4}',
-    '{"name":"dspark, tree of 16, adaptive","method":"dspark","model":"runs/compare/dspark/export",'
-    '"num_speculative_tokens":16,"speculative_eagle_topk":4,"speculative_num_steps":4,"enable_adaptive_verification":true}',
+    (
+        '{"name":"dspark, tree of'
+        ' 8","method":"dspark","model":"runs/compare/dspark/export","num_speculative_tokens":8,'
+        '"speculative_eagle_topk":3,"speculative_num_steps":4}'
+    ),
+    (
+        '{"name":"dspark, tree of 16,'
+        ' adaptive","method":"dspark","model":"runs/compare/dspark/export",'
+        '"num_speculative_tokens":16,"speculative_eagle_topk":4,"speculative_num_steps":4,"enable_adaptive_verification":true}'
+    ),
 )
 _SERVED = (
-    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 64 --dataset-name custom "
-    "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 64 --temperature 0 "
-    f'--concurrencies 1,8,32 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens": 4}}\''
+    f"draftsmith bench --compare --together --model {TARGET} --num-prompts 64 --dataset-name"
+    " custom "
+    "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 64"
+    " --temperature 0 "
+    f'--concurrencies 1,8,32 --speculative-config \'{{"model": "{HEAD}", "num_speculative_tokens":'
+    " 4}'"
 )
 _VLLM = (
     "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind",
@@ -298,22 +380,24 @@ def advice_commands(serve_args: str, lengths: str, folder: str) -> tuple[str, st
     longest = lengths.split(",")[-1]
     drafter = f'{{"model": "{HEAD}", "num_speculative_tokens": {longest}}}'
     run = (
-        f"draftsmith bench --compare --together --model {TARGET} --num-prompts 16 --dataset-name custom "
-        "--dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle --output-len 48 --temperature 0 "
-        f"--concurrencies 1,4,16 --draft-lengths {lengths} --repeats 10 --speculative-config '{drafter}' "
-        f"--serve-args '{serve_args}' --result-dir {RUNS}/{folder}"
+        f"draftsmith bench --compare --together --model {TARGET} --num-prompts 16 --dataset-name"
+        " custom --dataset-path recipes/quickstart/data/test.jsonl.gz --disable-shuffle"
+        f" --output-len 48 --temperature 0 --concurrencies 1,4,16 --draft-lengths {lengths}"
+        f" --repeats 10 --speculative-config '{drafter}' --serve-args '{serve_args}' --result-dir"
+        f" {RUNS}/{folder}"
     )
     return f"{run}/first", f"{run}/followed --advised {RUNS}/{folder}/first/speculative_config.json"
 
 
 _TO_SUITE = (
-    'zcat recipes/quickstart/data/test.jsonl.gz | python -c \'import json, sys; [print(json.dumps({"question_id": i, '
-    '"category": row["workload"], "turns": [m["content"] for m in row["messages"] if m["role"] == "user"]})) '
-    "for i, row in enumerate(map(json.loads, sys.stdin))]'"
+    "zcat recipes/quickstart/data/test.jsonl.gz | python -c 'import json, sys;"
+    ' [print(json.dumps({"question_id": i, "category": row["workload"], "turns": [m["content"] for'
+    ' m in row["messages"] if m["role"] == "user"]})) for i, row in enumerate(map(json.loads,'
+    " sys.stdin))]'"
 )
 _EVALUATED = (
-    f"draftsmith evaluate --model {TARGET} --drafter {HEAD} --temperature 0 --repeats 5 --max-tokens 96 "
-    f"--out {RUNS}/engines"
+    f"draftsmith evaluate --model {TARGET} --drafter {HEAD} --temperature 0 --repeats 5"
+    f" --max-tokens 96 --out {RUNS}/engines"
 )
 FIGURES = {
     "quickstart": Figure(
@@ -321,8 +405,11 @@ FIGURES = {
         (
             "command -v chromium  # draws the report's picture",
             "make quickstart",
-            "chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,2600 "
-            "--screenshot=$PWD/runs/quickstart/eagle3/report.png file://$PWD/runs/quickstart/eagle3/report.html",
+            (
+                "chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,2600"
+                " --screenshot=$PWD/runs/quickstart/eagle3/report.png"
+                " file://$PWD/runs/quickstart/eagle3/report.html"
+            ),
         ),
         "runs/quickstart/eagle3",
         read_quickstart,
@@ -331,8 +418,10 @@ FIGURES = {
     "compare": Figure(
         65,
         (
-            "OMP_NUM_THREADS=1 draftsmith compare recipes/quickstart/*.yaml --minutes 4 "
-            "--set evaluation.baseline_transformers=false",
+            (
+                "OMP_NUM_THREADS=1 draftsmith compare recipes/quickstart/*.yaml --minutes 4 "
+                "--set evaluation.baseline_transformers=false"
+            ),
         ),
         "runs/compare",
         read_compare,
@@ -341,7 +430,8 @@ FIGURES = {
     "runtime": Figure(
         12,
         (
-            f"python scripts/bench_runtime.py --model {TARGET} --threads 1 --num-prompts 2 --max-tokens 96 "
+            f"python scripts/bench_runtime.py --model {TARGET} --threads 1 --num-prompts 2"
+            " --max-tokens 96 "
             + "--repeats 3 \\\n  "
             + " ".join(f"--prompts {name}" for name in WORKLOADS)
             + f" --json {RUNS}/runtime.json \\\n  "
@@ -361,32 +451,47 @@ FIGURES = {
     "features": Figure(
         12,
         (
-            "python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml target.dtype=float32 "
-            "training.mixed_precision=no training.steps=100 \\\n  --rows 200 --held-out 24 --seeds 0,1,2 "
-            f"--trained rotated3+rotated6 --encodings bf16,fp8,int4,rotated4,rotated3+rotated6 --out {RUNS}/features",
+            (
+                "python scripts/bench_feature_cache.py recipes/quickstart/eagle3.yaml"
+                " target.dtype=float32 training.mixed_precision=no training.steps=100 \\\n  --rows"
+                " 200 --held-out 24 --seeds 0,1,2 --trained rotated3+rotated6 --encodings"
+                f" bf16,fp8,int4,rotated4,rotated3+rotated6 --out {RUNS}/features"
+            ),
         ),
         f"{RUNS}/features",
         read_printed("table.md", "encodings"),
     ),
     "memory": Figure(
         4,
-        (f"python scripts/bench_memory.py --hidden-size 128 --texts 1 --lengths 2048,4096,8192 > {RUNS}/memory.md",),
+        (
+            (
+                "python scripts/bench_memory.py --hidden-size 128 --texts 1 --lengths"
+                f" 2048,4096,8192 > {RUNS}/memory.md"
+            ),
+        ),
         RUNS,
         read_printed("memory.md", "rows"),
     ),
     "plan": Figure(6, (f"python scripts/bench_plan.py --json {RUNS}/plan.json",), RUNS, read_plan),
-    "peers": Figure(15, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers),
+    "peers": Figure(
+        15, (f"python scripts/bench_peers.py --json {RUNS}/peers.json",), RUNS, read_peers
+    ),
     "load": Figure(
         10,
         (
             f"{_SERVED} --result-dir {RUNS}/load/draftsmith --serve-args '--max-num-seqs 32'",
             *_VLLM,
-            f"{_SERVED} --result-dir {RUNS}/load/vllm "
-            "--serve-args '--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 32 --enforce-eager'",
+            (
+                f"{_SERVED} --result-dir {RUNS}/load/vllm --serve-args '--engine vllm --dtype"
+                " bfloat16 --max-model-len 2048 --max-num-seqs 32 --enforce-eager'"
+            ),
         ),
         f"{RUNS}/load",
         read_load,
-        pictures=(("draftsmith/comparison.png", "load-draftsmith.png"), ("vllm/comparison.png", "load-vllm.png")),
+        pictures=(
+            ("draftsmith/comparison.png", "load-draftsmith.png"),
+            ("vllm/comparison.png", "load-vllm.png"),
+        ),
         needs=("quickstart",),
     ),
     "engines": Figure(
@@ -412,7 +517,8 @@ FIGURES = {
         (
             *_VLLM,
             *advice_commands(
-                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16 --enforce-eager",
+                "--engine vllm --dtype bfloat16 --max-model-len 2048 --max-num-seqs 16"
+                " --enforce-eager",
                 "2,4,6",
                 "advice-vllm",
             ),
@@ -425,8 +531,11 @@ FIGURES = {
         6,
         (
             f"{_TO_SUITE} > {RUNS}/clients/spec_bench.jsonl",
-            f"python scripts/bench_clients.py {TARGET} {HEAD} --suite-path {RUNS}/clients/spec_bench.jsonl "
-            f"--num-prompts 12 --max-tokens 48 --dtype float32 --json {RUNS}/clients/clients.json",
+            (
+                f"python scripts/bench_clients.py {TARGET} {HEAD} --suite-path"
+                f" {RUNS}/clients/spec_bench.jsonl --num-prompts 12 --max-tokens 48 --dtype float32"
+                f" --json {RUNS}/clients/clients.json"
+            ),
         ),
         f"{RUNS}/clients",
         read_clients,
@@ -443,27 +552,37 @@ def pages() -> list[Path]:
 
 
 def measure(name: str, given: Path | None = None) -> None:
-    """Runs the commands of a figure, unless a folder of their results is `given`, and keeps the result."""
+    """Runs the commands of a figure, unless a folder of their results is `given`, and keeps the
+    result."""
     figure, commit = FIGURES[name], _commit()
     folder, begun = given or ROOT / figure.folder, ROOT / RUNS / f"{name}.begun"
     if given is None:
         interrupted = begun.exists() and begun.read_text(encoding="utf-8") == commit
         if figure.folder != RUNS and not interrupted:
-            shutil.rmtree(folder, ignore_errors=True)  # runs continue where they stopped, of another commit too
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # runs continue where they stopped, of another commit too
         for path in (folder, begun.parent):
             path.mkdir(parents=True, exist_ok=True)
         begun.write_text(commit, encoding="utf-8")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         script = "set -euo pipefail\n" + "\n".join(figure.commands)
-        subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, check=True)
+        subprocess.run(
+            ["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, check=True
+        )
     tables = figure.read(folder)
-    newest = max(path.stat().st_mtime for path in folder.rglob("*") if path.suffix in (".json", ".md"))
-    save_json(RESULTS / f"{name}.json", {
-        "commit": (_commits_in(folder) or commit) if given else commit,
-        "date": datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d"),
-        "machine": cpu_model(),
-        "tables": {table: asdict(cells) for table, cells in tables.items()},
-    })  # fmt: skip
+    newest = max(
+        path.stat().st_mtime for path in folder.rglob("*") if path.suffix in (".json", ".md")
+    )
+    save_json(
+        RESULTS / f"{name}.json",
+        {
+            "commit": (_commits_in(folder) or commit) if given else commit,
+            "date": datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d"),
+            "machine": cpu_model(),
+            "tables": {table: asdict(cells) for table, cells in tables.items()},
+        },
+    )
     for made, shown in figure.pictures:
         shutil.copyfile(folder / made, ROOT / "docs" / shown)
     begun.unlink(missing_ok=True)
@@ -472,8 +591,19 @@ def measure(name: str, given: Path | None = None) -> None:
 def _commit() -> str:
     """The commit of the tree; `-dirty` if files other than the pages and results differ from it."""
     commit = (git_commit(ROOT) or "unknown").removesuffix("-dirty")
-    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!README.md"]
-    return commit + ("-dirty" if subprocess.run(changed, cwd=ROOT, capture_output=True, text=True).stdout else "")
+    changed = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!docs",
+        ":!README.md",
+    ]
+    return commit + (
+        "-dirty" if subprocess.run(changed, cwd=ROOT, capture_output=True, text=True).stdout else ""
+    )
 
 
 def _commits_in(folder: Path) -> str | None:
@@ -484,8 +614,8 @@ def _commits_in(folder: Path) -> str | None:
 
 
 def changed(name: str) -> list[str]:
-    """The files that a figure runs and that are others than at its commit, in git's order; a line that says why if that
-    cannot be told. Empty: the figure is of the present code."""
+    """The files that a figure runs and that are others than at its commit, in git's order; a line
+    that says why if that cannot be told. Empty: the figure is of the present code."""
     try:
         commits = result(name)["commit"].split(", ")
     except ValueError:
@@ -506,9 +636,15 @@ def changed(name: str) -> list[str]:
 
 
 def due(names: Sequence[str]) -> list[str]:
-    """Those that are of older code, each after the figures it needs whose drafters are not there."""
+    """Those that are of older code, each after the figures it needs whose drafters are not
+    there."""
     wanted = {name for name in names if changed(name)}
-    wanted |= {need for name in wanted for need in FIGURES[name].needs if not (ROOT / FIGURES[need].folder).exists()}
+    wanted |= {
+        need
+        for name in wanted
+        for need in FIGURES[name].needs
+        if not (ROOT / FIGURES[need].folder).exists()
+    }
     return [name for name in FIGURES if name in wanted]
 
 
@@ -523,30 +659,42 @@ def result(name: str) -> dict[str, Any]:
 
 
 def shown(name: str, table: str, kept: Mapping[str, Any], commands: bool) -> str:
-    """The marked text of a table. `commands`: with the lines that measured it, at the figure's first table."""
+    """The marked text of a table. `commands`: with the lines that measured it, at the figure's
+    first table."""
     if table not in kept["tables"]:
-        raise ValueError(f"{name} has no table {table!r}: expected one of {', '.join(kept['tables'])}")
+        raise ValueError(
+            f"{name} has no table {table!r}: expected one of {', '.join(kept['tables'])}"
+        )
     cells, again = Table(**kept["tables"][table]), f'make figures ARGS="--only {name}"'
     told = f"Commit {kept['commit'][:7]}, {kept['date']}, {kept['machine']}; `{again}`"
     if commands and table == next(iter(kept["tables"])):
         told += " runs:\n\n```bash\n" + "\n".join(FIGURES[name].commands) + "\n```"
     begin = f"<!-- measured {name}.{table}: docs/figures/{name}.json, by {again} -->"
-    return f"{begin}\n\n{markdown(cells.headings, cells.rows, cells.left)}\n{told}\n\n<!-- /measured -->"
+    return (
+        f"{begin}\n\n{markdown(cells.headings, cells.rows, cells.left)}\n{told}\n\n<!--"
+        " /measured -->"
+    )
 
 
 def filled(page: Path, text: str, names: Collection[str] | None = None) -> str:
-    """A page with its tables as their results are, those of the figures `names` or all; ValueError names a table
-    without a figure or a result."""
+    """A page with its tables as their results are, those of the figures `names` or all; ValueError
+    names a table without a figure or a result."""
     in_docs = page.parent.name == "docs"
     wanted = lambda name: names is None or name in names
-    return MARKED.sub(lambda m: shown(m[1], m[2], result(m[1]), in_docs) if wanted(m[1]) else m[0], text)
+    return MARKED.sub(
+        lambda m: shown(m[1], m[2], result(m[1]), in_docs) if wanted(m[1]) else m[0], text
+    )
 
 
 def strays(text: str) -> list[str]:
     """Rows of figures outside of marked tables, generated ones and examples of code."""
     rest = GENERATED.sub("", MARKED.sub("", text))
     rows = [line for line in rest.splitlines() if line.startswith("|")]
-    return [row for row in rows if sum(bool(FIGURE.fullmatch(cell.strip())) for cell in row.split("|")) >= 2]
+    return [
+        row
+        for row in rows
+        if sum(bool(FIGURE.fullmatch(cell.strip())) for cell in row.split("|")) >= 2
+    ]
 
 
 def faults(page: Path, text: str) -> list[str]:
@@ -554,7 +702,10 @@ def faults(page: Path, text: str) -> list[str]:
     found = [f"{page.name}: no command measures the row {row}" for row in strays(text)]
     try:
         if filled(page, text) != text:
-            found.append(f"{page.name}: a table is not that of its result: run python scripts/figures.py --render")
+            found.append(
+                f"{page.name}: a table is not that of its result: run python scripts/figures.py"
+                " --render"
+            )
     except ValueError as error:
         found.append(f"{page.name}: {error}")
     return found
@@ -562,41 +713,65 @@ def faults(page: Path, text: str) -> list[str]:
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(help="Figure; several times. By default those of older code.")
+        list[str] | None,
+        typer.Option(help="Figure; several times. By default those of older code."),
     ] = None,
-    given: Annotated[Path | None, typer.Option("--from", help="Folder of results, instead of measuring.")] = None,
+    given: Annotated[
+        Path | None, typer.Option("--from", help="Folder of results, instead of measuring.")
+    ] = None,
     listed: Annotated[
         bool, typer.Option("--list", help="Print names, minutes, commits, and what changed since.")
     ] = False,
     render: Annotated[
         bool, typer.Option("--render", help="Write the pages from the results; measure nothing.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit code 1 if a page and a result disagree.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 if a page and a result disagree.")
+    ] = False,
 ) -> None:
     """Measure, keep the results, write the tables."""
     names = only or list(FIGURES)
     if unknown := [name for name in names if name not in FIGURES]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: expected {', '.join(FIGURES)}", param_hint="--only")
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: expected {', '.join(FIGURES)}", param_hint="--only"
+        )
     if given is not None and len(names) > 1:
         raise typer.BadParameter("needs one --only, whose results these are", param_hint="--from")
     if listed:
         for name in names:
             path, files = RESULTS / f"{name}.json", changed(name)
             commit = json.loads(path.read_text())["commit"][:7] if path.exists() else "-"
-            told = "present code" if not files else files[0] if len(files) == 1 else f"{len(files)} files changed since"
+            told = (
+                "present code"
+                if not files
+                else files[0]
+                if len(files) == 1
+                else f"{len(files)} files changed since"
+            )
             needs = "".join(f", after {need}" for need in FIGURES[name].needs)
             typer.echo(f"{name:14}{FIGURES[name].minutes:4} min  {commit:9}{told}{needs}")
         return
     if check:
-        found = [fault for page in pages() for fault in faults(page, page.read_text(encoding="utf-8"))]
+        found = [
+            fault for page in pages() for fault in faults(page, page.read_text(encoding="utf-8"))
+        ]
         typer.echo("\n".join(found) or "every table is that of its result")
         raise typer.Exit(1 if found else 0)
     if not render and only is None:
         names = due(names)
-        told = ", ".join(names) or "nothing: every figure is of the present code (--only NAME measures it again)"
-        typer.echo(f"to measure, about {sum(FIGURES[name].minutes for name in names)} minutes: {told}")
+        told = (
+            ", ".join(names)
+            or "nothing: every figure is of the present code (--only NAME measures it again)"
+        )
+        typer.echo(
+            f"to measure, about {sum(FIGURES[name].minutes for name in names)} minutes: {told}"
+        )
     for name in () if render else names:
-        typer.echo(f"{name}: about {FIGURES[name].minutes} minutes" if given is None else f"{name}: from {given}")
+        typer.echo(
+            f"{name}: about {FIGURES[name].minutes} minutes"
+            if given is None
+            else f"{name}: from {given}"
+        )
         measure(name, given)
         _write([name])
     if render:

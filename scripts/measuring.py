@@ -24,14 +24,17 @@ from train.trainer.trainer import Trainer
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a module-level function in a new process, which inherits no memory, and returns its result."""
+    """Calls a module-level function in a new process, which inherits no memory, and returns its
+    result."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
-def with_peak_memory(work: Callable[[], Any], device: str = "cpu", pid: int | str = "self") -> tuple[Any, int]:
-    """Calls `work()`; returns its result and the peak of memory in bytes above what was held before (CPU: Linux).
-    `pid`: the process whose memory it is, on a CPU."""
+def with_peak_memory(
+    work: Callable[[], Any], device: str = "cpu", pid: int | str = "self"
+) -> tuple[Any, int]:
+    """Calls `work()`; returns its result and the peak of memory in bytes above what was held before
+    (CPU: Linux). `pid`: the process whose memory it is, on a CPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before, result = torch.cuda.memory_allocated(), work()
@@ -47,7 +50,9 @@ def _resident(name: str, pid: int | str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def make_trainer(recipe: Recipe, model: Any, rows: Sequence[TokenRow], accelerator: Accelerator, folder: Path) -> Any:
+def make_trainer(
+    recipe: Recipe, model: Any, rows: Sequence[TokenRow], accelerator: Accelerator, folder: Path
+) -> Any:
     """A Trainer of the recipe's head over a transformers model and rows of tokens."""
     probe = FrozenTarget(model)
     config = drafter_config(recipe, probe)
@@ -61,8 +66,11 @@ def make_trainer(recipe: Recipe, model: Any, rows: Sequence[TokenRow], accelerat
 
 
 def table(title: str, *headings: str, left: int = 1) -> Table:
-    """A table for the terminal, of which the first `left` columns are text and the others numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    """A table for the terminal, of which the first `left` columns are text and the others
+    numbers."""
+    made = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
     for i, heading in enumerate(headings):
         made.add_column(heading, justify="left" if i < left else "right", overflow="fold")
     return made

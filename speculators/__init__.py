@@ -1,5 +1,5 @@
 """Ground floor: what a drafter is.
 
-The contract that every family implements (`drafter.py`), its config and options, errors, the registry of families.
-Nothing here drafts, measures or trains: no import from `inference` or `train`.
-"""
+The contract that every family implements (`drafter.py`), its config and options, errors, the
+registry of families. Nothing here drafts, measures or trains: no import from `inference` or
+`train`."""

@@ -1,9 +1,9 @@
 """The configuration of a trained drafter: everything that rebuilds its module without the recipe.
 
-`DrafterConfig` has the fields of every family, `DecoderConfig` those of heads made of decoder layers; a family adds
-its own in its file. Exports translate a config to and from the fields of each format (speculators/export). Training
-options (learning rates, unroll steps, losses) do not belong here.
-"""
+`DrafterConfig` has the fields of every family, `DecoderConfig` those of heads made of decoder
+layers; a family adds its own in its file. Exports translate a config to and from the fields of each
+format (speculators/export). Training options (learning rates, unroll steps, losses) do not belong
+here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def default_tap_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's taps [2, n/2, n-3] in `hidden_states` numbering, kept distinct and in range for shallow targets."""
+    """EAGLE-3's taps [2, n/2, n-3] in `hidden_states` numbering, kept distinct and in range for
+    shallow targets."""
     taps = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
     candidates = [i for i in range(num_layers, -1, -1) if i not in taps]
     while len(taps) < 3 and candidates:
@@ -23,7 +24,8 @@ def default_tap_layers(num_layers: int) -> list[int]:
 
 
 class TargetShape(Protocol):
-    """The target's sizes, from which a drafter's config is derived; a target without weights has them too."""
+    """The target's sizes, from which a drafter's config is derived; a target without weights has
+    them too."""
 
     @property
     def name_or_path(self) -> str: ...
@@ -38,7 +40,8 @@ class TargetShape(Protocol):
 
 
 class DrafterConfig(BaseModel):
-    """The sizes and switches of a trained head. Fields have the names of transformers and vLLM where those exist."""
+    """The sizes and switches of a trained head. Fields have the names of transformers and vLLM
+    where those exist."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,18 +51,26 @@ class DrafterConfig(BaseModel):
     hidden_size: int = Field(ge=1)
     target_hidden_size: int = Field(ge=1)
     num_target_layers: int = Field(ge=1)
-    tap_layers: tuple[int, ...] = Field((), description="hidden_states[i] of the target, ascending; 0 = embeddings")
+    tap_layers: tuple[int, ...] = Field(
+        (), description="hidden_states[i] of the target, ascending; 0 = embeddings"
+    )
     own_embeddings: bool = Field(False, description="the head has an embedding table of its own")
     dtype: str = Field("float32", description="dtype of the exported weights")
 
     @model_validator(mode="after")
     def _vocabulary_and_taps(self) -> Self:
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size"
+                f" {self.vocab_size}"
+            )
         if list(self.tap_layers) != sorted(set(self.tap_layers)):
             raise ValueError(f"tap_layers {list(self.tap_layers)} must be ascending and distinct")
         if self.tap_layers and self.tap_layers[-1] > self.num_target_layers:
-            raise ValueError(f"tap_layers {list(self.tap_layers)}: the target has layers 0..{self.num_target_layers}")
+            raise ValueError(
+                f"tap_layers {list(self.tap_layers)}: the target has layers"
+                f" 0..{self.num_target_layers}"
+            )
         return self
 
     @property
@@ -93,11 +104,19 @@ class DecoderConfig(DrafterConfig):
     head_dim: int = Field(ge=2)
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict[str, Any] = Field(description="transformers' rope_parameters: rope_type, rope_theta, scaling")
+    rope_parameters: dict[str, Any] = Field(
+        description="transformers' rope_parameters: rope_type, rope_theta, scaling"
+    )
     max_position_embeddings: int = Field(ge=1)
-    qk_norm: bool = Field(False, description="normalise queries and keys per head (the Qwen3 layer)")
-    attention_bias: bool = Field(False, description="queries, keys and values have a bias (the Qwen2 layer)")
-    sliding_window: int | None = Field(None, ge=1, description="positions that a slot reads, its own included")
+    qk_norm: bool = Field(
+        False, description="normalise queries and keys per head (the Qwen3 layer)"
+    )
+    attention_bias: bool = Field(
+        False, description="queries, keys and values have a bias (the Qwen2 layer)"
+    )
+    sliding_window: int | None = Field(
+        None, ge=1, description="positions that a slot reads, its own included"
+    )
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -108,13 +127,15 @@ class DecoderConfig(DrafterConfig):
             )
         if (turned := self.rope_parameters.get("partial_rotary_factor") or 1) != 1:
             raise ValueError(
-                f"rope_parameters: partial_rotary_factor {turned:g} is not supported: our layers rotate every "
-                "dimension of an attention head, so a head trained with partial rotation would draft other tokens"
+                f"rope_parameters: partial_rotary_factor {turned:g} is not supported: our layers"
+                " rotate every dimension of an attention head, so a head trained with partial"
+                " rotation would draft other tokens"
             )
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
-                f"hidden_size {self.hidden_size} differs from the target's {self.target_hidden_size}, so the target's "
-                "embedding cannot be shared; set own_embeddings"
+                f"hidden_size {self.hidden_size} differs from the target's"
+                f" {self.target_hidden_size}, so the target's embedding cannot be shared; set"
+                " own_embeddings"
             )
         return self
 
@@ -134,9 +155,9 @@ class DecoderConfig(DrafterConfig):
 
     def describe(self) -> str:
         return (
-            f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {self.num_attention_heads} heads "
-            f"of {self.head_dim} ({self.num_key_value_heads} key/value)"
-            + (f", window {self.sliding_window}" if self.sliding_window else "")
+            f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size},"
+            f" {self.num_attention_heads} heads of {self.head_dim} ({self.num_key_value_heads}"
+            " key/value)" + (f", window {self.sliding_window}" if self.sliding_window else "")
         )
 
     def llama_fields(self) -> dict[str, Any]:
@@ -157,7 +178,8 @@ class DecoderConfig(DrafterConfig):
 
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a Llama config.json back to DecoderConfig fields, with transformers' defaults for missing ones."""
+    """Converts a Llama config.json back to DecoderConfig fields, with transformers' defaults for
+    missing ones."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
@@ -179,13 +201,18 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer types differ. Those
-    of M-RoPE turn by the positions of text, where all of its dimensions are the same."""
+    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer
+    types differ. Those of M-RoPE turn by the positions of text, where all of its dimensions are the
+    same."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per layer type
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    for field in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):  # a head rotates every dimension
+    for field in (
+        "partial_rotary_factor",
+        "mrope_section",
+        "mrope_interleaved",
+    ):  # a head rotates every dimension
         rope.pop(field, None)
     return rope

@@ -1,8 +1,8 @@
-"""`Drafter`, the base class of trained heads: the contract between a family, the training loop and the runtime.
+"""`Drafter`, the base class of trained heads: the contract between a family, the training loop and
+the runtime.
 
-A family is one file in `speculators/families/` with one class that derives from `Drafter`, and one line in
-`registry.py`. Losses, optimizers, verification rules and engines do not belong here.
-"""
+A family is one file in `speculators/families/` with one class that derives from `Drafter`, and one
+line in `registry.py`. Losses, optimizers, verification rules and engines do not belong here."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 class DraftStep:
     """One depth of an unroll: its N valid terms of the loss.
 
-    hidden        [N, D] the drafter's states before its head
-    target_index  [N] flat position (b·T + t) whose target distribution the state must match; the predicted token is at
+    hidden        [N, D] the drafter's states before its head target_index  [N] flat position (b·T +
+    t) whose target distribution the state must match; the predicted token is at
                   `target_index + 1`
     anchor_index  [N] flat slot that the chain started from, which joins the depths of one chain
     weight        [N] 1 for a valid term
@@ -47,12 +47,12 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class DraftInput:
-    """The committed text that a drafter has not read yet: slots to append to rows [start, stop) of its ragged cache.
+    """The committed text that a drafter has not read yet: slots to append to rows [start, stop) of
+    its ragged cache.
 
-    Slot p of a row holds the pair (token x_{p+1}, target features of position p), or token x_p alone where
-    `first_token` is 0. Row start + i gets counts[i] slots; `token_ids` [b, M], `taps` [b, M, n·H] and `last_hidden`
-    [b, M, H] are padded to M.
-    """
+    Slot p of a row holds the pair (token x_{p+1}, target features of position p), or token x_p
+    alone where `first_token` is 0. Row start + i gets counts[i] slots; `token_ids` [b, M], `taps`
+    [b, M, n·H] and `last_hidden` [b, M, H] are padded to M."""
 
     cache: Any
     start: int
@@ -79,7 +79,8 @@ DraftSteps = Generator[DraftLogits, Tensor | None, None]
 
 
 def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
-    """Drafts `k` >= 1 tokens by `sample` (draft logits [b, V_draft] -> target token ids [b]): [b, k]."""
+    """Drafts `k` >= 1 tokens by `sample` (draft logits [b, V_draft] -> target token ids [b]): [b,
+    k]."""
     drafted: list[Tensor] = []
     with closing(steps):
         for _ in range(k):
@@ -89,12 +90,12 @@ def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -
 
 @dataclass
 class TreeLevel:
-    """One level of a draft tree that is expanded next, w drafts per row: a step of `Drafter.draft_tree`.
+    """One level of a draft tree that is expanded next, w drafts per row: a step of
+    `Drafter.draft_tree`.
 
-    token_ids  [b, w] target token ids
-    parents    [b, w] index of each draft's parent in the level above; on the first level all 0, the newest true slot
-    visible    bool [b, w, n] over all n drafts so far (these w are the last): a draft's ancestors and itself
-    """
+    token_ids  [b, w] target token ids parents    [b, w] index of each draft's parent in the level
+    above; on the first level all 0, the newest true slot visible    bool [b, w, n] over all n
+    drafts so far (these w are the last): a draft's ancestors and itself"""
 
     token_ids: Tensor
     parents: Tensor
@@ -116,12 +117,14 @@ class TrainedHead:
     loss: Any
 
 
-# Draft logits [b, w, V_draft] of a level (first: of the newest true slot, w = 1) -> the next level, or None to stop.
+# Draft logits [b, w, V_draft] of a level (first: of the newest true slot, w = 1) -> the next level,
+# or None to stop.
 Grow = Callable[[Tensor], TreeLevel | None]
 
 
 def valid_terms(features: Any, shift: int) -> Tensor:
-    """bool [B, T]: predicting the token at t + shift from slot t is a valid term. Reads `segment_ids` and `loss_mask`.
+    """bool [B, T]: predicting the token at t + shift from slot t is a valid term. Reads
+    `segment_ids` and `loss_mask`.
 
     It is valid if that token is a response token of the same packed document as slot t.
     """
@@ -137,12 +140,14 @@ def valid_terms(features: Any, shift: int) -> Tensor:
 def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
     """(valid bool [B, T], path long [B, T]) of one depth of an unroll, for every slot.
 
-    `path` is the slot whose token the depth reads and whose target distribution it must match: t + 1 + depth, unless
-    `features.paths` names another one (in rows with branches of rejected drafts). `valid` says where a term exists: by
-    `valid_terms`, or where `paths` names a slot. Reads `paths`, `segment_ids` and `loss_mask` only.
-    """
+    `path` is the slot whose token the depth reads and whose target distribution it must match: t +
+    1 + depth, unless `features.paths` names another one (in rows with branches of rejected drafts).
+    `valid` says where a term exists: by `valid_terms`, or where `paths` names a slot. Reads
+    `paths`, `segment_ids` and `loss_mask` only."""
     T = features.segment_ids.shape[1]
-    onward = torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T  # wrapped slots are invalid
+    onward = (
+        torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T
+    )  # wrapped slots are invalid
     onward = onward.expand_as(features.segment_ids)
     paths = getattr(features, "paths", None)
     if paths is None:
@@ -152,40 +157,54 @@ def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def host_batch(features: Any) -> SimpleNamespace:
-    """What `term_paths` and `row_noise` read of a batch, in the host's memory. Sizes that are computed there (how many
-    terms there are, which slots are in use) make nobody wait for the device."""
+    """What `term_paths` and `row_noise` read of a batch, in the host's memory. Sizes that are
+    computed there (how many terms there are, which slots are in use) make nobody wait for the
+    device."""
     names = ("segment_ids", "loss_mask", "position_ids", "paths", "forks", "seeds")
     found = {name: getattr(features, name, None) for name in names}
-    return SimpleNamespace(**{name: None if tensor is None else on_host(tensor) for name, tensor in found.items()})
+    return SimpleNamespace(
+        **{name: None if tensor is None else on_host(tensor) for name, tensor in found.items()}
+    )
 
 
 def row_noise(batch: Any) -> Tensor:
-    """[B, T] uniform numbers in [0, 1) for every slot, from the seed of its row (`batch.seeds`; without them the row's
-    number), whatever rows it is padded and computed with."""
+    """[B, T] uniform numbers in [0, 1) for every slot, from the seed of its row (`batch.seeds`;
+    without them the row's number), whatever rows it is padded and computed with."""
     B, T = batch.segment_ids.shape
     seeds = getattr(batch, "seeds", None)
-    rows = [np.random.default_rng(int(seed)).random(T) for seed in (range(B) if seeds is None else seeds)]
+    rows = [
+        np.random.default_rng(int(seed)).random(T)
+        for seed in (range(B) if seeds is None else seeds)
+    ]
     return torch.from_numpy(np.stack(rows)).to(batch.segment_ids.device)
 
 
 class Drafter(nn.Module):
     """Base class of trained heads. Subclasses build their modules from a `DrafterConfig`.
 
-    `attach` shares the target's embedding and head by reference: they are not parameters and are not saved.
-    """
+    `attach` shares the target's embedding and head by reference: they are not parameters and are
+    not saved."""
 
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
-    options: ClassVar[type[DrafterOptions]] = DrafterOptions  # the `drafter:` section of its recipes
-    defaults: ClassVar[dict[str, Any]] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
+    options: ClassVar[type[DrafterOptions]] = (
+        DrafterOptions  # the `drafter:` section of its recipes
+    )
+    defaults: ClassVar[
+        dict[str, Any]
+    ] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
     reads_taps: bool = False  # defaults of the family; a drafter's config may change these two
     reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
     writes: ClassVar[bool] = False  # it can generate text without the target
     reads_drafts: bool = True  # a depth depends on the tokens drafted before it
-    samples_terms: ClassVar[bool] = False  # in training `unroll` yields a sample of the terms there are
+    samples_terms: ClassVar[bool] = (
+        False  # in training `unroll` yields a sample of the terms there are
+    )
     confidence_loss: float = 0.0  # weight of the loss on `confidence`
-    whole_blocks: bool = False  # all depths are one forward, whose states depend on how many there are
+    whole_blocks: bool = (
+        False  # all depths are one forward, whose states depend on how many there are
+    )
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -197,13 +216,18 @@ class Drafter(nn.Module):
     # -------------------------------------------------------------- shared with the target
 
     def attach(self, target: FrozenTarget) -> Drafter:
-        """Shares the target's embedding and head. ConfigError if the target is not the one the drafter was made for."""
-        for field, found in (("target_hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        """Shares the target's embedding and head. ConfigError if the target is not the one the
+        drafter was made for."""
+        for field, found in (
+            ("target_hidden_size", target.hidden_size),
+            ("vocab_size", target.vocab_size),
+        ):
             expected = getattr(self.config, field)
             if expected != found:
                 raise ConfigError(
-                    f"drafter of family {self.config.family}: {field} is {expected}, but target "
-                    f"{target.name_or_path!r} has {found}; use the target the drafter was trained for"
+                    f"drafter of family {self.config.family}: {field} is {expected}, but target"
+                    f" {target.name_or_path!r} has {found}; use the target the drafter was"
+                    " trained for"
                 )
         self._target = [target]
         return self
@@ -215,20 +239,25 @@ class Drafter(nn.Module):
     @property
     def target(self) -> FrozenTarget:
         if not self._target:
-            raise ConfigError("this drafter is not attached to a target; call drafter.attach(target) first")
+            raise ConfigError(
+                "this drafter is not attached to a target; call drafter.attach(target) first"
+            )
         return self._target[0]
 
     @property
     def draft_to_target(self) -> Tensor | None:
-        """[V_draft] target id of every draft id, or None where the draft vocabulary is the target's."""
+        """[V_draft] target id of every draft id, or None where the draft vocabulary is the
+        target's."""
         return None
 
     def prepare_training(self, options: Any) -> Drafter:
-        """Applies the recipe's training options to the head, before its optimizer is made. `options`: the family's."""
+        """Applies the recipe's training options to the head, before its optimizer is made.
+        `options`: the family's."""
         return self
 
     def prepare(self, options: Any) -> Drafter:
-        """`prepare_training`; then only the LoRA of `options.adapter` is trained, if there is one."""
+        """`prepare_training`; then only the LoRA of `options.adapter` is trained, if there is
+        one."""
         self.prepare_training(options)
         if options.adapter is not None:
             if self.adapter is None:
@@ -238,7 +267,8 @@ class Drafter(nn.Module):
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:
-        """Turns activation checkpointing of `unroll` on or off: each depth is recomputed in the backward pass."""
+        """Turns activation checkpointing of `unroll` on or off: each depth is recomputed in the
+        backward pass."""
         self.recomputes = wanted
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -250,11 +280,12 @@ class Drafter(nn.Module):
         return None
 
     def require_depth(self, tokens: int, where: str) -> None:
-        """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets the number."""
+        """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets
+        the number."""
         if self.max_depth is not None and tokens > self.max_depth:
             raise ConfigError(
-                f"{where} is {tokens}, but this drafter of family {self.config.family} was made to draft "
-                f"{self.max_depth} tokens in a round; ask for {self.max_depth} or fewer"
+                f"{where} is {tokens}, but this drafter of family {self.config.family} was made to"
+                f" draft {self.max_depth} tokens in a round; ask for {self.max_depth} or fewer"
             )
 
     @property
@@ -263,11 +294,13 @@ class Drafter(nn.Module):
         return None
 
     def require_length(self, tokens: int, where: str) -> None:
-        """Raises ConfigError if it cannot draft in texts of `tokens` tokens; `where` names the option that sets it."""
+        """Raises ConfigError if it cannot draft in texts of `tokens` tokens; `where` names the
+        option that sets it."""
         if self.max_length is not None and tokens > self.max_length:
             raise ConfigError(
-                f"{where} is {tokens}, but this drafter of family {self.config.family} was made for {self.max_length} "
-                f"positions; set {where} to {self.max_length} or less, or choose a drafter for longer texts"
+                f"{where} is {tokens}, but this drafter of family {self.config.family} was made for"
+                f" {self.max_length} positions; set {where} to {self.max_length} or less, or choose"
+                " a drafter for longer texts"
             )
 
     def cache_length(self, slots: int) -> int:
@@ -275,7 +308,8 @@ class Drafter(nn.Module):
         return slots
 
     def cache_positions(self, token_ids: Sequence[int]) -> int:
-        """Number of cache positions that the slots of these tokens fill, counted from the start of a row."""
+        """Number of cache positions that the slots of these tokens fill, counted from the start of
+        a row."""
         return len(token_ids)
 
     def start_terms(self, options: Any) -> int:
@@ -283,15 +317,19 @@ class Drafter(nn.Module):
         return 0
 
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Drafter:
-        """Initialises the weights from the target. `options`: the family's, None for their defaults; `features`: the
-        target's, on some training rows, where the start is fitted to them."""
+        """Initialises the weights from the target. `options`: the family's, None for their
+        defaults; `features`: the target's, on some training rows, where the start is fitted to
+        them."""
         return self
 
     def freeze(self) -> Drafter:
-        """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a family has them.
-        `train()` or a change of dtype or device removes the fused weights."""
+        """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a
+        family has them. `train()` or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
         if self.adapter is not None:
             self.adapter.merge()
@@ -339,31 +377,40 @@ class Drafter(nn.Module):
         return super()._apply(fn, *args, **kwargs)
 
     def meet_tokenizers(
-        self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
+        self,
+        of_target: Any,
+        own: Callable[[], Any] | None = None,
+        *,
+        intersection: bool = False,
+        where: str = "",
     ) -> None:
-        """Checks that the drafter's tokenizer, loaded by `own` (None: it is the target's), agrees with the target's, or
-        builds a map between the two vocabularies. ConfigError if they differ and `intersection` is False; `where` names
-        the option that would allow it. Only a family with a tokenizer of its own overrides this."""
+        """Checks that the drafter's tokenizer, loaded by `own` (None: it is the target's), agrees
+        with the target's, or builds a map between the two vocabularies. ConfigError if they differ
+        and `intersection` is False; `where` names the option that would allow it. Only a family
+        with a tokenizer of its own overrides this."""
 
     # -------------------------------------------------------------- on several processes
 
     def forward(self, work: Callable[[], Any]) -> Any:
-        """Calls `work()`. Hooks around a module's forward, such as FSDP's, so run around any use of the head."""
+        """Calls `work()`. Hooks around a module's forward, such as FSDP's, so run around any use of
+        the head."""
         return work()
 
     def shard_units(self) -> Sequence[nn.Module]:
-        """Submodules that FSDP may gather one after the other, each run once per unroll; empty: the head as a whole."""
+        """Submodules that FSDP may gather one after the other, each run once per unroll; empty: the
+        head as a whole."""
         return ()
 
     # -------------------------------------------------------------- the contract
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """Training: yields the states of every depth, with teacher-forced tokens and, if the family does so, the
-        head's own states as the next depth's input."""
+        """Training: yields the states of every depth, with teacher-forced tokens and, if the family
+        does so, the head's own states as the next depth's input."""
         raise NotImplementedError
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
-        """[steps] number of valid terms that `unroll` will yield at each depth of a batch; needs no target features."""
+        """[steps] number of valid terms that `unroll` will yield at each depth of a batch; needs no
+        target features."""
         return torch.stack([term_paths(batch, depth)[0].sum() for depth in range(steps)])
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
@@ -371,14 +418,15 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def trained_heads(self, loss: Any) -> list[TrainedHead]:
-        """The objectives over the states of an unroll; the last is of the `head` that drafts, whose acceptance is
-        measured. `loss`: the recipe's."""
+        """The objectives over the states of an unroll; the last is of the `head` that drafts, whose
+        acceptance is measured. `loss`: the recipe's."""
         return [TrainedHead(self.head, loss)]
 
     def confidence(self, hidden: Tensor) -> Tensor | None:
-        """[N, D] states of one depth -> how sure the drafter is that its draft there is accepted, a logit [N] in
-        float32; None: it has no opinion but its largest probability. Trained on Σ min(p, q) of the same state, which
-        knows the drafts before this one and not the draft itself."""
+        """[N, D] states of one depth -> how sure the drafter is that its draft there is accepted, a
+        logit [N] in float32; None: it has no opinion but its largest probability. Trained on Σ
+        min(p, q) of the same state, which knows the drafts before this one and not the draft
+        itself."""
         return None
 
     def head_parameters(self) -> Sequence[nn.Parameter]:
@@ -386,9 +434,12 @@ class Drafter(nn.Module):
         return []
 
     def weight_matrices(self) -> list[nn.Parameter]:
-        """Weights of two or more dimensions that are neither an embedding nor trained as part of the head."""
+        """Weights of two or more dimensions that are neither an embedding nor trained as part of
+        the head."""
         apart = {id(p) for p in self.head_parameters()}
-        apart |= {id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        apart |= {
+            id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+        }
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]
 
     def append(self, inputs: DraftInput) -> None:
@@ -396,21 +447,23 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
-        """Inference: appends slots, then drafts up to `k` >= 1 tokens per row by the same maths as `unroll`.
+        """Inference: appends slots, then drafts up to `k` >= 1 tokens per row by the same maths as
+        `unroll`.
 
-        A generator of the `DraftLogits` of depths 0 to k-1. It is sent the target token ids [b] drafted from the
-        logits of one depth to go on to the next. When it is closed, at any depth, the cache holds the appended
-        slots and no draft.
-        """
+        A generator of the `DraftLogits` of depths 0 to k-1. It is sent the target token ids [b]
+        drafted from the logits of one depth to go on to the next. When it is closed, at any depth,
+        the cache holds the appended slots and no draft."""
         raise NotImplementedError
 
     def draft(self, inputs: DraftInput, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
-        """Runs all `k` >= 1 of `draft_steps`; `sample` maps draft logits [b, V_draft] to target token ids [b]. Returns
-        target token ids [b, k]."""
+        """Runs all `k` >= 1 of `draft_steps`; `sample` maps draft logits [b, V_draft] to target
+        token ids [b]. Returns target token ids [b, k]."""
         return take_drafts(self.draft_steps(inputs, k), k, sample)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
-        """As `draft`, but a tree of at most `k` levels below the newest slot of each row: `grow` says level by level
-        which drafts to go on from, and keeps what is drafted. On the way to any draft the logits are those of a chain
-        of these tokens."""
-        raise ConfigError(f"a drafter of family {self.config.family} drafts chains only; ask for no tree")
+        """As `draft`, but a tree of at most `k` levels below the newest slot of each row: `grow`
+        says level by level which drafts to go on from, and keeps what is drafted. On the way to any
+        draft the logits are those of a chain of these tokens."""
+        raise ConfigError(
+            f"a drafter of family {self.config.family} drafts chains only; ask for no tree"
+        )

@@ -1,8 +1,10 @@
-"""The project's exceptions. Every message says what was wrong, where, what was expected and what to do."""
+"""The project's exceptions. Every message says what was wrong, where, what was expected and what to
+do."""
 
 
 class DraftsmithError(Exception):
-    """Base of every error that a user can cause and fix; the command line prints it without a traceback."""
+    """Base of every error that a user can cause and fix; the command line prints it without a
+    traceback."""
 
 
 class ConfigError(DraftsmithError):

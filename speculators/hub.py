@@ -1,4 +1,5 @@
-"""Hub repository ids, revisions and cache folders, and readable messages for the Hub client's exceptions.
+"""Hub repository ids, revisions and cache folders, and readable messages for the Hub client's
+exceptions.
 
 The contents of a repository do not belong here.
 """
@@ -14,12 +15,15 @@ from speculators.errors import ConfigError
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPOSITORY = re.compile(rf"^{_PART}/{_PART}$")
 _WITH_REVISION = re.compile(rf"^(?P<repository>{_PART}(?:/{_PART})?)@(?P<revision>\w[\w./-]*)$")
-_CACHED = re.compile(r"(?:^|[\\/])models--(?P<owner>[^\\/]+?)--(?P<name>[^\\/]+)[\\/]snapshots[\\/]")
+_CACHED = re.compile(
+    r"(?:^|[\\/])models--(?P<owner>[^\\/]+?)--(?P<name>[^\\/]+)[\\/]snapshots[\\/]"
+)
 TOKEN_HINT = "HF_TOKEN, or `hf auth login`"
 
 
 def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Splits `org/name@revision`. Any other text, and the name of an existing folder, is returned with `revision`.
+    """Splits `org/name@revision`. Any other text, and the name of an existing folder, is returned
+    with `revision`.
 
     ConfigError if the text and `revision` name different revisions.
     """
@@ -33,7 +37,9 @@ def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, s
 
 def with_revision(path_or_id: str, revision: str | None) -> str:
     """Joins an id and its revision, the inverse of `split_revision`; a folder has no revision."""
-    return path_or_id if revision is None or Path(path_or_id).exists() else f"{path_or_id}@{revision}"
+    return (
+        path_or_id if revision is None or Path(path_or_id).exists() else f"{path_or_id}@{revision}"
+    )
 
 
 def is_repository_id(text: str) -> bool:
@@ -42,7 +48,8 @@ def is_repository_id(text: str) -> bool:
 
 
 def repository_id(path_or_id: str) -> str | None:
-    """The `org/name` of an id, with or without revision, or of a folder in the Hub's cache; None for anything else."""
+    """The `org/name` of an id, with or without revision, or of a folder in the Hub's cache; None
+    for anything else."""
     if cached := _CACHED.search(path_or_id):
         return f"{cached['owner']}/{cached['name']}"
     name, _ = split_revision(path_or_id)
@@ -50,7 +57,8 @@ def repository_id(path_or_id: str) -> str | None:
 
 
 def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
-    """Returns a folder as it is, and for an id the cache folder of its config.json; makes no request."""
+    """Returns a folder as it is, and for an id the cache folder of its config.json; makes no
+    request."""
     from huggingface_hub import try_to_load_from_cache
 
     name, revision = split_revision(path_or_id, revision)
@@ -63,18 +71,28 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
 
 
 def hub_trouble(error: BaseException) -> str | None:
-    """Explains an exception of the Hub's client, or one in its chain, with what to do; None if it is not the Hub's."""
+    """Explains an exception of the Hub's client, or one in its chain, with what to do; None if it
+    is not the Hub's."""
     from huggingface_hub import constants, errors
 
     seen = list(_chain(error))
     absent = any(isinstance(each, errors.LocalEntryNotFoundError) for each in seen)
-    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in seen) or (absent and constants.HF_HUB_OFFLINE):
-        return "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it with `hf download`"
+    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in seen) or (
+        absent and constants.HF_HUB_OFFLINE
+    ):
+        return (
+            "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it"
+            " with `hf download`"
+        )
     if words := next((words for each in seen if (words := _words_for(each))), None):
         return words
     if status := next((status for each in seen if (status := http_status(each))), None):
         return f"the Hub answered with status {status}: {' '.join(str(error).split())}"
-    return "the Hub could not be reached; try again later" if absent or is_network_error(error) else None
+    return (
+        "the Hub could not be reached; try again later"
+        if absent or is_network_error(error)
+        else None
+    )
 
 
 def _words_for(error: BaseException) -> str | None:
@@ -87,7 +105,10 @@ def _words_for(error: BaseException) -> str | None:
     if isinstance(error, errors.GatedRepoError):
         return f"access is granted on its page, to the account whose token is used ({TOKEN_HINT})"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the Hub has no such repository, or it is private and not for this token ({TOKEN_HINT})"
+        return (
+            "the Hub has no such repository, or it is private and not for this token"
+            f" ({TOKEN_HINT})"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return "the repository has no such revision"
     if isinstance(error, errors.RemoteEntryNotFoundError):
@@ -115,7 +136,8 @@ def is_network_error(error: BaseException) -> bool:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return any(
-        isinstance(each, (ConnectionError, TimeoutError)) or type(each).__module__.partition(".")[0].startswith("httpx")
+        isinstance(each, (ConnectionError, TimeoutError))
+        or type(each).__module__.partition(".")[0].startswith("httpx")
         for each in _chain(error)
         if not isinstance(each, OfflineModeIsEnabled) and http_status(each) is None
     )
@@ -132,4 +154,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )

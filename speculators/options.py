@@ -1,8 +1,8 @@
 """The base classes of a recipe's `drafter:` section.
 
-A family's options derive from `DrafterOptions` in its file. A field that the family's `DrafterConfig` has too sets the
-head's shape; the others set how it is trained. Nothing here opens a file or loads a model.
-"""
+A family's options derive from `DrafterOptions` in its file. A field that the family's
+`DrafterConfig` has too sets the head's shape; the others set how it is trained. Nothing here opens
+a file or loads a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: refuses unknown keys, coerces nothing (true is not 1), and is immutable."""
+    """Base of every recipe section: refuses unknown keys, coerces nothing (true is not 1), and is
+    immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -28,30 +29,42 @@ class HeadAdapterOptions(Section):
     rank: PositiveInt = Field(16, description="rank of the LoRA")
     alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / rank")
     target_modules: Annotated[list[Text], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear", description="names of the head's linear layers, as peft takes them; all-linear: but its output"
+        "all-linear",
+        description=(
+            "names of the head's linear layers, as peft takes them; all-linear: but its output"
+        ),
     )
 
 
 class DrafterOptions(Section):
     """Options of a trained head. Sizes that are null are the target's."""
 
-    unroll_steps: PositiveInt = Field(1, description="depths trained: drafts per slot that have a term in the loss")
-    step_decay: float = Field(0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation")
+    unroll_steps: PositiveInt = Field(
+        1, description="depths trained: drafts per slot that have a term in the loss"
+    )
+    step_decay: float = Field(
+        0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
+    )
     init_from: Text | None = Field(
-        None, description="exported or published head (directory or id) to start from; null: from scratch"
+        None,
+        description=(
+            "exported or published head (directory or id) to start from; null: from scratch"
+        ),
     )
     adapter: HeadAdapterOptions | None = Field(
         None,
-        description="train a LoRA on the head of init_from; it is written to <output_dir>/adapter and merged in "
-        "exports; null: every weight is trained",
+        description=(
+            "train a LoRA on the head of init_from; it is written to <output_dir>/adapter and"
+            " merged in exports; null: every weight is trained"
+        ),
     )
 
     @model_validator(mode="after")
     def _adapter_of_a_head(self) -> Self:
         if self.adapter is not None and self.init_from in (None, "target"):
             raise ValueError(
-                f"adapter: changes a head that others share, and init_from is {self.init_from or 'null'}; set it "
-                "to the folder or repository of that head"
+                "adapter: changes a head that others share, and init_from is"
+                f" {self.init_from or 'null'}; set it to the folder or repository of that head"
             )
         return self
 
@@ -61,11 +74,12 @@ class DrafterOptions(Section):
         return "scratch"
 
     def accept(self, head: Any) -> None:
-        """Raises ConfigError if these options do not fit `head`, the DrafterConfig of `init_from`."""
+        """Raises ConfigError if these options do not fit `head`, the DrafterConfig of
+        `init_from`."""
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
-        """The values that these options set for `fields`, those of the family's DrafterConfig; None where an option is
-        null. `target`: the target, loaded or without weights."""
+        """The values that these options set for `fields`, those of the family's DrafterConfig; None
+        where an option is null. `target`: the target, loaded or without weights."""
         return {
             name: tuple(value) if isinstance(value := getattr(self, name), list) else value
             for name in type(self).model_fields
@@ -77,21 +91,37 @@ class DecoderOptions(DrafterOptions):
     """Options of a head made of decoder layers."""
 
     num_layers: PositiveInt = Field(
-        1, description="decoder layers of the head; one is the published default and the cheapest to run"
+        1,
+        description=(
+            "decoder layers of the head; one is the published default and the cheapest to run"
+        ),
     )
-    intermediate_size: PositiveInt | None = Field(None, description="width of the MLP; null: the target's")
-    num_attention_heads: PositiveInt | None = Field(None, description="attention heads; null: the target's")
-    num_key_value_heads: PositiveInt | None = Field(None, description="key/value heads; null: the target's")
-    head_dim: PositiveInt | None = Field(None, description="size of one attention head; null: the target's")
+    intermediate_size: PositiveInt | None = Field(
+        None, description="width of the MLP; null: the target's"
+    )
+    num_attention_heads: PositiveInt | None = Field(
+        None, description="attention heads; null: the target's"
+    )
+    num_key_value_heads: PositiveInt | None = Field(
+        None, description="key/value heads; null: the target's"
+    )
+    head_dim: PositiveInt | None = Field(
+        None, description="size of one attention head; null: the target's"
+    )
     sliding_window: PositiveInt | None = Field(
-        None, description="positions that a slot of the head reads, its own included, for long texts; null: all"
+        None,
+        description=(
+            "positions that a slot of the head reads, its own included, for long texts; null: all"
+        ),
     )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> DecoderOptions:
         heads, kv = self.num_attention_heads, self.num_key_value_heads
         if heads and kv and heads % kv:
-            raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv})")
+            raise ValueError(
+                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv})"
+            )
         return self
 
 
@@ -101,8 +131,10 @@ class TapOptions(Section):
     tap_layers: list[Count] | None = Field(
         None,
         min_length=1,
-        description="target hidden states read by the head (0: embedding output, i: output of layer i); "
-        "null: [2, n//2, n-3] of n layers",
+        description=(
+            "target hidden states read by the head (0: embedding output, i: output of layer i); "
+            "null: [2, n//2, n-3] of n layers"
+        ),
     )
 
     @field_validator("tap_layers")
@@ -110,6 +142,7 @@ class TapOptions(Section):
     def _sorted_unique(cls, taps: list[int] | None) -> list[int] | None:
         if taps is not None and taps != sorted(set(taps)):
             raise ValueError(
-                f"expected layer numbers in rising order, each once, got {taps}; write {sorted(set(taps))}"
+                f"expected layer numbers in rising order, each once, got {taps}; write"
+                f" {sorted(set(taps))}"
             )
         return taps

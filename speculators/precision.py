@@ -1,10 +1,9 @@
 """Devices and dtypes: the meaning of `dtype: auto`, and copies between host and device.
 
-`auto` is the checkpoint's dtype, but float32 in place of bfloat16 on a CPU without bfloat16 instructions. Such a CPU
-converts every operand first: a product of a few rows, as in verification, takes several times as long as in float32
-and longer with each row, so that drafting gains nothing. float32 represents every bfloat16 number exactly.
-Accelerators run the checkpoint's dtype.
-"""
+`auto` is the checkpoint's dtype, but float32 in place of bfloat16 on a CPU without bfloat16
+instructions. Such a CPU converts every operand first: a product of a few rows, as in verification,
+takes several times as long as in float32 and longer with each row, so that drafting gains nothing.
+float32 represents every bfloat16 number exactly. Accelerators run the checkpoint's dtype."""
 
 from __future__ import annotations
 
@@ -20,12 +19,17 @@ from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Capabilities as torch.cpu.get_capabilities names them; other architectures are taken to support bfloat16.
-BFLOAT16 = {"x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"), "arm64": ("bf16", "sve_bf16")}
+# Capabilities as torch.cpu.get_capabilities names them; other architectures are taken to support
+# bfloat16.
+BFLOAT16 = {
+    "x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"),
+    "arm64": ("bf16", "sve_bf16"),
+}
 
 
 def own_device() -> torch.device:
-    """This machine's accelerator if one is available, else its CPU. A CUDA build runs without a GPU too."""
+    """This machine's accelerator if one is available, else its CPU. A CUDA build runs without a GPU
+    too."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -41,13 +45,17 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
     if torch.device(device).type != "cpu":
         return True
     found = getattr(torch.cpu, "get_capabilities", dict)()
-    names = BFLOAT16.get({"aarch64": "arm64", "amd64": "x86_64"}.get(a := found.get("architecture", ""), a))
+    names = BFLOAT16.get(
+        {"aarch64": "arm64", "amd64": "x86_64"}.get(a := found.get("architecture", ""), a)
+    )
     return names is None or any(found.get(name) for name in names)
 
 
-def running_dtype(asked: torch.dtype | str, own: torch.dtype | str | None, device: torch.device | str) -> torch.dtype:
-    """The dtype that a checkpoint in `own` (None: float32) is loaded in: `asked`, or for "auto" `own`, with float32 in
-    place of bfloat16 on a device without native bfloat16."""
+def running_dtype(
+    asked: torch.dtype | str, own: torch.dtype | str | None, device: torch.device | str
+) -> torch.dtype:
+    """The dtype that a checkpoint in `own` (None: float32) is loaded in: `asked`, or for "auto"
+    `own`, with float32 in place of bfloat16 on a device without native bfloat16."""
     dtype = as_dtype((own or torch.float32) if asked == "auto" else asked)
     widened = asked == "auto" and dtype == torch.bfloat16 and not multiplies_bfloat16(device)
     return torch.float32 if widened else dtype
@@ -57,20 +65,27 @@ def as_dtype(named: torch.dtype | str) -> torch.dtype:
     """Returns the torch dtype of a name, with or without "torch."."""
     found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
     if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={named!r}; expected auto, or torch's name of one: float32, bfloat16, float16")
+        raise ConfigError(
+            f"dtype={named!r}; expected auto, or torch's name of one: float32, bfloat16, float16"
+        )
     return found
 
 
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves them once."""
-    keys = {name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()}
+    """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves
+    them once."""
+    keys = {
+        name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()
+    }
     made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
     return {name: made[key] for name, key in keys.items()}
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:
     """The dtype of a head's layers during training. `mixed_precision`: "auto", "bf16" or "no"."""
-    wide = mixed_precision == "no" or (mixed_precision == "auto" and not multiplies_bfloat16(device))
+    wide = mixed_precision == "no" or (
+        mixed_precision == "auto" and not multiplies_bfloat16(device)
+    )
     return torch.float32 if wide else torch.bfloat16
 
 
@@ -78,27 +93,35 @@ def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dt
 def say_widened(name: str) -> None:
     """Warns, once per checkpoint, that it runs in float32."""
     logger.warning(
-        "%s is in bfloat16 and runs in float32: this CPU has no instructions for it (dtype=bfloat16 insists)", name
+        "%s is in bfloat16 and runs in float32: this CPU has no instructions for it (dtype=bfloat16"
+        " insists)",
+        name,
     )
 
 
 def on_device(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Copies Python numbers, or rows of them, to a device asynchronously (pinned memory, non_blocking)."""
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    """Copies Python numbers, or rows of them, to a device asynchronously (pinned memory,
+    non_blocking)."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to a device asynchronously (pinned memory, non_blocking). Neither is written to afterwards:
-    `on_host` returns the original."""
+    """Copies a CPU tensor to a device asynchronously (pinned memory, non_blocking). Neither is
+    written to afterwards: `on_host` returns the original."""
     if tensor.device.type == device.type:
         return tensor
-    copied = (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    copied = (tensor.pin_memory() if device.type == "cuda" else tensor).to(
+        device, non_blocking=True
+    )
     copied.original = tensor  # type: ignore[attr-defined]
     return copied
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory: what `to_device` copied, without waiting for the device; else a copy."""
+    """The tensor in the host's memory: what `to_device` copied, without waiting for the device;
+    else a copy."""
     if tensor.device.type == "cpu":
         return tensor
     original = getattr(tensor, "original", None)

@@ -31,9 +31,12 @@ FAMILIES: dict[str, str] = {
 
 
 def family_class(name: str) -> type[Drafter]:
-    """Returns the class of a family. ConfigError, which lists all families, if there is none of that name."""
+    """Returns the class of a family. ConfigError, which lists all families, if there is none of
+    that name."""
     if name not in FAMILIES:
-        raise ConfigError(f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}"
+        )
     module, _, attribute = FAMILIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -43,14 +46,17 @@ def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
     try:
         return family_class(family).config_class(family=family, **fields)
     except ValidationError as error:
-        lines = [f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()]
+        lines = [
+            f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()
+        ]
         raise ConfigError(f"{where}: " + "; ".join(lines)) from error
 
 
 def config_for_target(
     target: TargetShape, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
 ) -> DrafterConfig:
-    """The default config of `family` for a target: sizes, rope and eps of the target, except those in `overrides`."""
+    """The default config of `family` for a target: sizes, rope and eps of the target, except those
+    in `overrides`."""
     cls = family_class(family)
     fields = cls.config_class.for_target(target, family)
     if cls.reads_taps:

@@ -20,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.probe import Parts
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes that import torch each
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # no pool of processes that import torch each
 
 _BASE = dict(
     vocab_size=101,
@@ -30,7 +32,8 @@ _BASE = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=256,
-    initializer_range=0.3,  # large: layers, masks and positions must matter for the tests to notice them
+    # large: layers, masks and positions must matter for the tests to notice them
+    initializer_range=0.3,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
@@ -41,11 +44,21 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
     "qwen3_sliding": dict(
-        model_type="qwen3", head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        model_type="qwen3",
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
     ),
     "mistral": dict(model_type="mistral", sliding_window=4),
     "gemma3": dict(model_type="gemma3_text", head_dim=16, sliding_window=4, layer_types=_MIXED),
-    "gemma2": dict(model_type="gemma2", head_dim=16, sliding_window=4, layer_types=_MIXED, final_logit_softcapping=2.0),
+    "gemma2": dict(
+        model_type="gemma2",
+        head_dim=16,
+        sliding_window=4,
+        layer_types=_MIXED,
+        final_logit_softcapping=2.0,
+    ),
     "phi3": dict(model_type="phi3", sliding_window=6),
     "gpt_oss": dict(
         model_type="gpt_oss",
@@ -73,9 +86,13 @@ ARCHITECTURES: dict[str, dict] = {
         first_k_dense_replace=1,
     ),
     "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
-    "falcon": dict(model_type="falcon", multi_query=True),  # its layers have their own attention, not transformers'
+    "falcon": dict(
+        model_type="falcon", multi_query=True
+    ),  # its layers have their own attention, not transformers'
 }
-_MAMBA2 = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4)
+_MAMBA2 = dict(
+    mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4
+)
 RECURRENT: dict[str, dict] = {  # of layers with states, or some of them
     "qwen3_next": dict(
         model_type="qwen3_next",
@@ -92,8 +109,12 @@ RECURRENT: dict[str, dict] = {  # of layers with states, or some of them
         decoder_sparse_step=2,
     ),
     "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
-    "falcon_h1": dict(model_type="falcon_h1", mamba_d_ssm=64, **_MAMBA2),  # attention and states in every layer
-    "mamba": dict(model_type="mamba", state_size=4),  # no attention; its layers continue a text token by token
+    "falcon_h1": dict(
+        model_type="falcon_h1", mamba_d_ssm=64, **_MAMBA2
+    ),  # attention and states in every layer
+    "mamba": dict(
+        model_type="mamba", state_size=4
+    ),  # no attention; its layers continue a text token by token
 }
 
 
@@ -113,16 +134,25 @@ MULTIMODAL: dict[str, dict] = {  # whose language model is the target
     ),
     "qwen2_5_vl": dict(  # M-RoPE
         model_type="qwen2_5_vl",
-        text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])),
+        text_config=dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
+        ),
         vision_config=_QWEN_VISION,
     ),
     "qwen3_5": dict(  # M-RoPE in a hybrid; transformers loads its language model alone
         model_type="qwen3_5",
         text_config=dict(
-            {k: v for k, v in RECURRENT["qwen3_next"].items() if k.startswith(("linear", "layer_types"))},
+            {
+                k: v
+                for k, v in RECURRENT["qwen3_next"].items()
+                if k.startswith(("linear", "layer_types"))
+            },
             head_dim=16,
             rope_parameters=dict(
-                rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0], partial_rotary_factor=0.25
+                rope_type="default",
+                rope_theta=1e4,
+                mrope_section=[1, 1, 0],
+                partial_rotary_factor=0.25,
             ),
         ),
         vision_config=_QWEN_VISION,
@@ -131,35 +161,47 @@ MULTIMODAL: dict[str, dict] = {  # whose language model is the target
 
 
 def make_tiny_model(name: str, **overrides):
-    """A random float32 model of the architecture (or model_type) `name`, always the same one for the same arguments.
-    `overrides`: fields of the language model's config."""
+    """A random float32 model of the architecture (or model_type) `name`, always the same one for
+    the same arguments. `overrides`: fields of the language model's config."""
     settings = {**_BASE, **(ARCHITECTURES | RECURRENT).get(name, {"model_type": name}), **overrides}
     if name in MULTIMODAL:
-        settings = MULTIMODAL[name] | {"text_config": {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}}
+        settings = MULTIMODAL[name] | {
+            "text_config": {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}
+        }
     config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
-    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None  # None: transformers' choice
+    attention = (
+        "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    )  # None: transformers' choice
     with torch.random.fork_rng():
         torch.manual_seed(0)
         auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-        for parameter in model.parameters():  # some architectures leave biases, sinks or norms at their neutral value
+        for parameter in (
+            model.parameters()
+        ):  # some architectures leave biases, sinks or norms at their neutral value
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
 def _identity(target: FrozenTarget) -> tuple | None:
-    """All that probes of `target` depend on; None where that is more than its config, its classes and its weights."""
+    """All that probes of `target` depend on; None where that is more than its config, its classes
+    and its weights."""
     model, names = target.model, []
     for module in model.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(hook.__module__ != FrozenTarget.__module__ for hook in hooks) or "forward" in vars(module):
+        if any(hook.__module__ != FrozenTarget.__module__ for hook in hooks) or "forward" in vars(
+            module
+        ):
             return None
         names.append((type(module), module.training))
     weights = [*model.parameters(), *model.buffers()]
     if target._parts.stateful or sum(w.numel() for w in weights) > 100_000:
         return None
-    if not {(type(w), w.device.type) for w in weights} <= {(torch.Tensor, "cpu"), (torch.nn.Parameter, "cpu")}:
+    if not {(type(w), w.device.type) for w in weights} <= {
+        (torch.Tensor, "cpu"),
+        (torch.nn.Parameter, "cpu"),
+    }:
         return None
     content = hashlib.blake2b()
     for weight in weights:
@@ -171,7 +213,8 @@ def _identity(target: FrozenTarget) -> tuple | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _probed_once():
-    """Two targets of the same config, classes and weights are probed once: else it is a tenth of the suite's time."""
+    """Two targets of the same config, classes and weights are probed once: else it is a tenth of
+    the suite's time."""
     probe = FrozenTarget._confirm
     found: dict[tuple, dict] = {}
 
@@ -184,8 +227,12 @@ def _probed_once():
         before = dict(vars(target))
         probe(target, parts)
         if identity is not None and target._parts is parts:
-            changed = {name: value for name, value in vars(target).items() if before.get(name) is not value}
-            found[identity] = {name: changed[name] for name in changed if not isinstance(changed[name], Parts)}
+            changed = {
+                name: value for name, value in vars(target).items() if before.get(name) is not value
+            }
+            found[identity] = {
+                name: changed[name] for name in changed if not isinstance(changed[name], Parts)
+            }
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FrozenTarget, "_confirm", confirm)
@@ -206,7 +253,8 @@ def any_architecture(request) -> str:
 
 @pytest.fixture(autouse=True)
 def _accelerate_afresh():
-    """accelerate keeps its state, the precision too, for the life of a process; a test shall not inherit another's."""
+    """accelerate keeps its state, the precision too, for the life of a process; a test shall not
+    inherit another's."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -217,7 +265,8 @@ def _accelerate_afresh():
 
 @pytest.fixture(scope="session")
 def interpreter():
-    """The path of a program that does what sys.executable does, in a process that has torch imported already."""
+    """The path of a program that does what sys.executable does, in a process that has torch
+    imported already."""
     from tests.forked import Interpreter
 
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +277,8 @@ def interpreter():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """torch.compile without its code generator, which takes most of the time and is tested once (test_compiled.py)."""
+    """torch.compile without its code generator, which takes most of the time and is tested once
+    (test_compiled.py)."""
     compile = torch.compile
 
     def eager(function, backend, options, **others):
@@ -240,7 +290,8 @@ def traced(monkeypatch):
 
 
 def pytest_collection_finish():
-    """What is imported stays: evaluation, which collects garbage between engines, need not look through it."""
+    """What is imported stays: evaluation, which collects garbage between engines, need not look
+    through it."""
     gc.collect()
     gc.freeze()
 
@@ -252,18 +303,22 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """Pages and trackers with empty figures: drawing takes half the time of a tiny run (tests/inference/report)."""
+    """Pages and trackers with empty figures: drawing takes half the time of a tiny run
+    (tests/inference/report)."""
     from matplotlib.figure import Figure
 
     from inference.report import charts
 
-    monkeypatch.setattr(charts, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title))
+    monkeypatch.setattr(
+        charts, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title)
+    )
     monkeypatch.setattr(charts, "svg", lambda figure: figure.get_label())
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A Hub on loopback (tests/fake_hub.py) that the real client talks to, with an empty cache and no token."""
+    """A Hub on loopback (tests/fake_hub.py) that the real client talks to, with an empty cache and
+    no token."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
@@ -290,8 +345,8 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def serving():
-    """serving(llm, **options): the base URL of a server of that LLM, on a port of its own, in a thread of its own; its
-    Server is `serving.server(url)`. It is shut down when the test ends."""
+    """serving(llm, **options): the base URL of a server of that LLM, on a port of its own, in a
+    thread of its own; its Server is `serving.server(url)`. It is shut down when the test ends."""
     import uvicorn
 
     from inference.server.app import make_app
@@ -300,7 +355,10 @@ def serving():
     running = {}
 
     def start(llm, **options) -> str:
-        app = make_app(llm, ServerOptions(**{"served_model_name": ("tiny",), "shutdown_timeout_s": 0, **options}))
+        app = make_app(
+            llm,
+            ServerOptions(**{"served_model_name": ("tiny",), "shutdown_timeout_s": 0, **options}),
+        )
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))

@@ -1,8 +1,9 @@
-"""Conversations with every kind of damage, and what must become of each line: the ground truth of the data's tests.
+"""Conversations with every kind of damage, and what must become of each line: the ground truth of
+the data's tests.
 
-All text is the demo generator's or written here. `damaged(count, seed)` gives lines of a JSONL file, each with a
-`Truth`: either the messages that must be trained on, or the reason it must be reported with.
-"""
+All text is the demo generator's or written here. `damaged(count, seed)` gives lines of a JSONL
+file, each with a `Truth`: either the messages that must be trained on, or the reason it must be
+reported with."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def _bare(messages: Messages) -> Messages:
 
 def _sharegpt(m: Messages) -> bytes:
     speaker = {"user": "human", "assistant": "gpt", "system": "system"}
-    return json.dumps({"conversations": [{"from": speaker[t["role"]], "value": t["content"]} for t in m]}).encode()
+    return json.dumps(
+        {"conversations": [{"from": speaker[t["role"]], "value": t["content"]} for t in m]}
+    ).encode()
 
 
 def _deep(levels: int) -> str:
@@ -54,7 +57,8 @@ def _deep(levels: int) -> str:
 
 Line = Callable[[Messages], bytes]
 
-# Lines that are to be used as if they were whole: the messages are those given, or what the second function makes.
+# Lines that are to be used as if they were whole: the messages are those given, or what the second
+# function makes.
 WHOLE: dict[str, tuple[Line, Callable[[Messages], Messages]]] = {
     "clean": (_row, list),
     "carriage return": (lambda m: _row(m) + b"\r", list),
@@ -62,9 +66,13 @@ WHOLE: dict[str, tuple[Line, Callable[[Messages], Messages]]] = {
     "raw UTF-8": (lambda m: json.dumps({"messages": m}, ensure_ascii=False).encode(), list),
     "ShareGPT's names": (_sharegpt, list),
     "text parts": (
-        lambda m: _row(_with(m, -1, content=[{"type": "text", "text": m[-1]["content"]}])), list,
+        lambda m: _row(_with(m, -1, content=[{"type": "text", "text": m[-1]["content"]}])),
+        list,
     ),
-    "null columns": (lambda m: _row([t | {"tool_calls": None, "name": None} for t in m], tools=None), list),
+    "null columns": (
+        lambda m: _row([t | {"tool_calls": None, "name": None} for t in m], tools=None),
+        list,
+    ),
     "unknown columns": (lambda m: _row(m, id=7, meta={"a": [1, {"b": 2.5}]}, score=1e300), list),
     "other metadata broken": (lambda m: _row(m, source="half \ud83d", note="nul \0"), list),
     "a long line": (lambda m: _row(m, raw="x" * 300_000), list),
@@ -78,7 +86,9 @@ WHOLE: dict[str, tuple[Line, Callable[[Messages], Messages]]] = {
         lambda m: _with(m, -1, content="so \U0001f642 \U0001f642"),
     ),
     "line separators": (
-        lambda m: json.dumps({"messages": _with(m, -1, content="a\u2028b\u0085c\u000bd")}, ensure_ascii=False).encode(),
+        lambda m: json.dumps(
+            {"messages": _with(m, -1, content="a\u2028b\u0085c\u000bd")}, ensure_ascii=False
+        ).encode(),
         lambda m: _with(m, -1, content="a\u2028b\u0085c\u000bd"),
     ),
     "an empty system prompt": (
@@ -86,9 +96,10 @@ WHOLE: dict[str, tuple[Line, Callable[[Messages], Messages]]] = {
         lambda m: [{"role": "system", "content": ""}, *_bare(m)],
     ),
     "an open question": (
-        lambda m: _row([*m, {"role": "user", "content": "And then?"}]), list,
+        lambda m: _row([*m, {"role": "user", "content": "And then?"}]),
+        list,
     ),
-}  # fmt: skip
+}
 
 _CALL = {"role": "assistant", "content": None}
 
@@ -103,18 +114,38 @@ BAD: dict[str, tuple[Line, str]] = {
     "Infinity": (lambda m: _row(m, score=float("-inf")), "not_json"),
     "endless digits": (lambda m: _row(m)[:-1] + b', "n": ' + b"9" * 5000 + b"}", "not_json"),
     "raw NUL bytes": (lambda m: b"\0" * 40, "not_json"),
-    "a raw control character": (lambda m: _row(m).replace(b'"content": "', b'"content": "\x01', 1), "not_json"),
-    "a byte that is not UTF-8": (lambda m: _row(m, x="ab").replace(b'"ab"', b'"a\xffb"'), "not_utf8"),
+    "a raw control character": (
+        lambda m: _row(m).replace(b'"content": "', b'"content": "\x01', 1),
+        "not_json",
+    ),
+    "a byte that is not UTF-8": (
+        lambda m: _row(m, x="ab").replace(b'"ab"', b'"a\xffb"'),
+        "not_utf8",
+    ),
     "Latin-1": (lambda m: _row(m, x="caf").replace(b'"caf"', b'"caf\xe9"'), "not_utf8"),
-    "a surrogate as UTF-8": (lambda m: _row(m, x="ab").replace(b'"ab"', b'"a\xed\xa0\x80b"'), "not_utf8"),
-    "UTF-16": (lambda m: _row(m).decode().encode("utf-16-be").replace(b"\n", b" ") + b"\xff", "not_utf8"),
+    "a surrogate as UTF-8": (
+        lambda m: _row(m, x="ab").replace(b'"ab"', b'"a\xed\xa0\x80b"'),
+        "not_utf8",
+    ),
+    "UTF-16": (
+        lambda m: _row(m).decode().encode("utf-16-be").replace(b"\n", b" ") + b"\xff",
+        "not_utf8",
+    ),
     "half a surrogate pair": (lambda m: _row(_with(m, -1, content="a\ud83d b")), "lone_surrogate"),
-    "half a pair in the question": (lambda m: _row(_with(m, -2, content="\udc00")), "lone_surrogate"),
+    "half a pair in the question": (
+        lambda m: _row(_with(m, -2, content="\udc00")),
+        "lone_surrogate",
+    ),
     "half a pair in an extra key": (lambda m: _row(_with(m, -1, name="\ud800")), "lone_surrogate"),
     "a column twice": (lambda m: _row(m)[:-1] + b', "messages": []}', "duplicate_key"),
-    "a turn's key twice": (lambda m: _row(m).replace(b'"role": "user"', b'"role": "user", "role": "user"'),
-                           "duplicate_key"),
-    "nested beyond reading": (lambda m: _row(m)[:-1] + f', "x": {_deep(50_000)}}}'.encode(), "too_deep"),
+    "a turn's key twice": (
+        lambda m: _row(m).replace(b'"role": "user"', b'"role": "user", "role": "user"'),
+        "duplicate_key",
+    ),
+    "nested beyond reading": (
+        lambda m: _row(m)[:-1] + f', "x": {_deep(50_000)}}}'.encode(),
+        "too_deep",
+    ),
     "a number": (lambda m: b"42", "wrong_type"),
     "a text": (lambda m: json.dumps(m[-1]["content"]).encode(), "wrong_type"),
     "null": (lambda m: b"null", "wrong_type"),
@@ -131,7 +162,10 @@ BAD: dict[str, tuple[Line, str]] = {
     "no role": (lambda m: _row(_with(m, -1, role=...)), "unknown_role"),
     "a role null": (lambda m: _row(_with(m, -2, role=None)), "unknown_role"),
     "a role that is a number": (lambda m: _row(_with(m, -2, role=1)), "unknown_role"),
-    "a role that is a mapping": (lambda m: _row(_with(m, -2, role={"name": "user"})), "unknown_role"),
+    "a role that is a mapping": (
+        lambda m: _row(_with(m, -2, role={"name": "user"})),
+        "unknown_role",
+    ),
     "an unknown role": (lambda m: _row(_with(m, -1, role="narrator")), "unknown_role"),
     "no content": (lambda m: _row(_with(m, -2, content=...)), "wrong_type"),
     "content null": (lambda m: _row(_with(m, -1, content=None)), "wrong_type"),
@@ -139,7 +173,10 @@ BAD: dict[str, tuple[Line, str]] = {
     "content true": (lambda m: _row(_with(m, -2, content=True)), "wrong_type"),
     "content a mapping": (lambda m: _row(_with(m, -2, content={"text": "hi"})), "wrong_type"),
     "content nested lists": (lambda m: _row(_with(m, -1, content=[["hi"]])), "wrong_type"),
-    "content an image": (lambda m: _row(_with(m, -2, content=[{"type": "image_url", "image_url": "x"}])), "wrong_type"),
+    "content an image": (
+        lambda m: _row(_with(m, -2, content=[{"type": "image_url", "image_url": "x"}])),
+        "wrong_type",
+    ),
     "reasoning a number": (lambda m: _row(_with(m, -1, reasoning_content=1)), "wrong_type"),
     "a workload that is a list": (lambda m: _row(m, workload=["a"]), "wrong_type"),
     "a system column that is a number": (lambda m: _row(_bare(m), system=5), "wrong_type"),
@@ -147,30 +184,53 @@ BAD: dict[str, tuple[Line, str]] = {
     "a question of spaces": (lambda m: _row(_with(m, -2, content=" \n ")), "empty_turn"),
     "an empty answer": (lambda m: _row(_with(m, -1, content="")), "empty_turn"),
     "an empty answer before others": (
-        lambda m: _row([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}, *_bare(m)]),
+        lambda m: _row(
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}, *_bare(m)]
+        ),
         "empty_turn",
     ),
-    "only a system prompt": (lambda m: _row([{"role": "system", "content": "Be brief."}]), "no_conversation"),
+    "only a system prompt": (
+        lambda m: _row([{"role": "system", "content": "Be brief."}]),
+        "no_conversation",
+    ),
     "nobody answers": (lambda m: _row([t for t in m if t["role"] != "assistant"]), "no_response"),
-    "the assistant first": (lambda m: _row([{"role": "assistant", "content": "Hello!"}, *_bare(m)]), "assistant_first"),
+    "the assistant first": (
+        lambda m: _row([{"role": "assistant", "content": "Hello!"}, *_bare(m)]),
+        "assistant_first",
+    ),
     "tool calls as text": (lambda m: _row(_with(m, -1, tool_calls="f()")), "bad_tool_call"),
-    "a tool call without a name": (lambda m: _row(_with(m, -1, tool_calls=[{"function": {}}])), "bad_tool_call"),
-    "a tool call that is a list": (lambda m: _row(_with(m, -1, tool_calls=[{"function": ["f"]}])), "bad_tool_call"),
+    "a tool call without a name": (
+        lambda m: _row(_with(m, -1, tool_calls=[{"function": {}}])),
+        "bad_tool_call",
+    ),
+    "a tool call that is a list": (
+        lambda m: _row(_with(m, -1, tool_calls=[{"function": ["f"]}])),
+        "bad_tool_call",
+    ),
     "arguments that are not JSON": (
-        lambda m: _row(_with(m, -1, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "bad_tool_call",
+        lambda m: _row(_with(m, -1, tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
+        "bad_tool_call",
     ),
     "arguments that are a list": (
-        lambda m: _row(_with(m, -1, tool_calls=[{"name": "f", "arguments": "[1]"}])), "bad_tool_call",
+        lambda m: _row(_with(m, -1, tool_calls=[{"name": "f", "arguments": "[1]"}])),
+        "bad_tool_call",
     ),
     "tools that are not JSON": (lambda m: _row(m, tools="{"), "bad_tool_call"),
     "tools that are numbers": (lambda m: _row(m, tools=[1]), "bad_tool_call"),
     # The masks': what the template or the tokenizer of the embedded target makes of whole rows.
-    "an answer that begins with a line end": (lambda m: _row(_with(m, -1, content="\nyes")), "boundary"),
-    "a tool call the template hides": (
-        lambda m: _row(_with(m, -1, **_CALL, tool_calls=[{"name": "look_up", "arguments": "{}"}])), "not_shown",
+    "an answer that begins with a line end": (
+        lambda m: _row(_with(m, -1, content="\nyes")),
+        "boundary",
     ),
-    "reasoning the template hides": (lambda m: _row(_with(m, -1, reasoning="zzyzx because")), "not_shown"),
-}  # fmt: skip
+    "a tool call the template hides": (
+        lambda m: _row(_with(m, -1, **_CALL, tool_calls=[{"name": "look_up", "arguments": "{}"}])),
+        "not_shown",
+    ),
+    "reasoning the template hides": (
+        lambda m: _row(_with(m, -1, reasoning="zzyzx because")),
+        "not_shown",
+    ),
+}
 LONG_ANSWER, CUT = "a long answer", "a long question"  # whole; of the second no answer is in reach
 
 
@@ -179,9 +239,9 @@ def damaged(
 ) -> Iterator[tuple[bytes, Truth]]:
     """`count` lines without their line ends; the first is whole and begins with a byte order mark.
 
-    A share `clean` is whole as it is, and of the others every kind is as frequent, but for those with a turn of some
-    `tokens` tokens, of which there are `long` with it as the answer and as many with it as the question.
-    """
+    A share `clean` is whole as it is, and of the others every kind is as frequent, but for those
+    with a turn of some `tokens` tokens, of which there are `long` with it as the answer and as many
+    with it as the question."""
     rng = random.Random(seed)
     made = (c.messages for c in conversations("train", count, seed))
     kinds = cycle(kind for kind in [*WHOLE, *BAD] if kind != "clean")

@@ -1,15 +1,16 @@
-"""A GPU that is not there: CPU tensors that claim to be on `cuda:0`, refuse what a GPU would refuse, and count waits.
+"""A GPU that is not there: CPU tensors that claim to be on `cuda:0`, refuse what a GPU would
+refuse, and count waits.
 
     def test_a_step(claimed_gpu):                       # the fixture of tests/conftest.py
         model = make_tiny_model("llama").to("cuda")     # or torch.zeros(3, device=DEVICE)
         with claimed_gpu.waits() as waits:              # Counter: kind of wait -> how often
             step(model)
 
-Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch makes an exception),
-an index on another device, `.numpy()`. Counted: every place where the host waits for the device, because it reads a
-value or a size from it, or copies to it from memory that is not pinned. Not seen: kernels, their numerics, NCCL, CUDA
-graphs, streams (all work is done when it is launched), memory.
-"""
+Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch
+makes an exception), an index on another device, `.numpy()`. Counted: every place where the host
+waits for the device, because it reads a value or a size from it, or copies to it from memory that
+is not pinned. Not seen: kernels, their numerics, NCCL, CUDA graphs, streams (all work is done when
+it is launched), memory."""
 
 from __future__ import annotations
 
@@ -48,7 +49,11 @@ class _Claiming(Tensor):
         if id(self) not in memo:
             copied = _bare(self).detach().clone()
             is_parameter = isinstance(self, nn.Parameter)
-            made = _mark(nn.Parameter(copied, requires_grad=self.requires_grad)) if is_parameter else _claim(copied)
+            made = (
+                _mark(nn.Parameter(copied, requires_grad=self.requires_grad))
+                if is_parameter
+                else _claim(copied)
+            )
             memo[id(self)] = made
         return memo[id(self)]
 
@@ -99,17 +104,46 @@ def _claim_all(value: Any) -> Any:
 
 
 READS = {  # one value, or all of them, to the host
-    Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero,
-    torch.equal, Tensor.equal, torch.allclose, Tensor.allclose,
-}  # fmt: skip
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.is_nonzero,
+    torch.equal,
+    Tensor.equal,
+    torch.allclose,
+    Tensor.allclose,
+}
 SIZES = {  # a result whose size the device has to say
-    torch.nonzero, Tensor.nonzero, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique,
-    torch.unique_consecutive, Tensor.unique_consecutive, torch.bincount, Tensor.bincount,
-}  # fmt: skip
+    torch.nonzero,
+    Tensor.nonzero,
+    torch.masked_select,
+    Tensor.masked_select,
+    torch.unique,
+    Tensor.unique,
+    torch.unique_consecutive,
+    Tensor.unique_consecutive,
+    torch.bincount,
+    Tensor.bincount,
+}
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
-INDEXED = {Tensor.__getitem__, Tensor.__setitem__, torch.index_put, Tensor.index_put, Tensor.index_put_}
+INDEXED = {
+    Tensor.__getitem__,
+    Tensor.__setitem__,
+    torch.index_put,
+    Tensor.index_put,
+    Tensor.index_put_,
+}
 JOINED = {torch.cat, torch.concat, torch.stack, torch.vstack, torch.hstack}
-FREE = {Tensor.copy_, Tensor.type, Tensor.__setstate__, torch._has_compatible_shallow_copy_type, Tensor.__repr__}
+FREE = {
+    Tensor.copy_,
+    Tensor.type,
+    Tensor.__setstate__,
+    torch._has_compatible_shallow_copy_type,
+    Tensor.__repr__,
+}
 FACTORIES_FROM_HOST = {torch.tensor, torch.as_tensor}
 
 
@@ -121,11 +155,14 @@ class _Emulation:
     def __init__(self) -> None:
         self._counts: Counter[str] | None = None
         self.sites: Counter[str] = Counter()  # file:line of this project -> waits there
-        self.in_engine = False  # autograd's, which passes bare tensors to the backward of a Function
+        self.in_engine = (
+            False  # autograd's, which passes bare tensors to the backward of a Function
+        )
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
-        """Kinds of waits inside and how many: `read` a value, `size` of a result, `upload` from ordinary memory."""
+        """Kinds of waits inside and how many: `read` a value, `size` of a result, `upload` from
+        ordinary memory."""
         before, self._counts = self._counts, Counter()
         self.sites.clear()
         try:
@@ -137,9 +174,15 @@ class _Emulation:
         if self._counts is None:
             return
         self._counts[kind] += 1
-        own = [f for f in traceback.extract_stack() if f.filename.startswith(str(ROOT)) and "tests" not in f.filename]
+        own = [
+            f
+            for f in traceback.extract_stack()
+            if f.filename.startswith(str(ROOT)) and "tests" not in f.filename
+        ]
         own = [f for f in own if "site-packages" not in f.filename]
-        self.sites[f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno} {kind}" if own else kind] += 1
+        self.sites[
+            f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno} {kind}" if own else kind
+        ] += 1
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
@@ -174,7 +217,10 @@ class _Emulation:
                 t.dtype == torch.bool and t.dim() for t in _tensors(args[1])
             ):
                 self._wait("size")
-            if func in (torch.repeat_interleave, Tensor.repeat_interleave) and "output_size" not in kwargs:
+            if (
+                func in (torch.repeat_interleave, Tensor.repeat_interleave)
+                and "output_size" not in kwargs
+            ):
                 if any(t.dim() for t in _tensors([*args[1:], kwargs.get("repeats")])):
                     self._wait("size")
             if func is Tensor.copy_:
@@ -200,7 +246,11 @@ class _Emulation:
         into, source = args[0], args[1]
         if isinstance(source, _Claiming) and not isinstance(into, _Claiming):
             self._wait("read")
-        elif isinstance(into, _Claiming) and not isinstance(source, _Claiming) and not _pinned(source):
+        elif (
+            isinstance(into, _Claiming)
+            and not isinstance(source, _Claiming)
+            and not _pinned(source)
+        ):
             self._wait("upload")
 
     def _check(self, func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
@@ -210,14 +260,18 @@ class _Emulation:
         wrong = host if func in JOINED else [t for t in host if t.dim()]
         if func in INDEXED:
             places, values = list(_tensors(args[1])), list(_tensors(args[2:]))
-            if isinstance(args[0], _Claiming):  # an index of the host is taken to the device; values only by slices
+            if isinstance(
+                args[0], _Claiming
+            ):  # an index of the host is taken to the device; values only by slices
                 wrong = [t for t in values if not isinstance(t, _Claiming) and t.dim() and places]
                 if any(not isinstance(t, _Claiming) for t in places):
                     self._wait("upload")
             else:
                 wrong = [t for t in places if isinstance(t, _Claiming)]
         if wrong:
-            shapes = [("cuda" if isinstance(t, _Claiming) else "cpu", tuple(t.shape)) for t in tensors]
+            shapes = [
+                ("cuda" if isinstance(t, _Claiming) else "cpu", tuple(t.shape)) for t in tensors
+            ]
             raise MixedDevices(f"{resolve_name(func) or func}: tensors on cuda:0 and cpu: {shapes}")
 
     def _move(self, func: Any, tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -225,7 +279,11 @@ class _Emulation:
         kept = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
         non_blocking = bool(kwargs.get("non_blocking", False))
         if func is Tensor.to:
-            given = {key: value for key, value in kwargs.items() if key not in ("copy", "memory_format", "tensor")}
+            given = {
+                key: value
+                for key, value in kwargs.items()
+                if key not in ("copy", "memory_format", "tensor")
+            }
             if len(args) > 1 and isinstance(args[1], Tensor):
                 target, rest = args[1].device, [args[1].dtype]
             else:
@@ -264,16 +322,34 @@ class _Emulation:
                 (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
 
-    def _grad(self, outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **rest):
-        outputs, inputs = (tuple(x) if isinstance(x, list | tuple) else (x,) for x in (outputs, inputs))
-        given = grad_outputs if isinstance(grad_outputs, list | tuple) else (grad_outputs,) * len(outputs)
-        starts = tuple(torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given))
+    def _grad(
+        self, outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **rest
+    ):
+        outputs, inputs = (
+            tuple(x) if isinstance(x, list | tuple) else (x,) for x in (outputs, inputs)
+        )
+        given = (
+            grad_outputs
+            if isinstance(grad_outputs, list | tuple)
+            else (grad_outputs,) * len(outputs)
+        )
+        starts = tuple(
+            torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given)
+        )
         with _Mode(self), self._engine():
             found = torch.autograd.graph._engine_run_backward(
-                outputs, starts, bool(retain_graph), create_graph, inputs,
-                allow_unreachable=bool(rest.get("allow_unused")), accumulate_grad=False,
-            )  # fmt: skip
-        return tuple(_claim(g) if g is not None and isinstance(i, _Claiming) else g for g, i in zip(found, inputs))
+                outputs,
+                starts,
+                bool(retain_graph),
+                create_graph,
+                inputs,
+                allow_unreachable=bool(rest.get("allow_unused")),
+                accumulate_grad=False,
+            )
+        return tuple(
+            _claim(g) if g is not None and isinstance(i, _Claiming) else g
+            for g, i in zip(found, inputs)
+        )
 
 
 class _Mode(TorchFunctionMode):
@@ -312,8 +388,11 @@ def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict:
     return found
 
 
-def _apply_marked(module: nn.Module, function: Any, *args: Any, original: Any, **kwargs: Any) -> nn.Module:
-    """`nn.Module._apply` replaces a parameter's data and keeps the object: which claims anew what was moved."""
+def _apply_marked(
+    module: nn.Module, function: Any, *args: Any, original: Any, **kwargs: Any
+) -> nn.Module:
+    """`nn.Module._apply` replaces a parameter's data and keeps the object: which claims anew what
+    was moved."""
     done = original(module, function, *args, **kwargs)
     try:
         after = {False: function(torch.zeros(2)), True: function(_claim(torch.zeros(2)))}
@@ -331,33 +410,60 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     """The emulation, until the block ends. `patch`: pytest's monkeypatch."""
     _Emulation.current = emulation = _Emulation()
     original = nn.Module._apply
-    patch.setattr(nn.Module, "_apply", lambda m, f, *a, **k: _apply_marked(m, f, *a, original=original, **k))
+    patch.setattr(
+        nn.Module, "_apply", lambda m, f, *a, **k: _apply_marked(m, f, *a, original=original, **k)
+    )
     cuda = {
-        "Event": _Event, "Stream": _Event, "current_stream": _Event, "synchronize": lambda *a: None,
-        "stream": lambda *a: contextlib.nullcontext(), "max_memory_allocated": lambda *a: 0,
-        "empty_cache": lambda: None, "memory_allocated": lambda *a: 0, "reset_peak_memory_stats": lambda *a: None,
-        "get_rng_state": lambda *a: torch.get_rng_state(), "set_rng_state": lambda *a: None,
-        "get_device_name": lambda *a: "a device that is not there", "ipc_collect": lambda: None,
-        "is_bf16_supported": lambda *a, **k: True, "get_device_capability": lambda *a: (9, 0),
-    }  # fmt: skip
+        "Event": _Event,
+        "Stream": _Event,
+        "current_stream": _Event,
+        "synchronize": lambda *a: None,
+        "stream": lambda *a: contextlib.nullcontext(),
+        "max_memory_allocated": lambda *a: 0,
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda *a: 0,
+        "reset_peak_memory_stats": lambda *a: None,
+        "get_rng_state": lambda *a: torch.get_rng_state(),
+        "set_rng_state": lambda *a: None,
+        "get_device_name": lambda *a: "a device that is not there",
+        "ipc_collect": lambda: None,
+        "is_bf16_supported": lambda *a, **k: True,
+        "get_device_capability": lambda *a: (9, 0),
+    }
     for name, stub in cuda.items():
         patch.setattr(torch.cuda, name, stub)
     module_of = torch.get_device_module
 
     def module(device: Any = None) -> Any:
-        return torch.cuda if device is not None and torch.device(device).type == "cuda" else module_of(device)
+        return (
+            torch.cuda
+            if device is not None and torch.device(device).type == "cuda"
+            else module_of(device)
+        )
 
     patch.setattr(torch, "get_device_module", module)
-    enter, enabled, generator = torch.amp.autocast_mode.autocast.__init__, torch.is_autocast_enabled, torch.Generator
+    enter, enabled, generator = (
+        torch.amp.autocast_mode.autocast.__init__,
+        torch.is_autocast_enabled,
+        torch.Generator,
+    )
 
     def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         enter(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     patch.setattr(torch.amp.autocast_mode.autocast, "__init__", begin)
-    patch.setattr(torch, "is_autocast_enabled", lambda device="cuda": enabled("cpu" if device == "cuda" else device))
-    patch.setattr(torch, "Generator", type("Generator", (), {"__new__": lambda cls, device=None: generator()}))
+    patch.setattr(
+        torch,
+        "is_autocast_enabled",
+        lambda device="cuda": enabled("cpu" if device == "cuda" else device),
+    )
+    patch.setattr(
+        torch, "Generator", type("Generator", (), {"__new__": lambda cls, device=None: generator()})
+    )
     patch.setattr(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
-    patch.setitem(checks, "default", lambda tensor: None)  # the claimed device is lost among what is saved
+    patch.setitem(
+        checks, "default", lambda tensor: None
+    )  # the claimed device is lost among what is saved
     with _Mode(emulation):
         yield emulation

@@ -1,8 +1,8 @@
 """An HTTP server on loopback that speaks as much of the Hub's API as its real client asks of it.
 
-Repositories with branches and commits, large files by LFS, tokens with and without the right to write, downloads; no
-xet, whose route it does not have. `fail` breaks requests on purpose, and `requests` is what was asked.
-"""
+Repositories with branches and commits, large files by LFS, tokens with and without the right to
+write, downloads; no xet, whose route it does not have. `fail` breaks requests on purpose, and
+`requests` is what was asked."""
 
 from __future__ import annotations
 
@@ -111,18 +111,34 @@ class FakeHub:
 
     # ------------------------------------------------------------------ for tests
 
-    def fail(self, method: str, pattern: str, error: Callable[[Request], Exception], times: int = 1) -> None:
+    def fail(
+        self, method: str, pattern: str, error: Callable[[Request], Exception], times: int = 1
+    ) -> None:
         """The next `times` requests whose path matches get this."""
         self.failures += [(method, pattern, error)] * times
 
-    def hold(self, name: str, folder: Path, revision: str = "main", *, private: bool = False) -> None:
+    def hold(
+        self, name: str, folder: Path, revision: str = "main", *, private: bool = False
+    ) -> None:
         """Puts a folder there, as if it had been pushed."""
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         repository = self.repositories.setdefault(name, Repository(private))
-        repository.commit(revision, {path: File(content, path.endswith(BINARY)) for path, content in files.items()}, "")
+        repository.commit(
+            revision,
+            {path: File(content, path.endswith(BINARY)) for path, content in files.items()},
+            "",
+        )
 
     def asked(self, method: str, pattern: str) -> list[Request]:
-        return [each for each in self.requests if each.method == method and re.search(pattern, each.path)]
+        return [
+            each
+            for each in self.requests
+            if each.method == method and re.search(pattern, each.path)
+        ]
 
     # ------------------------------------------------------------------ requests
 
@@ -133,9 +149,13 @@ class FakeHub:
         if handler.headers.get("Transfer-Encoding") == "chunked":
             body = _chunks(handler.rfile)
         request = Request(
-            handler.command, unquote(parts.path), {k: v[0] for k, v in parse_qs(parts.query).items()},
-            header.removeprefix("Bearer ") or None, body, self.endpoint,
-        )  # fmt: skip
+            handler.command,
+            unquote(parts.path),
+            {k: v[0] for k, v in parse_qs(parts.query).items()},
+            header.removeprefix("Bearer ") or None,
+            body,
+            self.endpoint,
+        )
         try:
             with self.lock:
                 self.requests.append(request)
@@ -147,7 +167,9 @@ class FakeHub:
             return
         except Refused as refused:
             status, content = refused.status, json.dumps({"error": refused.message}).encode()
-            headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
+            headers = {"X-Error-Message": refused.message} | (
+                {"X-Error-Code": refused.code} if refused.code else {}
+            )
         handler.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers}.items():
             handler.send_header(name, value)
@@ -195,7 +217,11 @@ class FakeHub:
     def whoami(self, request: Request) -> Any:
         if request.token is None:
             raise Refused(401, "Invalid username or password.")
-        return {"type": "user", "name": "writer" if request.token == WRITER else "reader", "orgs": []}
+        return {
+            "type": "user",
+            "name": "writer" if request.token == WRITER else "reader",
+            "orgs": [],
+        }
 
     def create(self, request: Request) -> Any:
         self._writer(request)
@@ -205,24 +231,40 @@ class FakeHub:
             raise Refused(409, "You already created this model repo")
         private = asked.get("private", asked.get("visibility") == "private")
         made = self.repositories[name] = Repository(private)
-        made.commit("main", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)}, "initial commit")
+        made.commit(
+            "main", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)}, "initial commit"
+        )
         return {"url": f"{self.endpoint}/{name}", "name": name, "id": name}
 
     def info(self, request: Request, repo: str, revision: str | None = None) -> Any:
         name, files = self._commit(request, repo, revision or "main")
         return {
-            "id": repo, "modelId": repo, "sha": name, "private": self.repositories[repo].private, "tags": [],
-            "downloads": 0, "likes": 0, "siblings": [{"rfilename": path} for path in files],
-        }  # fmt: skip
+            "id": repo,
+            "modelId": repo,
+            "sha": name,
+            "private": self.repositories[repo].private,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "siblings": [{"rfilename": path} for path in files],
+        }
 
     def tree(self, request: Request, repo: str, revision: str, path: str | None = None) -> Any:
         _, files = self._commit(request, repo, revision)
-        inside = {name: file for name, file in files.items() if path is None or name.startswith(f"{path}/")}
+        inside = {
+            name: file
+            for name, file in files.items()
+            if path is None or name.startswith(f"{path}/")
+        }
         if path is not None and not inside:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
         return [
             {"type": "file", "path": name, "size": len(file.content), "oid": file.blob}
-            | ({"lfs": {"oid": file.sha256, "size": len(file.content), "pointerSize": 130}} if file.large else {})
+            | (
+                {"lfs": {"oid": file.sha256, "size": len(file.content), "pointerSize": 130}}
+                if file.large
+                else {}
+            )
             for name, file in inside.items()
         ]
 
@@ -247,7 +289,9 @@ class FakeHub:
             file = there.get(asked["path"])
             oid = None if file is None else file.sha256 if file.large else file.blob
             mode = "lfs" if large else "regular"
-            files.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            files.append(
+                {"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
+            )
         return {"files": files}
 
     def batch(self, request: Request, repo: str) -> Any:
@@ -295,9 +339,12 @@ class FakeHub:
         number = sum(name.startswith("refs/pr/") for name in repository.branches) + 1
         name = repository.commit(f"refs/pr/{number}" if pull else revision, files, message)
         return {
-            "success": True, "commitOid": name, "commitUrl": f"{self.endpoint}/{repo}/commit/{name}", "hookOutput": "",
+            "success": True,
+            "commitOid": name,
+            "commitUrl": f"{self.endpoint}/{repo}/commit/{name}",
+            "hookOutput": "",
             "pullRequestUrl": f"{self.endpoint}/{repo}/discussions/{number}" if pull else None,
-        }  # fmt: skip
+        }
 
     def resolve(self, request: Request, repo: str, revision: str, path: str) -> Any:
         name, files = self._commit(request, repo, revision)
@@ -305,7 +352,10 @@ class FakeHub:
             raise Refused(404, "Entry not found", "EntryNotFound")
         headers = {"X-Repo-Commit": name, "ETag": f'"{file.sha256 if file.large else file.blob}"'}
         if file.large:
-            headers |= {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(len(file.content))}
+            headers |= {
+                "X-Linked-Etag": f'"{file.sha256}"',
+                "X-Linked-Size": str(len(file.content)),
+            }
         return 200, headers | {"Content-Type": "application/octet-stream"}, file.content
 
 

@@ -1,5 +1,5 @@
-"""A proxy on loopback in front of a server, which breaks a share of the requests in every way a network knows, and can
-be killed and started again at the same port."""
+"""A proxy on loopback in front of a server, which breaks a share of the requests in every way a
+network knows, and can be killed and started again at the same port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ FAULTS = ("http_500", "http_503", "reset", "silence", "half_json", "no_answer", 
 class FaultyProxy:
     """`share` of the POST and GET requests fail; `seen`: what became of them."""
 
-    def __init__(self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 12.0) -> None:
+    def __init__(
+        self, upstream: str, share: float, *, seed: int = 0, silence_s: float = 12.0
+    ) -> None:
         self.upstream, self.share, self.silence_s = upstream, share, silence_s
         self.seen: Counter[str] = Counter()
         self._dice, self._lock = random.Random(seed), threading.Lock()
@@ -56,12 +58,17 @@ class FaultyProxy:
             self._open.clear()
 
     def _fate(self, path: str) -> str:
-        """Chance says which requests fail; those for texts fail in each way in turn, so that none is left out."""
+        """Chance says which requests fail; those for texts fail in each way in turn, so that none
+        is left out."""
         with self._lock:
             fault = "ok"
             if self._dice.random() < self.share:
-                fault = next(self._turns) if path.endswith("completions") else self._dice.choice(FAULTS)
-            if fault == "silence" and self.seen["silence"] == 3:  # each costs the client its patience
+                fault = (
+                    next(self._turns) if path.endswith("completions") else self._dice.choice(FAULTS)
+                )
+            if (
+                fault == "silence" and self.seen["silence"] == 3
+            ):  # each costs the client its patience
                 fault = "reset"
             self.seen[fault] += 1
             return fault
@@ -91,8 +98,14 @@ class FaultyProxy:
             def _pass(self, body):
                 fate = proxy._fate(self.path)
                 if fate in ("http_500", "http_503"):
-                    return self._answer(int(fate[5:]), b'{"error": {"message": "on purpose"}}', {"Retry-After": "0.05"})
-                if fate == "silence":  # as a host that is gone: nobody is told, also if the proxy is killed meanwhile
+                    return self._answer(
+                        int(fate[5:]),
+                        b'{"error": {"message": "on purpose"}}',
+                        {"Retry-After": "0.05"},
+                    )
+                if (
+                    fate == "silence"
+                ):  # as a host that is gone: nobody is told, also if the proxy is killed meanwhile
                     with proxy._lock:
                         proxy._open.discard(self.connection)
                     time.sleep(proxy.silence_s)
@@ -120,7 +133,11 @@ class FaultyProxy:
                         self.close_connection = True
                         return
                 self.send_response(status)
-                for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
+                for name, value in {
+                    "Content-Type": "application/json",
+                    "Content-Length": len(body),
+                    **headers,
+                }.items():
                     self.send_header(name, str(value))
                 self.end_headers()
                 self.wfile.write(body)
@@ -129,7 +146,9 @@ class FaultyProxy:
 
     def _forward(self, path: str, body: bytes | None) -> tuple[int, bytes]:
         request = urllib.request.Request(
-            self.upstream.removesuffix("/v1") + path, data=body, headers={"Content-Type": "application/json"}
+            self.upstream.removesuffix("/v1") + path,
+            data=body,
+            headers={"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:

@@ -1,4 +1,5 @@
-"""Python processes that begin with torch, transformers and the project imported, forked from one that did so once."""
+"""Python processes that begin with torch, transformers and the project imported, forked from one
+that did so once."""
 
 from __future__ import annotations
 
@@ -37,14 +38,16 @@ CONTEXT.set_forkserver_preload(
 
 
 def stop() -> None:
-    """Ends the process that all are forked from, and waits for it: its CPU time counts as this process's children's."""
+    """Ends the process that all are forked from, and waits for it: its CPU time counts as this
+    process's children's."""
     from multiprocessing.forkserver import _forkserver
 
     _forkserver._stop()
 
 
 class Forked:
-    """As subprocess.Popen([sys.executable, *arguments], stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True, env=env).
+    """As subprocess.Popen([sys.executable, *arguments], stdin=PIPE, stdout=PIPE, stderr=STDOUT,
+    text=True, env=env).
 
     Variables that libraries read while they are imported are those of the tests.
     """
@@ -105,7 +108,8 @@ def _run(arguments: list[str], env: dict[str, str]) -> None:
     os.environ.update(env)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True) for number in (1, 2)
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), write_through=True)
+        for number in (1, 2)
     )
     kind, *rest = arguments[1:] if arguments[0] == "-u" else arguments
     if kind == "-c":
@@ -123,10 +127,11 @@ STAND_IN = """#!{python} -IS
 import array, json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-numbers = [int(n) for n in os.listdir("/proc/self/fd")]  # and one of the listing itself, which is closed by now
+numbers = [int(n) for n in os.listdir("/proc/self/fd")]  # the listing's own is closed by now
 numbers = [n for n in numbers if n != server.fileno() and os.path.exists(f"/proc/self/fd/{{n}}")]
 asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), numbers]).encode()
-server.sendmsg([len(asked).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))])
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
+server.sendmsg([len(asked).to_bytes(8, "big")], rights)
 server.sendall(asked)
 answers = server.makefile("rb")
 pid = int(answers.readline())
@@ -141,11 +146,12 @@ sys.exit(code)
 
 
 class Interpreter:
-    """A program that does what sys.executable does, in a process forked with everything imported; its path is `path`.
+    """A program that does what sys.executable does, in a process forked with everything imported;
+    its path is `path`.
 
-    For code that starts processes itself: `monkeypatch.setattr(sys, "executable", interpreter.path)`. Open files,
-    signals and the exit status are handed through. In such a process it is sys.executable too.
-    """
+    For code that starts processes itself: `monkeypatch.setattr(sys, "executable",
+    interpreter.path)`. Open files, signals and the exit status are handed through. In such a
+    process it is sys.executable too."""
 
     def __init__(self, folder: Path) -> None:
         program, address = folder / "python", str(folder / "socket")
@@ -182,7 +188,8 @@ def _serve(listening: socket.socket, path: str) -> None:
 
 
 def _mind(connection: socket.socket, path: str) -> None:
-    """Starts one process and tells its number and its exit status; ends it, and what it started, if nobody listens."""
+    """Starts one process and tells its number and its exit status; ends it, and what it started, if
+    nobody listens."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     size, passed, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(4 * 250))
     asked = connection.makefile("rb").read(int.from_bytes(size, "big"))

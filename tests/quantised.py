@@ -13,8 +13,8 @@ from transformers.integrations.bitnet import pack_weights
 
 
 def save_quantised(model: PreTrainedModel, folder: Path, scheme: str, head: bool = False) -> None:
-    """`scheme` bitnet: packed ternary weights, which stay so; fp8: blocks with a scale, dequantised on a CPU. The
-    embedding is not quantised, nor is the output head without `head`."""
+    """`scheme` bitnet: packed ternary weights, which stay so; fp8: blocks with a scale, dequantised
+    on a CPU. The embedding is not quantised, nor is the output head without `head`."""
     model.save_pretrained(folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
@@ -33,7 +33,16 @@ def save_quantised(model: PreTrainedModel, folder: Path, scheme: str, head: bool
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
-    of_scheme = {"bitnet": {}, "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}}[scheme]
-    skipped = ["embed_tokens" if head else "lm_head"]  # without names transformers leaves the head out by itself
-    fields["quantization_config"] = {"quant_method": scheme, "modules_to_not_convert": skipped, **of_scheme}
+    of_scheme = {
+        "bitnet": {},
+        "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    }[scheme]
+    skipped = [
+        "embed_tokens" if head else "lm_head"
+    ]  # without names transformers leaves the head out by itself
+    fields["quantization_config"] = {
+        "quant_method": scheme,
+        "modules_to_not_convert": skipped,
+        **of_scheme,
+    }
     (folder / "config.json").write_text(json.dumps(fields))

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-STOPS = re.findall(r"`((?:speculators|inference|train)/[\w/]+\.py)(?:: ([\w.]+))?`(?:, `([\w.]+)`)?", TEXT)
+STOPS = re.findall(
+    r"`((?:speculators|inference|train)/[\w/]+\.py)(?:: ([\w.]+))?`(?:, `([\w.]+)`)?", TEXT
+)
 
 
 def definitions(path: Path) -> set[str]:
@@ -19,7 +21,11 @@ def definitions(path: Path) -> set[str]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, kinds):
             found.add(node.name)
-            found |= {f"{node.name}.{inner.name}" for inner in getattr(node, "body", ()) if isinstance(inner, kinds)}
+            found |= {
+                f"{node.name}.{inner.name}"
+                for inner in getattr(node, "body", ())
+                if isinstance(inner, kinds)
+            }
     return found
 
 
@@ -31,15 +37,23 @@ def test_every_stop_of_the_walks_exists():
             missing.append(path)
             continue
         known = definitions(ROOT / path)
-        missing += [f"{path}: {name}" for name in names if name and not name.endswith(".py") and name not in known]
+        missing += [
+            f"{path}: {name}"
+            for name in names
+            if name and not name.endswith(".py") and name not in known
+        ]
     assert not missing
 
 
 @pytest.mark.parametrize("floor", ["speculators", "inference", "train"])
 def test_every_room_is_in_the_table_with_files_to_begin_with(floor):
     (table,) = re.findall(rf"^\| {floor}/ \|.*\n\|.*\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
-    rooms = {room for row in table.splitlines() for room in re.findall(r"`([\w/]+)/`", row.split("|")[1])}
-    folders = {str(file.parent.relative_to(ROOT / floor)) for file in (ROOT / floor).rglob("*.py")} - {"."}
+    rooms = {
+        room for row in table.splitlines() for room in re.findall(r"`([\w/]+)/`", row.split("|")[1])
+    }
+    folders = {
+        str(file.parent.relative_to(ROOT / floor)) for file in (ROOT / floor).rglob("*.py")
+    } - {"."}
     assert folders - rooms <= {"vllm_bridge/connectors"}
     assert all((ROOT / floor / room).is_dir() for room in rooms)
     for row in table.splitlines():

@@ -1,4 +1,5 @@
-"""scripts/architectures.py: what a model type can do is a line, and so is one that fails, hangs or dies."""
+"""scripts/architectures.py: what a model type can do is a line, and so is one that fails, hangs or
+dies."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_attention_and_hybrids(model_type, chains, trees):
 def test_a_text_that_differs_is_seen(monkeypatch):
     right = architectures.own_texts
     monkeypatch.setattr(
-        architectures, "own_texts", lambda target: [[*text[:-1], text[-1] ^ 1] for text in right(target)]
+        architectures,
+        "own_texts",
+        lambda target: [[*text[:-1], text[-1] ^ 1] for text in right(target)],
     )
     assert examine("llama").chains == "TEXT DIFFERS"
 
@@ -42,4 +45,7 @@ def test_failures_are_lines(monkeypatch):
 def test_every_kind_of_layer_is_kept():
     config = tiny_config("gpt_oss")
     assert config.num_hidden_layers == len(config.layer_types) == 4
-    assert set(config.layer_types) == {"sliding_attention", "full_attention"} and config.hidden_size == 32
+    assert (
+        set(config.layer_types) == {"sliding_attention", "full_attention"}
+        and config.hidden_size == 32
+    )

@@ -1,4 +1,5 @@
-"""scripts/bench_peers.py without the library: our side computes the loss that the library defines, on its terms."""
+"""scripts/bench_peers.py without the library: our side computes the loss that the library defines,
+on its terms."""
 
 from __future__ import annotations
 
@@ -25,18 +26,24 @@ from scripts.peers.worker import Ours
 from scripts.setup_vllm import TORCH
 from speculators.drafter import term_paths
 
-TINY = Setting(tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32")
+TINY = Setting(
+    tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32"
+)
 
 
-@pytest.mark.parametrize("setting", [TINY, replace(TINY, family="dflash", anchors=8)], ids=lambda s: s.family)
+@pytest.mark.parametrize(
+    "setting", [TINY, replace(TINY, family="dflash", anchors=8)], ids=lambda s: s.family
+)
 def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
-    """decay^k KL(p || q), p renormalised over the draft vocabulary: EAGLE-3's depths are means, which are summed;
-    DFlash's terms are summed, over their number."""
+    """decay^k KL(p || q), p renormalised over the draft vocabulary: EAGLE-3's depths are means,
+    which are summed; DFlash's terms are summed, over their number."""
     given = make_batch(setting)
     ours = Ours(setting, given, tmp_path)
     features, sums, counts = ours.features(setting.tokens), [], []
     with torch.no_grad():
-        rows = ours.trainer.target.logits(features.last_hidden[0])[:, given["draft_ids"]].log_softmax(-1)
+        rows = ours.trainer.target.logits(features.last_hidden[0])[
+            :, given["draft_ids"]
+        ].log_softmax(-1)
         for term in ours.module.unroll(features, setting.depths):
             log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
             sums.append(float(setting.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum()))
@@ -49,13 +56,17 @@ def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_both_sides_have_the_same_terms(name):
-    """The library's: each document loses its first token, its mask is shifted, and depth k looks k slots ahead in the
-    row, into the next document too."""
+    """The library's: each document loses its first token, its mask is shifted, and depth k looks k
+    slots ahead in the row, into the next document too."""
     s = replace(SETTINGS[name], vocab=8, draft_vocab=8, hidden=1)
     given, length = make_batch(s), s.tokens // s.documents
-    features = SimpleNamespace(loss_mask=given["loss_mask"][None], segment_ids=given["segment_ids"][None])
+    features = SimpleNamespace(
+        loss_mask=given["loss_mask"][None], segment_ids=given["segment_ids"][None]
+    )
     mask = given["loss_mask"].view(s.documents, length)
-    row = torch.cat([mask[:, 2:], mask[:, :1] & False], 1).flatten()  # a slot per token but a document's last
+    row = torch.cat(
+        [mask[:, 2:], mask[:, :1] & False], 1
+    ).flatten()  # a slot per token but a document's last
     assert mask.any()
     for depth in range(s.depths):
         theirs = torch.zeros_like(row)
@@ -68,7 +79,9 @@ def test_other_numbers_are_refused():
     gradients = {"fc.weight": torch.ones(3), "norm.weight": torch.ones(2)}
     other = gradients | {"norm.weight": torch.tensor([1.0, 1.01])}
     assert differences((1.0, 1.0), (gradients, gradients), "float32") == (0.0, 0.0)
-    assert differences((1.0, 1.0), (gradients, other), "bfloat16")[1] == pytest.approx(0.01 / 2**0.5, rel=1e-2)
+    assert differences((1.0, 1.0), (gradients, other), "bfloat16")[1] == pytest.approx(
+        0.01 / 2**0.5, rel=1e-2
+    )
     with pytest.raises(DifferentNumbers, match="the gradient of norm.weight differs"):
         differences((1.0, 1.0), (gradients, other), "float32")
     with pytest.raises(DifferentNumbers, match="loss is 1"):

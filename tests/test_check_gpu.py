@@ -31,8 +31,11 @@ def test_its_parts_run_once_and_a_part_that_fails_fails_it(interpreter, tmp_path
     assert check("versions,training,overlap,sharding") == 0
     found = json.loads(output.read_text())["cpu/tiny"]
     assert {name: part["state"] for name, part in found.items()} == {
-        "versions": "ok", "training": "ok", "overlap": "skipped", "sharding": "ok",
-    }  # fmt: skip
+        "versions": "ok",
+        "training": "ok",
+        "overlap": "skipped",
+        "sharding": "ok",
+    }
     training = found["training"]["figures"]
     assert training["tokens_per_second"] > 0 and training["planned_gb"] > 0
     assert check("versions,training") == 0
@@ -68,7 +71,8 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(tmp_path, monk
 
 
 def _ends(process: int, seconds: float = 5) -> bool:
-    """Whether it does, within so many seconds; one that nobody has asked about yet counts as ended."""
+    """Whether it does, within so many seconds; one that nobody has asked about yet counts as
+    ended."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -81,12 +85,17 @@ def _ends(process: int, seconds: float = 5) -> bool:
 
 
 def test_the_versions_of_a_gpu(monkeypatch):
-    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=84_900_000_000)
+    gpu = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=84_900_000_000
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(check_gpu, "rates", lambda device: {"product_tflops": 700.0})
     found = check_gpu.versions({}, torch.device("cuda"))
-    assert found["capability"] == "9.0" and found["sheet_tflops"] == DEVICES["h100"].flops["bfloat16"] / 1e12
+    assert (
+        found["capability"] == "9.0"
+        and found["sheet_tflops"] == DEVICES["h100"].flops["bfloat16"] / 1e12
+    )
     assert json.loads(json.dumps(found)) == found
 
 
@@ -127,6 +136,12 @@ def test_a_reason_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check_gpu, "run_part", lambda *_: failed)
     with pytest.raises(typer.Exit) as ended:
         check_gpu.main(
-            device="cpu", size="tiny", parts="versions", again=False, output=tmp_path / "f.json", limit=1, one=""
+            device="cpu",
+            size="tiny",
+            parts="versions",
+            again=False,
+            output=tmp_path / "f.json",
+            limit=1,
+            one="",
         )
     assert ended.value.exit_code == 1 and "[/usr/lib]" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The quickstart's conversations: right answers pass, wrong ones fail, splits never meet, the files are its own."""
+"""The quickstart's conversations: right answers pass, wrong ones fail, splits never meet, the files
+are its own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from scripts.demo_target.answers import is_right
-from scripts.demo_target.corpus import CHECKABLE, FILES, WORKLOADS, Conversation, bucket, conversations, prompts
+from scripts.demo_target.corpus import (
+    CHECKABLE,
+    FILES,
+    WORKLOADS,
+    Conversation,
+    bucket,
+    conversations,
+    prompts,
+)
 from tests.quickstart_data import DATA
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +35,10 @@ def check(conversation: Conversation, answer: str) -> bool:
 
 def committed(split: str) -> list[dict]:
     """The rows of a file beside the quickstart's recipes."""
-    return [json.loads(line) for line in gzip.decompress((DATA / f"{split}.jsonl.gz").read_bytes()).splitlines()]
+    return [
+        json.loads(line)
+        for line in gzip.decompress((DATA / f"{split}.jsonl.gz").read_bytes()).splitlines()
+    ]
 
 
 def corrupted(workload: str, answer: str) -> str:
@@ -78,13 +90,19 @@ def test_unfinished_chat_is_found(answer):
 def test_a_python_answer_cannot_run_away(body):
     conversation = next(conversations("train", 1, workloads=["python"]))
     name = conversation.expected["name"]
-    assert not check(conversation, f"```python\ndef {name}(items, b=0):\n    {body}\n\nassert {name}([1], 1) == 1\n```")
+    assert not check(
+        conversation,
+        f"```python\ndef {name}(items, b=0):\n    {body}\n\nassert {name}([1], 1) == 1\n```",
+    )
 
 
 @pytest.mark.slow
 def test_splits_share_no_message_that_stands_alone():
     seen = {
-        s: {next(m["content"] for m in c.messages if m["role"] == "user") for c in conversations(s, 1000)}
+        s: {
+            next(m["content"] for m in c.messages if m["role"] == "user")
+            for c in conversations(s, 1000)
+        }
         for s in SPLITS
     }
     for left, right in itertools.combinations(SPLITS, 2):
@@ -94,7 +112,12 @@ def test_splits_share_no_message_that_stands_alone():
 
 
 def test_a_test_prompt_occurs_in_no_training_conversation():
-    told = {m["content"] for c in conversations("train", 3000) for m in c.messages if m["role"] == "user"}
+    told = {
+        m["content"]
+        for c in conversations("train", 3000)
+        for m in c.messages
+        if m["role"] == "user"
+    }
     for messages, _ in prompts("test", 300):
         first = next(m["content"] for m in messages if m["role"] == "user")
         assert first not in told
@@ -104,7 +127,9 @@ def test_the_same_seed_gives_the_same_conversations_in_another_process():
     code = "import json; from scripts.demo_target.corpus import conversations as c\n"
     code += "print(json.dumps([x.messages for x in c('train', 60, 7)]))"
     other = json.loads(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
     )
     assert other == [c.messages for c in conversations("train", 60, 7)]
     assert other != [c.messages for c in conversations("train", 60, 8)]

@@ -1,4 +1,5 @@
-"""The claimed device refuses what a GPU refuses, counts what it waits for, computes what a CPU computes, and goes."""
+"""The claimed device refuses what a GPU refuses, counts what it waits for, computes what a CPU
+computes, and goes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_it_computes_what_the_cpu_computes(claimed_gpu):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     moved = copy.deepcopy(model).to("cuda")
-    assert all(p.device == DEVICE for p in moved.parameters()) and next(model.parameters()).device.type == "cpu"
+    assert (
+        all(p.device == DEVICE for p in moved.parameters())
+        and next(model.parameters()).device.type == "cpu"
+    )
     x = torch.randn(3, 4)
     for each, given in ((model, x), (moved, x.to("cuda"))):
         optimizer = torch.optim.AdamW(each.parameters(), foreach=False)
@@ -59,5 +63,8 @@ def test_it_computes_what_the_cpu_computes(claimed_gpu):
 
 def test_nothing_of_it_is_left():
     """Runs after the tests above, in the same process."""
-    assert nn.Module._apply.__qualname__ == "Module._apply" and torch.Generator("cpu").device.type == "cpu"
+    assert (
+        nn.Module._apply.__qualname__ == "Module._apply"
+        and torch.Generator("cpu").device.type == "cpu"
+    )
     assert torch.ones(2).device.type == "cpu" and "Event" in torch.cuda.Event.__name__

@@ -1,4 +1,5 @@
-"""The documentation builds as a site without a warning: links, anchors, and every page in the navigation."""
+"""The documentation builds as a site without a warning: links, anchors, and every page in the
+navigation."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def site(tmp_path_factory):
     from mkdocs.config import load_config
 
     warnings = logging.Handler(logging.WARNING)
-    warnings.records, warnings.emit = [], lambda record: warnings.records.append(record.getMessage())
+    warnings.records, warnings.emit = (
+        [],
+        lambda record: warnings.records.append(record.getMessage()),
+    )
     logging.getLogger("mkdocs").addHandler(warnings)
     out = tmp_path_factory.mktemp("site")
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(out))
@@ -53,7 +57,10 @@ def test_a_page_in_a_browser(site, tmp_path):
     try:
         browser.open(f"http://127.0.0.1:{server.server_port}/getting-started.html")
         assert "make quickstart" in browser.evaluate("document.body.innerText")
-        assert browser.evaluate("document.querySelector('.md-tabs').getBoundingClientRect().height") > 0
+        assert (
+            browser.evaluate("document.querySelector('.md-tabs').getBoundingClientRect().height")
+            > 0
+        )
         assert not browser.messages, browser.messages
     finally:
         browser.close()
@@ -61,7 +68,9 @@ def test_a_page_in_a_browser(site, tmp_path):
 
 
 def test_files_that_the_pages_name_exist():
-    named = re.compile(r"`((?:tests|scripts|recipes|train|inference|speculators)/[\w./-]+\.(?:py|yaml|json))`")
+    named = re.compile(
+        r"`((?:tests|scripts|recipes|train|inference|speculators)/[\w./-]+\.(?:py|yaml|json))`"
+    )
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     missing = {
         f"{page.name}: {name}"
@@ -75,5 +84,7 @@ def test_files_that_the_pages_name_exist():
 
 def test_links_of_the_pages_outside_the_site_lead_somewhere():
     for page in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        for link in re.findall(r"\]\(((?!http|#)[^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
+        for link in re.findall(
+            r"\]\(((?!http|#)[^)#]+)", (ROOT / page).read_text(encoding="utf-8")
+        ):
             assert (ROOT / link).exists(), f"{page}: {link}"

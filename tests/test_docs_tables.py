@@ -12,16 +12,23 @@ from speculators.export.formats import LAYOUTS
 from speculators.registry import build_config
 
 
-@pytest.mark.parametrize("page, text", pages().items(), ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    "page, text", pages().items(), ids=lambda value: getattr(value, "name", "")
+)
 def test_the_tables_of_the_docs_are_what_the_code_says(page: Path, text: str) -> None:
     assert page.read_text(encoding="utf-8") == text, "run: python scripts/docs_tables.py"
 
 
 def flat(fields: dict[str, Any], prefix: str = "") -> set[str]:
-    """Names of all fields, nested ones dotted; what is below `draftsmith` and rotary parameters is one field."""
+    """Names of all fields, nested ones dotted; what is below `draftsmith` and rotary parameters is
+    one field."""
     names: set[str] = set()
     for name, value in fields.items():
-        whole = isinstance(value, dict) and name not in ("draftsmith", "rope_parameters", "rope_scaling")
+        whole = isinstance(value, dict) and name not in (
+            "draftsmith",
+            "rope_parameters",
+            "rope_scaling",
+        )
         names |= flat(value, f"{prefix}{name}.") if whole else {prefix + name}
     return names
 

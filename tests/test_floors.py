@@ -1,6 +1,5 @@
-"""The house: imports only go down and never in a circle (pyproject.toml has the contracts), and no file of train/ hides
-a library.
-"""
+"""The house: imports only go down and never in a circle (pyproject.toml has the contracts), and no
+file of train/ hides a library."""
 
 from __future__ import annotations
 
@@ -15,18 +14,45 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("train", "inference", "speculators")
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
-# What files in train/ could be called by mistake; `accelerate launch` puts train/ first on sys.path.
+# What files in train/ could be called by mistake; `accelerate launch` puts train/ first on
+# sys.path.
 LIBRARIES = {
-    "accelerate", "datasets", "evaluate", "huggingface_hub", "jinja2", "matplotlib", "numpy", "pandas", "peft",
-    "psutil", "pyarrow", "pydantic", "rich", "ruamel", "safetensors", "scipy", "tensorboard", "tokenizers", "torch",
-    "tqdm", "transformers", "triton", "typer", "vllm", "wandb", "yaml",
-}  # fmt: skip
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "peft",
+    "psutil",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "ruamel",
+    "safetensors",
+    "scipy",
+    "tensorboard",
+    "tokenizers",
+    "torch",
+    "tqdm",
+    "transformers",
+    "triton",
+    "typer",
+    "vllm",
+    "wandb",
+    "yaml",
+}
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
     """Every file of the floors, parsed, by its path from the root."""
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in FILES
+    }
 
 
 def test_every_floor_has_files():
@@ -34,10 +60,20 @@ def test_every_floor_has_files():
 
 
 def test_imports_keep_the_contracts():
-    """Floors, rooms and circles, as pyproject.toml says; imports inside functions and for types count too."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    """Floors, rooms and circles, as pyproject.toml says; imports inside functions and for types
+    count too."""
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+        "--no-cache",
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -50,7 +86,11 @@ def test_nothing_imports_scripts_or_tests():
                 names = [alias.name for alias in node.names]
             else:
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            wrong += [f"{path}: {name}" for name in names if name.partition(".")[0] in ("scripts", "tests")]
+            wrong += [
+                f"{path}: {name}"
+                for name in names
+                if name.partition(".")[0] in ("scripts", "tests")
+            ]
     assert not wrong
 
 
@@ -72,8 +112,12 @@ def test_no_file_of_train_hides_a_library():
         p.name for p in (ROOT / "train").iterdir() if p.is_dir()
     }
     installed = {name for name in packages_distributions() if name not in FLOORS}
-    hidden = sorted(names & (set(sys.stdlib_module_names) | LIBRARIES | installed) - {"__init__", "__pycache__"})
-    assert not hidden, f"`accelerate launch train/...` would import {hidden} from train/ instead of the library"
+    hidden = sorted(
+        names & (set(sys.stdlib_module_names) | LIBRARIES | installed) - {"__init__", "__pycache__"}
+    )
+    assert not hidden, (
+        f"`accelerate launch train/...` would import {hidden} from train/ instead of the library"
+    )
 
 
 def test_no_absolute_paths():
@@ -81,10 +125,18 @@ def test_no_absolute_paths():
     folders = ("/home/", "/root/", "/Users/", "/mnt/", "/work/", "/data/", "/tmp/", "/opt/", "C:\\")
     wrong = []
     for path, tree in trees().items():
-        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-        wrong += [f"{path}:{n.lineno}: {n.value[:40]!r}" for n in strings if n.value.startswith(folders)]
+        strings = (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        wrong += [
+            f"{path}:{n.lineno}: {n.value[:40]!r}" for n in strings if n.value.startswith(folders)
+        ]
     assert not wrong
 
 
 def test_every_module_says_what_it_is_for():
-    assert [path for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)] == []
+    assert [
+        path for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)
+    ] == []

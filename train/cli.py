@@ -1,8 +1,8 @@
-"""`draftsmith`: the command line. Each command is a few lines over the public API; torch is imported when one runs.
+"""`draftsmith`: the command line. Each command is a few lines over the public API; torch is
+imported when one runs.
 
-A DraftsmithError, which the user can mend, is printed in red with exit code 2; any other error is a bug and shows its
-traceback.
-"""
+A DraftsmithError, which the user can mend, is printed in red with exit code 2; any other error is a
+bug and shows its traceback."""
 
 from __future__ import annotations
 
@@ -46,15 +46,22 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Train drafters for speculative decoding, and prove that they help.",
-)  # fmt: skip
+)
 
 
 @app.command()
 def schema(
-    section: Annotated[str, typer.Argument(help="Only keys that begin with this, such as training.")] = "",
-    family: Annotated[str, typer.Option(help="Family whose keys and defaults are wanted.")] = "eagle3",
+    section: Annotated[
+        str, typer.Argument(help="Only keys that begin with this, such as training.")
+    ] = "",
+    family: Annotated[
+        str, typer.Option(help="Family whose keys and defaults are wanted.")
+    ] = "eagle3",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Every key of a recipe: what it takes, its default, and why."""
@@ -62,7 +69,9 @@ def schema(
 
     rows = [row for row in describe_schema(family) if row.name.startswith(section)]
     if not rows:
-        raise ConfigError(f"schema: no key begins with {section!r}; `draftsmith schema` alone prints them all")
+        raise ConfigError(
+            f"schema: no key begins with {section!r}; `draftsmith schema` alone prints them all"
+        )
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
         return
@@ -78,9 +87,12 @@ def schema(
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would happen, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would happen, and stop.")
+    ] = False,
 ) -> None:
-    """Run a recipe: regenerate, train, export, measure, gate; again, it continues. Exit code 1: a gate is missed."""
+    """Run a recipe: regenerate, train, export, measure, gate; again, it continues. Exit code 1: a
+    gate is missed."""
     from train.pipeline.run import run
 
     with _resumable():
@@ -89,16 +101,26 @@ def train(
 
 @app.command()
 def compare(
-    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE...", help="Recipes, told apart by file name.")],
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE...", help="Recipes, told apart by file name.")
+    ],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
-    out: Annotated[Path, typer.Option(help="Folder of the runs, the table and the picture.")] = Path("runs/compare"),
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value for all of them.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder of the runs, the table and the picture.")
+    ] = Path("runs/compare"),
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown.")
+    ] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
     from train.pipeline.compare import FILE, PICTURE, Candidate, markdown, print_comparison, run_all
 
-    comparison = run_all([Candidate(path.stem, path, tuple(override or ())) for path in recipes], minutes, out)
+    comparison = run_all(
+        [Candidate(path.stem, path, tuple(override or ())) for path in recipes], minutes, out
+    )
     if as_markdown:
         typer.echo(markdown(comparison), nl=False)
     else:
@@ -111,9 +133,12 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
     speculative_config: Annotated[
-        str, typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off.")
+        str,
+        typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off."),
     ] = "",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
+    ] = False,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -129,9 +154,14 @@ def generate(
     from inference.entrypoints.prompts import chat_prompts
 
     disable_progress_bar()  # what is streamed is the answer
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
+    )
     llm = LLM(
-        model, dtype=dtype, speculative_config=json_option("--speculative-config", speculative_config), max_num_seqs=1
+        model,
+        dtype=dtype,
+        speculative_config=json_option("--speculative-config", speculative_config),
+        max_num_seqs=1,
     )
     request: str | dict[str, Any] = prompt
     if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
@@ -148,7 +178,8 @@ def generate(
         _print_speed(written, output.metrics)
 
 
-# --------------------------------------------------------------------------------------------- what they print
+# --------------------------------------------------------------------------------------------- what
+# they print
 
 
 def _table(*columns: str) -> Table:
@@ -175,14 +206,25 @@ def _print_speed(written: int, metrics: Any) -> None:
     from inference.metrics import acceptance_length
 
     spent = (metrics.finished_time or 0) - (metrics.first_token_time or 0)
-    parts = [f"{written} tokens"] + ([f"{(written - 1) / spent:.0f} tokens/s"] if written > 1 and spent > 0 else [])
+    parts = [f"{written} tokens"] + (
+        [f"{(written - 1) / spent:.0f} tokens/s"] if written > 1 and spent > 0 else []
+    )
     if metrics.num_drafts:
         length = acceptance_length(metrics.num_accepted_tokens, metrics.num_drafts)
         parts.append(f"acceptance length {length:.2f} over {metrics.num_drafts} verifications")
     Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
 
 
-for command in (push, regenerate, plan, prepare, artefact.export, artefact.inspect, evaluate, cache_features):
+for command in (
+    push,
+    regenerate,
+    plan,
+    prepare,
+    artefact.export,
+    artefact.inspect,
+    evaluate,
+    cache_features,
+):
     app.command()(command)
 serve.register(app)
 bench_command.register(app)

@@ -1,4 +1,5 @@
-"""Train a DFlash drafter: `accelerate launch train/dflash.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
+"""Train a DFlash drafter: `accelerate launch train/dflash.py RECIPE.yaml [training.steps=200 ...]
+[--dry-run]`."""
 
 from train.launch import launch
 

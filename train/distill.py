@@ -1,4 +1,5 @@
-"""Distil a small model into a drafter: `accelerate launch train/distill.py RECIPE.yaml [key=value ...] [--dry-run]`."""
+"""Distil a small model into a drafter: `accelerate launch train/distill.py RECIPE.yaml [key=value
+...] [--dry-run]`."""
 
 from train.launch import launch
 

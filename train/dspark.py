@@ -1,4 +1,5 @@
-"""Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
+"""Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [training.steps=200 ...]
+[--dry-run]`."""
 
 from train.launch import launch
 

@@ -1,4 +1,5 @@
-"""Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
+"""Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200
+...] [--dry-run]`."""
 
 from train.launch import launch
 

@@ -12,12 +12,16 @@ from train.trainer.trainer import Interrupted
 
 
 def launch(families: Sequence[str]) -> None:
-    """Entry point of the launchers: `RECIPE [dotted.key=value ...] [--dry-run]`; exits with the run's status."""
+    """Entry point of the launchers: `RECIPE [dotted.key=value ...] [--dry-run]`; exits with the
+    run's status."""
     arguments = sys.argv[1:]
     options = [a for a in arguments if a.startswith("-")]
     rest = [a for a in arguments if not a.startswith("-")]
     if not rest or options not in ([], ["--dry-run"]):
-        print(f"usage: {Path(sys.argv[0]).name} RECIPE.yaml [dotted.key=value ...] [--dry-run]", file=sys.stderr)
+        print(
+            f"usage: {Path(sys.argv[0]).name} RECIPE.yaml [dotted.key=value ...] [--dry-run]",
+            file=sys.stderr,
+        )
         sys.exit(2)
     try:
         sys.exit(run(rest[0], rest[1:], dry_run="--dry-run" in options, families=families))

@@ -1,4 +1,5 @@
-"""Train Medusa heads: `accelerate launch train/medusa.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
+"""Train Medusa heads: `accelerate launch train/medusa.py RECIPE.yaml [training.steps=200 ...]
+[--dry-run]`."""
 
 from train.launch import launch
 

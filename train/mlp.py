@@ -1,4 +1,5 @@
-"""Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [training.steps=200 ...] [--dry-run]`."""
+"""Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [training.steps=200 ...]
+[--dry-run]`."""
 
 from train.launch import launch
 

@@ -1,4 +1,5 @@
-"""Train a multi-token-prediction module: `accelerate launch train/mtp.py RECIPE.yaml [training.steps=200 ...]`."""
+"""Train a multi-token-prediction module: `accelerate launch train/mtp.py RECIPE.yaml
+[training.steps=200 ...]`."""
 
 from train.launch import launch
 

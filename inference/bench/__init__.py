@@ -1,4 +1,5 @@
-"""`draftsmith bench`: a load generator for OpenAI-compatible servers, in the shape of `vllm bench serve`.
+"""`draftsmith bench`: a load generator for OpenAI-compatible servers, in the shape of `vllm bench
+serve`.
 
 options.py   every option, declared once
 datasets.py  prompts

@@ -1,8 +1,9 @@
-"""Which K to serve with: from speeds by concurrency and K to a `speculative_config` for vLLM and for this project.
+"""Which K to serve with: from speeds by concurrency and K to a `speculative_config` for vLLM and
+for this project.
 
-Every speed is divided by that without a drafter of the same repeat, so that what slows the machine for a while slows
-both. A gain is the median of these ratios over the repeats, its range their smallest and largest. Pure functions.
-"""
+Every speed is divided by that without a drafter of the same repeat, so that what slows the machine
+for a while slows both. A gain is the median of these ratios over the repeats, its range their
+smallest and largest. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from statistics import median
 from typing import Any
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-LARGEST_BATCH = 512  # where the last range ends at the latest; both engines go on with its K above it
+LARGEST_BATCH = (
+    512  # where the last range ends at the latest; both engines go on with its K above it
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def schedule(chosen: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def advise(levels: Sequence[LevelSpeeds], config: dict[str, Any]) -> dict[str, Any]:
-    """The advice for levels of ascending concurrency. `config`: the speculative_config that was measured.
+    """The advice for levels of ascending concurrency. `config`: the speculative_config that was
+    measured.
 
     speculative_config  it, with the K of every batch size; None: serve without a drafter
     off_above           the largest batch that is drafted for; None: all are
@@ -89,7 +93,9 @@ def advise(levels: Sequence[LevelSpeeds], config: dict[str, Any]) -> dict[str, A
                 "max_concurrency": level.concurrency,
                 "num_speculative_tokens": tokens,
                 "gain": spread([1.0] * len(level.off) if most == 0 else level.gains(tokens)),
-                "median_gains": {str(each): median(level.gains(each)) for each in sorted({0, *level.fixed})},
+                "median_gains": {
+                    str(each): median(level.gains(each)) for each in sorted({0, *level.fixed})
+                },
             }
             for level, (_, tokens) in zip(levels, chosen, strict=True)
         ],
@@ -97,8 +103,11 @@ def advise(levels: Sequence[LevelSpeeds], config: dict[str, Any]) -> dict[str, A
 
 
 def followed(level: LevelSpeeds, advised: Sequence[float]) -> dict[str, Any]:
-    """Speeds of a server that follows an advice, `advised` [repeats], against each fixed K (`off`: no drafter)."""
-    fixed = {"off": level.off} | {str(tokens): speeds for tokens, speeds in sorted(level.fixed.items())}
+    """Speeds of a server that follows an advice, `advised` [repeats], against each fixed K (`off`:
+    no drafter)."""
+    fixed = {"off": level.off} | {
+        str(tokens): speeds for tokens, speeds in sorted(level.fixed.items())
+    }
     against = {name: spread(ratios(advised, speeds)) for name, speeds in fixed.items()}
     return {
         "max_concurrency": level.concurrency,

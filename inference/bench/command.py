@@ -48,14 +48,27 @@ def _compare(options: BenchOptions, console: Console) -> int:
         }
         comparison = compare(options, prepare(options), servers, together=True)
     else:
-        config = _complete(options, options.speculative_config or {}, "--compare: speculative_config")
+        config = _complete(
+            options, options.speculative_config or {}, "--compare: speculative_config"
+        )
         if options.draft_lengths and SCHEDULE in config:
-            raise ConfigError(f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out")
+            raise ConfigError(
+                f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out"
+            )
         modes, configs = serving_modes(options, config)
         servers = {name: _started(options, name, each) for name, each in configs.items()}
-        comparison = compare(options, prepare(options), servers, together=options.together, modes=modes,
-                             config=None if SCHEDULE in config else config)  # fmt: skip
-        comparison |= {"speculative_config": options.speculative_config, "serve_args": options.serve_args or None}
+        comparison = compare(
+            options,
+            prepare(options),
+            servers,
+            together=options.together,
+            modes=modes,
+            config=None if SCHEDULE in config else config,
+        )
+        comparison |= {
+            "speculative_config": options.speculative_config,
+            "serve_args": options.serve_args or None,
+        }
     file = folder / (options.result_filename or "comparison.json")
     _save(comparison, file)
     draw(comparison, file.with_suffix(".png"))
@@ -65,14 +78,17 @@ def _compare(options: BenchOptions, console: Console) -> int:
         print_advice(comparison, console)
         if options.advised is None:
             _save(comparison["advice"]["speculative_config"], folder / ADVICE)
-            use = f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of `draftsmith serve`'
+            use = (
+                f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of'
+                " `draftsmith serve`"
+            )
             console.print(use, highlight=False, soft_wrap=True, markup=False)
     return 1 if comparison["failed"] else 0
 
 
 def _complete(options: BenchOptions, given: dict[str, Any], place: str) -> dict[str, Any]:
-    """A speculative_config with its method and K, read from the drafter where they are not given. ConfigError names the
-    `place` of one that lacks them."""
+    """A speculative_config with its method and K, read from the drafter where they are not given.
+    ConfigError names the `place` of one that lacks them."""
     from inference.entrypoints.speculative_defaults import complete
 
     config = complete(dict(given), str(options.model), trust_remote_code=options.trust_remote_code)
@@ -84,8 +100,8 @@ def _complete(options: BenchOptions, given: dict[str, Any], place: str) -> dict[
 def serving_modes(
     options: BenchOptions, config: dict[str, Any]
 ) -> tuple[dict[str, Mode], dict[str, dict[str, Any] | None]]:
-    """What is measured, and the speculative_config of each server that this needs. Our server takes K with each
-    request, so that one serves them all; vLLM has one for each K."""
+    """What is measured, and the speculative_config of each server that this needs. Our server takes
+    K with each request, so that one serves them all; vLLM has one for each K."""
     own = config["num_speculative_tokens"]
     lengths = sorted({own, *options.draft_lengths})
     flags = shlex.split(options.serve_args)
@@ -103,7 +119,10 @@ def serving_modes(
             configs["on"] = config | {"num_speculative_tokens": lengths[-1]}
             modes[name] = Mode("on", {"num_speculative_tokens": tokens}, tokens)
     if options.advised is not None:
-        modes[ADVISED], configs[ADVISED] = Mode(ADVISED), _read_advice(options, Path(options.advised))
+        modes[ADVISED], configs[ADVISED] = (
+            Mode(ADVISED),
+            _read_advice(options, Path(options.advised)),
+        )
     return modes, configs
 
 
@@ -112,9 +131,13 @@ def _read_advice(options: BenchOptions, path: Path) -> dict[str, Any] | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--advised {path}: {error}; give a speculative_config.json of `bench --compare`") from error
+        raise ConfigError(
+            f"--advised {path}: {error}; give a speculative_config.json of `bench --compare`"
+        ) from error
     if config is not None and not isinstance(config, dict):
-        raise ConfigError(f"--advised {path}: expected a JSON object of options, or null: no drafter")
+        raise ConfigError(
+            f"--advised {path}: expected a JSON object of options, or null: no drafter"
+        )
     if config is not None:
         _complete(options, config, f"--advised {path}: the config")
     return config
@@ -122,13 +145,21 @@ def _read_advice(options: BenchOptions, path: Path) -> dict[str, Any] | None:
 
 def _started(options: BenchOptions, name: str, config: dict[str, Any] | None) -> Server:
     log = Path(options.result_dir) / f"server-{name.replace('=', '-')}.log"
-    return partial(started, str(options.model), config, shlex.split(options.serve_args), log,
-                   options.ready_check_timeout_sec)  # fmt: skip
+    return partial(
+        started,
+        str(options.model),
+        config,
+        shlex.split(options.serve_args),
+        log,
+        options.ready_check_timeout_sec,
+    )
 
 
 def _filename(result: dict[str, Any]) -> str:
     """vLLM's name of a result."""
-    concurrency = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
+    concurrency = (
+        "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
+    )
     model = str(result["model_id"]).rstrip("/").split("/")[-1]
     label = result["label"] or result["backend"]
     return f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
@@ -138,5 +169,7 @@ def _save(result: dict[str, Any] | None, path: Path) -> None:
     try:
         write_whole(path, json.dumps(result) + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}: the result could not be written: {error.strerror}; give another --result-dir "
-                          "or --result-filename") from error  # fmt: skip
+        raise ConfigError(
+            f"{path}: the result could not be written: {error.strerror}; give another --result-dir "
+            "or --result-filename"
+        ) from error

@@ -1,7 +1,8 @@
-"""Drafting off and on under the same load, at rising concurrency: ratios, the Pareto front, its picture, the advice.
+"""Drafting off and on under the same load, at rising concurrency: ratios, the Pareto front, its
+picture, the advice.
 
-A ratio is on ÷ off. Tokens/s per user are 1 ÷ TPOT. Of several repeats the one with the median speed is reported.
-"""
+A ratio is on ÷ off. Tokens/s per user are 1 ÷ TPOT. Of several repeats the one with the median
+speed is reported."""
 
 from __future__ import annotations
 
@@ -20,20 +21,33 @@ from inference.bench.run import LOAD_ONLY, Work, measure, without_details
 
 MODES = ("off", "on")
 ADVISED = "advised"  # the mode that follows the advice of an earlier comparison
-STYLES: dict[str, Any] = {"off": {"color": "#d98a29", "marker": "s"}, "on": {"color": "#2f6db3", "marker": "o"}}
+STYLES: dict[str, Any] = {
+    "off": {"color": "#d98a29", "marker": "s"},
+    "on": {"color": "#2f6db3", "marker": "o"},
+}
 RATIOS = (
-    "output_throughput", "total_token_throughput", "request_throughput", "tokens_per_second_per_user",
-    "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "p99_e2el_ms",
-)  # fmt: skip
+    "output_throughput",
+    "total_token_throughput",
+    "request_throughput",
+    "tokens_per_second_per_user",
+    "median_ttft_ms",
+    "median_tpot_ms",
+    "median_itl_ms",
+    "median_e2el_ms",
+    "p99_e2el_ms",
+)
 WARMUPS = 2  # of each server, unless --num-warmups says otherwise
 
 Results = dict[tuple[str, int], list[dict[str, Any]]]  # of every repeat, by mode and concurrency
-Server = Callable[[], AbstractContextManager[str]]  # opened, it gives the base URL of a server that answers
+Server = Callable[
+    [], AbstractContextManager[str]
+]  # opened, it gives the base URL of a server that answers
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of serving: a server by its name, fields of every request, and the fixed K, if it is one."""
+    """One way of serving: a server by its name, fields of every request, and the fixed K, if it is
+    one."""
 
     server: str
     body: dict[str, Any] = field(default_factory=dict)
@@ -52,9 +66,10 @@ def compare(
     modes: dict[str, Mode] = OFF_AND_ON,
     config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measures every mode at every concurrency, in each repeat. `together`: all servers run at the same time and take
-    turns, so that a slow machine slows all; otherwise they are started one after the other, anew in each repeat, which
-    needs the memory of one. `config`: the speculative_config that is measured, for the advice."""
+    """Measures every mode at every concurrency, in each repeat. `together`: all servers run at the
+    same time and take turns, so that a slow machine slows all; otherwise they are started one after
+    the other, anew in each repeat, which needs the memory of one. `config`: the speculative_config
+    that is measured, for the advice."""
     levels = sorted(set(options.concurrencies))
     results: Results = {(mode, level): [] for mode in modes for level in levels}
 
@@ -75,7 +90,11 @@ def compare(
                 results[name, level].append(measure(options.model_copy(update=changes), work))
 
     with ExitStack() as running:
-        urls = {name: running.enter_context(server()) for name, server in servers.items()} if together else {}
+        urls = (
+            {name: running.enter_context(server()) for name, server in servers.items()}
+            if together
+            else {}
+        )
         for repeat in range(options.repeats):
             if together:
                 turn(urls, repeat, cold=repeat == 0)
@@ -84,7 +103,9 @@ def compare(
                 with server() as url:
                     turn({name: url}, repeat, cold=True)
     greedy = options.body.get("temperature") == 0
-    compared = [_level(n, _median(results["off", n]), _median(results["on", n]), greedy) for n in levels]
+    compared = [
+        _level(n, _median(results["off", n]), _median(results["on", n]), greedy) for n in levels
+    ]
     measured = list(points(compared))
     front = pareto_front([(user, total) for _, user, total in measured])
     for i, (result, *_) in enumerate(measured):
@@ -98,7 +119,11 @@ def compare(
         "failed": failed,
         "levels": compared,
     }
-    return comparison if config is None or failed else comparison | _advice(results, levels, modes, config)
+    return (
+        comparison
+        if config is None or failed
+        else comparison | _advice(results, levels, modes, config)
+    )
 
 
 def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +131,9 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return sorted(repeats, key=lambda result: result["output_throughput"])[(len(repeats) - 1) // 2]
 
 
-def _advice(results: Results, levels: Sequence[int], modes: dict[str, Mode], config: dict[str, Any]) -> dict[str, Any]:
+def _advice(
+    results: Results, levels: Sequence[int], modes: dict[str, Mode], config: dict[str, Any]
+) -> dict[str, Any]:
     """The advice, and how a server that follows an earlier one did."""
 
     def speeds(mode: str, level: int) -> tuple[float, ...]:
@@ -114,15 +141,22 @@ def _advice(results: Results, levels: Sequence[int], modes: dict[str, Mode], con
 
     lengths = {mode.tokens: name for name, mode in modes.items() if mode.tokens is not None}
     measured = [
-        LevelSpeeds(n, speeds("off", n), {tokens: speeds(name, n) for tokens, name in lengths.items()}) for n in levels
+        LevelSpeeds(
+            n, speeds("off", n), {tokens: speeds(name, n) for tokens, name in lengths.items()}
+        )
+        for n in levels
     ]
     advice: dict[str, Any] = {"advice": advise(measured, config)}
     if ADVISED in modes:
-        advice["advised"] = [followed(level, speeds(ADVISED, level.concurrency)) for level in measured]
+        advice["advised"] = [
+            followed(level, speeds(ADVISED, level.concurrency)) for level in measured
+        ]
     return advice
 
 
-def _level(concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bool) -> dict[str, Any]:
+def _level(
+    concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bool
+) -> dict[str, Any]:
     for result in (off, on):
         tpot = result.get("median_tpot_ms")
         result["tokens_per_second_per_user"] = 1000 / tpot if tpot else None
@@ -130,7 +164,11 @@ def _level(concurrency: int, off: dict[str, Any], on: dict[str, Any], greedy: bo
     level: dict[str, Any] = {"max_concurrency": concurrency, "ratios": ratios}
     if greedy:
         columns = (result[name] for result in (off, on) for name in ("generated_texts", "errors"))
-        same = [a == b for a, a_error, b, b_error in zip(*columns, strict=True) if not (a_error or b_error)]
+        same = [
+            a == b
+            for a, a_error, b, b_error in zip(*columns, strict=True)
+            if not (a_error or b_error)
+        ]
         level |= {"identical_outputs": sum(same), "compared_outputs": len(same)}
     return level | {"off": without_details(off), "on": without_details(on)}
 
@@ -143,13 +181,15 @@ def points(levels: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], f
 
 
 def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the places for which no other is at least as good in both co-ordinates and better in one."""
+    """Indices of the places for which no other is at least as good in both co-ordinates and better
+    in one."""
     dominated = [any(b[0] >= a[0] and b[1] >= a[1] and b != a for b in places) for a in places]
     return [i for i, worse in enumerate(dominated) if not worse]
 
 
 def draw(comparison: dict[str, Any], path: Path) -> None:
-    """Tokens/s per user against output tokens/s: a curve with drafting, one without, and the front behind them."""
+    """Tokens/s per user against output tokens/s: a curve with drafting, one without, and the front
+    behind them."""
     figure = Figure(figsize=(7.2, 4.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     levels = comparison["levels"]
@@ -158,13 +198,32 @@ def draw(comparison: dict[str, Any], path: Path) -> None:
         users, totals = [user for _, user, _ in curve], [total for *_, total in curve]
         axes.plot(users, totals, label=f"drafting {mode}", ms=5, lw=1.6, **STYLES[mode])
         for result, user, total in curve:
-            axes.annotate(str(result["max_concurrency"]), (user, total), (5, 5), textcoords="offset points", fontsize=8)
-    if front := sorted((user, total) for result, user, total in points(levels) if result["on_pareto_front"]):
-        axes.plot(*zip(*front, strict=True), color="#bbbbbb", lw=6, alpha=0.5, zorder=1, label="Pareto front")
+            axes.annotate(
+                str(result["max_concurrency"]),
+                (user, total),
+                (5, 5),
+                textcoords="offset points",
+                fontsize=8,
+            )
+    if front := sorted(
+        (user, total) for result, user, total in points(levels) if result["on_pareto_front"]
+    ):
+        axes.plot(
+            *zip(*front, strict=True),
+            color="#bbbbbb",
+            lw=6,
+            alpha=0.5,
+            zorder=1,
+            label="Pareto front",
+        )
     axes.legend(frameon=False)
     axes.margins(0.1)
-    axes.set(xlabel="tokens/s per user (1 ÷ median TPOT)", ylabel="output tokens/s, all users", xlim=(0, None),
-             ylim=(0, None))  # fmt: skip
+    axes.set(
+        xlabel="tokens/s per user (1 ÷ median TPOT)",
+        ylabel="output tokens/s, all users",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     axes.grid(color="#dddddd", lw=0.6)

@@ -1,4 +1,5 @@
-"""Prompts of a load: random ones, rows of a file, or the conversations of a suite (inference/evaluation/suites.py).
+"""Prompts of a load: random ones, rows of a file, or the conversations of a suite
+(inference/evaluation/suites.py).
 
 A file is shuffled by the seed and repeated where it is shorter than the load, as in vLLM.
 """
@@ -24,8 +25,8 @@ RETOKENISATIONS = 8  # attempts at a text with the wanted number of tokens
 
 @dataclass(frozen=True)
 class Question:
-    """One request: a text to continue, or a conversation. `output_len`: most tokens of its answer; `later`: turns of
-    the user that are asked after it, each when the answer before it is there."""
+    """One request: a text to continue, or a conversation. `output_len`: most tokens of its answer;
+    `later`: turns of the user that are asked after it, each when the answer before it is there."""
 
     output_len: int
     prompt: str | None = None
@@ -39,10 +40,15 @@ class Question:
 
 
 def load_questions(options: BenchOptions, tokenizer: Any) -> list[Question]:
-    """`num_prompts` questions of the dataset, the same for the same options. DataError names a bad row."""
+    """`num_prompts` questions of the dataset, the same for the same options. DataError names a bad
+    row."""
     if options.dataset_path is None:
         return _random(options, tokenizer)
-    questions = _suite(options) if options.dataset_name in SUITES else _custom(options, Path(options.dataset_path))
+    questions = (
+        _suite(options)
+        if options.dataset_name in SUITES
+        else _custom(options, Path(options.dataset_path))
+    )
     if not options.disable_shuffle:
         random.Random(options.seed).shuffle(questions)
     if not options.no_oversample:
@@ -55,13 +61,18 @@ def as_text(question: Question, tokenizer: Any, *, raw: bool) -> Question:
     if question.prompt is not None:
         return question
     if raw:
-        return replace(question, prompt="\n\n".join(str(message["content"]) for message in question.messages))
+        return replace(
+            question, prompt="\n\n".join(str(message["content"]) for message in question.messages)
+        )
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "the dataset holds conversations and the tokenizer has no chat template: use --backend openai-chat, whose "
-            "server applies its own, or --skip-chat-template to send the plain contents of the messages"
+            "the dataset holds conversations and the tokenizer has no chat template: use --backend"
+            " openai-chat, whose server applies its own, or --skip-chat-template to send the plain"
+            " contents of the messages"
         )
-    text = tokenizer.apply_chat_template(list(question.messages), tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        list(question.messages), tokenize=False, add_generation_prompt=True
+    )
     bos = tokenizer.bos_token
     if bos and tokenizer(text).input_ids[:2] == [tokenizer.bos_token_id] * 2:
         text = text.removeprefix(bos)  # the server adds it again
@@ -70,7 +81,9 @@ def as_text(question: Question, tokenizer: Any, *, raw: bool) -> Question:
 
 def as_chat(question: Question) -> Question:
     """A text as a message of the user."""
-    return replace(question, prompt=None, messages=question.messages or _user(question.prompt or ""))
+    return replace(
+        question, prompt=None, messages=question.messages or _user(question.prompt or "")
+    )
 
 
 def _user(text: str) -> tuple[dict[str, Any], ...]:
@@ -79,21 +92,34 @@ def _user(text: str) -> tuple[dict[str, Any], ...]:
 
 def _random(options: BenchOptions, tokenizer: Any) -> list[Question]:
     if tokenizer is None:
-        raise ConfigError("--dataset-name random needs the server's tokenizer; name its folder or id with --tokenizer")
+        raise ConfigError(
+            "--dataset-name random needs the server's tokenizer; name its folder or id with"
+            " --tokenizer"
+        )
     rng = np.random.default_rng([options.seed, 0])
     special = set(tokenizer.all_special_ids)
-    texts = {i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in range(len(tokenizer))}
+    texts = {
+        i: tokenizer.decode([i], clean_up_tokenization_spaces=False) for i in range(len(tokenizer))
+    }
     # tokens with a text of their own, and not a part of a character
-    allowed = [i for i, text in texts.items() if i not in special and text and "\N{REPLACEMENT CHARACTER}" not in text]
+    allowed = [
+        i
+        for i, text in texts.items()
+        if i not in special and text and "\N{REPLACEMENT CHARACTER}" not in text
+    ]
     prefix = rng.choice(allowed, options.random_prefix_len).tolist()
     added = tokenizer.num_special_tokens_to_add()
 
     def length(mean: int) -> int:
-        low, high = int(mean * (1 - options.random_range_ratio)), math.ceil(mean * (1 + options.random_range_ratio))
+        low, high = (
+            int(mean * (1 - options.random_range_ratio)),
+            math.ceil(mean * (1 + options.random_range_ratio)),
+        )
         return int(rng.integers(low, high + 1)) if low < high else mean
 
     def text_of(tokens: int) -> str:
-        """A text of about `tokens` tokens: the tokenizer may read fewer in the text of random ones."""
+        """A text of about `tokens` tokens: the tokenizer may read fewer in the text of random
+        ones."""
         ids, text = prefix, ""
         for _ in range(RETOKENISATIONS):
             ids = [*ids, *rng.choice(allowed, max(0, tokens - len(ids))).tolist()][:tokens]
@@ -106,13 +132,15 @@ def _random(options: BenchOptions, tokenizer: Any) -> list[Question]:
     questions = []
     for _ in range(options.num_prompts):
         text = text_of(len(prefix) + max(1, length(options.random_input_len) - added))
-        questions.append(Question(max(1, length(options.output_len or options.random_output_len)), text))
+        questions.append(
+            Question(max(1, length(options.output_len or options.random_output_len)), text)
+        )
     return questions
 
 
 def require_room(options: BenchOptions, context: int | None) -> None:
-    """ConfigError for random prompts and answers that are longer than the model's context. Only the server knows the
-    lengths in tokens of other datasets."""
+    """ConfigError for random prompts and answers that are longer than the model's context. Only the
+    server knows the lengths in tokens of other datasets."""
     if not options.load_only or context is None:
         return
     longest = 1 + options.random_range_ratio
@@ -120,9 +148,9 @@ def require_room(options: BenchOptions, context: int | None) -> None:
     answer = math.ceil((options.output_len or options.random_output_len) * longest)
     if prompt + answer > context:
         raise ConfigError(
-            f"--dataset-name random: prompts of up to {prompt} tokens and answers of up to {answer} are "
-            f"{prompt + answer} together, and the server's model has a context of {context}; lower "
-            "--random-input-len or --random-output-len, or serve a model with a longer one"
+            f"--dataset-name random: prompts of up to {prompt} tokens and answers of up to {answer}"
+            f" are {prompt + answer} together, and the server's model has a context of {context};"
+            " lower --random-input-len or --random-output-len, or serve a model with a longer one"
         )
 
 
@@ -142,7 +170,9 @@ def _suite(options: BenchOptions) -> list[Question]:
     """The conversations of a suite, of one category if the options name one."""
     path, category = str(options.dataset_path), options.spec_bench_category
     length = options.output_len or DEFAULT_OUTPUT_LEN
-    read = [one for one in load_suite(options.dataset_name, path) if category in (None, one.category)]
+    read = [
+        one for one in load_suite(options.dataset_name, path) if category in (None, one.category)
+    ]
     if not read:
         raise DataError(f"{path}: there are no rows of category {category!r}")
     last = 1 if options.first_turns_only else None
@@ -151,14 +181,24 @@ def _suite(options: BenchOptions) -> list[Question]:
 
 def _custom_row(row: dict[str, Any], options: BenchOptions) -> Question:
     """ValueError says what was expected."""
-    prompt, messages, length = row.get("prompt"), row.get("messages"), options.output_len or options.custom_output_len
+    prompt, messages, length = (
+        row.get("prompt"),
+        row.get("messages"),
+        options.output_len or options.custom_output_len,
+    )
     if length == -1:
         length = row.get("output_tokens", 0)
         if not isinstance(length, int) or length < 1:
             raise ValueError("expected output_tokens, a number of tokens; or give --output-len")
     if isinstance(prompt, str) and prompt:
         return Question(length, messages=_user(prompt))
-    if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-        answered = len(messages) > 1 and messages[-1]["role"] == "assistant"  # the server is to write this answer
+    if (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) and "role" in m for m in messages)
+    ):
+        answered = (
+            len(messages) > 1 and messages[-1]["role"] == "assistant"
+        )  # the server is to write this answer
         return Question(length, messages=tuple(messages[:-1] if answered else messages))
     raise ValueError("expected prompt, a text, or messages, turns with a role")

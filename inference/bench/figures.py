@@ -1,5 +1,5 @@
-"""Outcomes of requests to figures, under the names of vLLM's `bench serve`. Failed requests are counted and enter no
-other figure. A figure without values is None, never 0. Pure functions."""
+"""Outcomes of requests to figures, under the names of vLLM's `bench serve`. Failed requests are
+counted and enter no other figure. A figure without values is None, never 0. Pure functions."""
 
 from __future__ import annotations
 
@@ -46,16 +46,24 @@ class Outcome:
 
 
 def figures(
-    outcomes: Sequence[Outcome], duration_s: float, metrics: Sequence[str], percentiles: Sequence[float]
+    outcomes: Sequence[Outcome],
+    duration_s: float,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """The fields of vLLM's result. Times are in seconds in lists of requests, and `_ms` where the name says so.
+    """The fields of vLLM's result. Times are in seconds in lists of requests, and `_ms` where the
+    name says so.
 
-    TPOT is (latency - TTFT) / (tokens - 1), over requests of at least two tokens. Throughputs are those of requests
-    that succeeded, over `duration_s`.
-    """
+    TPOT is (latency - TTFT) / (tokens - 1), over requests of at least two tokens. Throughputs are
+    those of requests that succeeded, over `duration_s`."""
     done = [outcome for outcome in outcomes if outcome.success]
-    starts_and_ends = [(o.start_time, 1) for o in done] + [(o.start_time + o.latency, -1) for o in done]
-    prompt_tokens, output_tokens = sum(o.prompt_len for o in done), sum(o.output_tokens for o in done)
+    starts_and_ends = [(o.start_time, 1) for o in done] + [
+        (o.start_time + o.latency, -1) for o in done
+    ]
+    prompt_tokens, output_tokens = (
+        sum(o.prompt_len for o in done),
+        sum(o.output_tokens for o in done),
+    )
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(done),
@@ -76,7 +84,9 @@ def figures(
         "generated_texts": [o.text for o in outcomes],
         "errors": [o.error for o in outcomes],
         "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": int(np.cumsum([step for _, step in sorted(starts_and_ends)]).max(initial=0)),
+        "max_concurrent_requests": int(
+            np.cumsum([step for _, step in sorted(starts_and_ends)]).max(initial=0)
+        ),
     }
     seconds = {
         "ttft": [o.ttft for o in done],
@@ -85,29 +95,44 @@ def figures(
         "e2el": [o.latency for o in done],
         "client_queue_time": [o.queue_time for o in done],
     }
-    statistics: dict[str, Callable[[Any], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
+    statistics: dict[str, Callable[[Any], Any]] = {
+        "mean": np.mean,
+        "median": np.median,
+        "std": np.std,
+    }
     for name in (name for name in LATENCIES if name in metrics):
         ms = 1000 * np.asarray(seconds[name])
-        values: dict[str, Any] = {kind: function(ms) if len(ms) else None for kind, function in statistics.items()}
+        values: dict[str, Any] = {
+            kind: function(ms) if len(ms) else None for kind, function in statistics.items()
+        }
         values |= {f"p{p:g}": np.percentile(ms, p) if len(ms) else None for p in percentiles}
-        result |= {f"{kind}_{name}_ms": None if v is None else float(v) for kind, v in values.items()}
+        result |= {
+            f"{kind}_{name}_ms": None if v is None else float(v) for kind, v in values.items()
+        }
     return result
 
 
 def _busiest_second(done: Sequence[Outcome]) -> float:
-    """Most tokens within a second counted from the first request. The tokens of an answer are spread evenly over the
-    pieces of its stream, because the number of tokens in a piece is not known."""
+    """Most tokens within a second counted from the first request. The tokens of an answer are
+    spread evenly over the pieces of its stream, because the number of tokens in a piece is not
+    known."""
     if not done:
         return 0.0
     first = min(o.start_time for o in done)
     times = [np.cumsum([o.start_time + o.ttft - first, *o.itl]) for o in done]
-    tokens = [np.full(len(pieces), o.output_tokens / len(pieces)) for o, pieces in zip(done, times, strict=True)]
+    tokens = [
+        np.full(len(pieces), o.output_tokens / len(pieces))
+        for o, pieces in zip(done, times, strict=True)
+    ]
     return float(np.bincount(np.concatenate(times).astype(int), np.concatenate(tokens)).max())
 
 
-def drafting_figures(before: SpecDecodeCounters | None, after: SpecDecodeCounters | None) -> dict[str, Any]:
-    """Acceptance between two readings of the server's counters, under vLLM's names; empty if nothing was drafted or the
-    counters were reset. The rate is in per cent. Rates by position are joint."""
+def drafting_figures(
+    before: SpecDecodeCounters | None, after: SpecDecodeCounters | None
+) -> dict[str, Any]:
+    """Acceptance between two readings of the server's counters, under vLLM's names; empty if
+    nothing was drafted or the counters were reset. The rate is in per cent. Rates by position are
+    joint."""
     if before is None or after is None:
         return {}
     between = after.since(before)

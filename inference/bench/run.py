@@ -1,4 +1,5 @@
-"""One measurement of a server: requests arrive, their streams are timed, and the result has vLLM's fields.
+"""One measurement of a server: requests arrive, their streams are timed, and the result has vLLM's
+fields.
 
 The server counts the tokens (`usage`): with drafting, a piece of a stream may hold several.
 """
@@ -28,7 +29,12 @@ from speculators.errors import DraftsmithError
 KEY = "OPENAI_API_KEY"
 LOAD_ONLY = "random: load only; acceptance on random tokens says nothing about a drafter"
 UNASKED = "not asked: the turn before it failed"
-GENERATED = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat's delta with generated text
+GENERATED = (
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "tool_calls",
+)  # fields of a chat's delta with generated text
 
 Send = Callable[[int], Awaitable[list[Outcome]]]  # the turns of the conversation of that number
 
@@ -55,11 +61,23 @@ def prepare(options: BenchOptions) -> Work:
     if options.tokenizer or options.load_only or not (options.chat or options.skip_chat_template):
         from inference.entrypoints.loading import load_tokenizer
 
-        tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(
+            model_id, options.tokenizer, trust_remote_code=options.trust_remote_code
+        )
         count_tokens = lambda text: len(tokenizer(text, add_special_tokens=False).input_ids)
-    dress = as_chat if options.chat else partial(as_text, tokenizer=tokenizer, raw=options.skip_chat_template)
+    dress = (
+        as_chat
+        if options.chat
+        else partial(as_text, tokenizer=tokenizer, raw=options.skip_chat_template)
+    )
     questions = [dress(question) for question in load_questions(options, tokenizer)]
-    return Work(questions, model_id, (options.tokenizer or model_id) if tokenizer else None, count_tokens, dress)
+    return Work(
+        questions,
+        model_id,
+        (options.tokenizer or model_id) if tokenizer else None,
+        count_tokens,
+        dress,
+    )
 
 
 def _client(options: BenchOptions) -> ServerClient:
@@ -73,7 +91,8 @@ async def _served_model(options: BenchOptions) -> str:
 
 
 def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
-    """The result of one run: the options, vLLM's figures, and lists with a value of every request."""
+    """The result of one run: the options, vLLM's figures, and lists with a value of every
+    request."""
     return asyncio.run(_measure(options, work))
 
 
@@ -84,7 +103,9 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         count = len(work.questions)
 
         async def send(question: Question, index: int) -> Outcome:
-            return await stream(client, options, request_body(options, name, question, index), work.count_tokens)
+            return await stream(
+                client, options, request_body(options, name, question, index), work.count_tokens
+            )
 
         async def warm_up(number: int) -> list[Outcome]:
             return [await send(work.questions[number % count], number % count)]
@@ -92,7 +113,9 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         warmups = options.num_warmups or 0
         for outcome in (await offer([0.0] * warmups, options.max_concurrency, warm_up))[0]:
             if not outcome.success:
-                raise DraftsmithError(f"{options.url}{options.route}: a warm-up request failed: {outcome.error}")
+                raise DraftsmithError(
+                    f"{options.url}{options.route}: a warm-up request failed: {outcome.error}"
+                )
         arrivals = arrival_times(count, options.request_rate, options.burstiness, options.seed)
         before = await _drafting(client)
         turns = sum(1 + len(question.later) for question in work.questions)
@@ -135,11 +158,17 @@ async def _drafting(client: ServerClient) -> SpecDecodeCounters | None:
         return None
 
 
-def request_body(options: BenchOptions, model: str, question: Question, index: int) -> dict[str, Any]:
-    """OpenAI's fields, and those of the options. Every request has a seed of its own, so that sampling repeats."""
+def request_body(
+    options: BenchOptions, model: str, question: Question, index: int
+) -> dict[str, Any]:
+    """OpenAI's fields, and those of the options. Every request has a seed of its own, so that
+    sampling repeats."""
     body: dict[str, Any] = {
-        "model": model, "stream": True, "stream_options": {"include_usage": True}, "seed": options.seed + index,
-    }  # fmt: skip
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": options.seed + index,
+    }
     if options.chat:
         body |= {"messages": list(question.messages), "max_completion_tokens": question.output_len}
     else:
@@ -152,24 +181,27 @@ def request_body(options: BenchOptions, model: str, question: Question, index: i
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds after the start at which requests arrive, [count].
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1/rate: a Poisson process at 1, bursts below, more even
-    above. As in vLLM they are scaled so that the last request arrives after count/rate seconds, which makes the offered
-    rate that of the option. With an infinite rate all arrive at once.
-    """
+    Gaps are gamma distributed with shape `burstiness` and mean 1/rate: a Poisson process at 1,
+    bursts below, more even above. As in vLLM they are scaled so that the last request arrives after
+    count/rate seconds, which makes the offered rate that of the option. With an infinite rate all
+    arrive at once."""
     if math.isinf(rate) or count == 0:
         return [0.0] * count
     even = math.isinf(burstiness)
-    gaps = np.ones(count) if even else np.random.default_rng([seed, 1]).gamma(burstiness, 1.0, count)
+    gaps = (
+        np.ones(count) if even else np.random.default_rng([seed, 1]).gamma(burstiness, 1.0, count)
+    )
     times = np.cumsum(gaps)
     return (times * (count / rate / times[-1])).tolist()
 
 
-async def offer(arrivals: Sequence[float], max_concurrency: int | None, send: Send) -> tuple[list[Outcome], float]:
+async def offer(
+    arrivals: Sequence[float], max_concurrency: int | None, send: Send
+) -> tuple[list[Outcome], float]:
     """Begins every conversation when it arrives, at most `max_concurrency` at a time.
 
-    Returns the outcomes in the order of the conversations and their turns, and the seconds it took. The `queue_time` of
-    a first turn is the wait for a free slot; no latency includes it.
-    """
+    Returns the outcomes in the order of the conversations and their turns, and the seconds it took.
+    The `queue_time` of a first turn is the wait for a free slot; no latency includes it."""
     slots = asyncio.Semaphore(max_concurrency or max(1, len(arrivals)))
     start = time.perf_counter()
 
@@ -186,10 +218,13 @@ async def offer(arrivals: Sequence[float], max_concurrency: int | None, send: Se
 
 
 async def stream(
-    client: ServerClient, options: BenchOptions, body: dict[str, Any], count_tokens: Callable[[str], int] | None
+    client: ServerClient,
+    options: BenchOptions,
+    body: dict[str, Any],
+    count_tokens: Callable[[str], int] | None,
 ) -> Outcome:
-    """Sends a request and reads the stream of its answer to the end. Failures of the server or the network give an
-    outcome without success."""
+    """Sends a request and reads the stream of its answer to the end. Failures of the server or the
+    network give an outcome without success."""
     start = end = time.perf_counter()
     times: list[float] = []
     text, finished, usage = "", False, dict[str, Any]()
@@ -215,7 +250,10 @@ async def stream(
         elif not finished:
             error = "the stream broke off: no choice gave a finish_reason"
         elif tokens is None:
-            error = "the server reports no usage for streams; name its tokenizer with --tokenizer to count tokens"
+            error = (
+                "the server reports no usage for streams; name its tokenizer with --tokenizer to"
+                " count tokens"
+            )
     except RequestFailed as failure:
         error = str(failure)
     except TimeoutError:
@@ -235,8 +273,8 @@ async def stream(
 
 
 def _piece(choice: Mapping[str, Any]) -> str | None:
-    """The generated text of a choice; None if it brings no token. An empty text is a token whose text is held back. The
-    opening of a chat, which names the role, brings none."""
+    """The generated text of a choice; None if it brings no token. An empty text is a token whose
+    text is held back. The opening of a chat, which names the role, brings none."""
     delta = choice.get("delta")
     if delta is None:
         return choice.get("text")

@@ -1,9 +1,9 @@
-"""Steps at a few fixed shapes: what batches are padded to, and a ragged cache as such a step sees it.
+"""Steps at a few fixed shapes: what batches are padded to, and a ragged cache as such a step sees
+it.
 
-A step reads nothing from the host but numbers in tensors: each row's length is one of them, keys beyond it are masked,
-and new keys are written by index into memory that stays where it is. So one recording of a step serves every round
-that fits its shape. Knows no model and does not compile.
-"""
+A step reads nothing from the host but numbers in tensors: each row's length is one of them, keys
+beyond it are masked, and new keys are written by index into memory that stays where it is. So one
+recording of a step serves every round that fits its shape. Knows no model and does not compile."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ class Shape:
 
 
 class Buckets:
-    """Which shapes there are. Rows: `row_sizes` up to `max_rows`, which is always one of them, or powers of two.
-    Widths: 1 and `width`. Keys: doubling up to `capacity`."""
+    """Which shapes there are. Rows: `row_sizes` up to `max_rows`, which is always one of them, or
+    powers of two. Widths: 1 and `width`. Keys: doubling up to `capacity`."""
 
-    def __init__(self, max_rows: int, width: int, capacity: int, row_sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, max_rows: int, width: int, capacity: int, row_sizes: Sequence[int] | None = None
+    ) -> None:
         if row_sizes is None:
             self.rows = doubling(1, max_rows)
         else:
@@ -72,7 +74,8 @@ class Buckets:
 
 
 def padded(x: Tensor, rows: int, width: int | None = None) -> Tensor:
-    """x [b, …] -> [rows, …], or [b, T, …] -> [rows, width, …], filled up with zeros, and dense: strides count too."""
+    """x [b, …] -> [rows, …], or [b, T, …] -> [rows, width, …], filled up with zeros, and dense:
+    strides count too."""
     shape = (rows, *x.shape[1:]) if width is None else (rows, width, *x.shape[2:])
     if x.shape == shape:
         return x.flatten().view(shape)
@@ -82,8 +85,8 @@ def padded(x: Tensor, rows: int, width: int | None = None) -> Tensor:
 
 
 class StaticRows:
-    """The first R rows of a ragged cache inside a step of fixed shape: for a drafter what RaggedCache is, as far as a
-    step asks.
+    """The first R rows of a ragged cache inside a step of fixed shape: for a drafter what
+    RaggedCache is, as far as a step asks.
 
     lengths       [R] long, of each row before the step
     keys, values  per layer the whole memory [rows, kv_heads, capacity, head_dim]
@@ -91,12 +94,16 @@ class StaticRows:
 
     static = True
 
-    def __init__(self, lengths: Tensor, keys: list[Tensor], values: list[Tensor], shape: Shape) -> None:
+    def __init__(
+        self, lengths: Tensor, keys: list[Tensor], values: list[Tensor], shape: Shape
+    ) -> None:
         self.shape, self._keys, self._values = shape, keys, values
         self.capacity = keys[0].shape[2]
         device = lengths.device
         self._positions = lengths[:, None] + torch.arange(shape.width, device=device)  # [R, T]
-        self._mask = torch.arange(shape.keys, device=device) <= self._positions[:, None, :, None]  # [R, 1, T, S]
+        self._mask = (
+            torch.arange(shape.keys, device=device) <= self._positions[:, None, :, None]
+        )  # [R, 1, T, S]
         self._rows = torch.arange(shape.rows, device=device)[:, None, None]
 
     def position_ids(self, *_: int) -> Tensor:
@@ -111,7 +118,8 @@ class StaticRows:
         return StaticView(self)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key, value [R, kv_heads, T, head_dim], at each row's length -> [R, kv_heads, S, head_dim] of both."""
+        """key, value [R, kv_heads, T, head_dim], at each row's length -> [R, kv_heads, S, head_dim]
+        of both."""
         found = []
         for memory, new in ((self._keys[layer], key), (self._values[layer], value)):
             heads = torch.arange(memory.shape[1], device=memory.device)[None, :, None]

@@ -1,8 +1,9 @@
-"""All drafts of a greedy chain as one compiled step: the new slots, then per depth head, best token and next slot.
+"""All drafts of a greedy chain as one compiled step: the new slots, then per depth head, best token
+and next slot.
 
-Depth by depth a chain is two compiled calls each, and on a small drafter calling takes longer than computing. Sampled
-chains, and those that end early, need their logits outside and are drafted depth by depth.
-"""
+Depth by depth a chain is two compiled calls each, and on a small drafter calling takes longer than
+computing. Sampled chains, and those that end early, need their logits outside and are drafted depth
+by depth."""
 
 from __future__ import annotations
 
@@ -34,10 +35,13 @@ class WholeChain:
         depth: int,
     ) -> None:
         self._drafter, self._cache, self._depth = drafter, cache, depth
-        self.step = CachedStep(f"the chain of {what}", self._at, cache, buckets, compilation, ahead=depth - 1)
+        self.step = CachedStep(
+            f"the chain of {what}", self._at, cache, buckets, compilation, ahead=depth - 1
+        )
 
     def __call__(self, inputs: DraftInput) -> Tensor | None:
-        """Token ids [b, depth], the new slots written to the cache; None: it is not compiled, and nothing was done."""
+        """Token ids [b, depth], the new slots written to the cache; None: it is not compiled, and
+        nothing was done."""
         if inputs.start or inputs.token_ids.shape[1] > self.step.buckets.widths[-1]:
             return None
         state = () if isinstance(self._drafter, DraftModel) else (inputs.taps, inputs.last_hidden)
@@ -51,7 +55,10 @@ class WholeChain:
 
     def _at(self, shape: Shape) -> Callable[..., tuple[Tensor]]:
         drafter, reads_tokens = self._drafter, isinstance(self._drafter, DraftModel)
-        one, newest = Shape(shape.rows, 1, shape.keys), torch.arange(shape.rows, device=self._cache.device)
+        one, newest = (
+            Shape(shape.rows, 1, shape.keys),
+            torch.arange(shape.rows, device=self._cache.device),
+        )
         draft_to_target, depth = drafter.draft_to_target, self._depth
         reads_taps, reads_last = drafter.reads_taps, drafter.reads_last_hidden
 
@@ -59,11 +66,20 @@ class WholeChain:
             known = drafter._known(token_ids) if reads_tokens else token_ids
             return drafter._extend(rows, 0, shape.rows, known, *state)  # type: ignore[arg-type]
 
-        def step(placed: Tensor, keys: list[Tensor], values: list[Tensor], token_ids: Tensor, *features: Tensor):
+        def step(
+            placed: Tensor,
+            keys: list[Tensor],
+            values: list[Tensor],
+            token_ids: Tensor,
+            *features: Tensor,
+        ):
             lengths, counts = placed.unbind(0)
             state: tuple[Tensor, ...] = ()
             if not reads_tokens:
-                taps, last = (features[0] if reads_taps else None), (features[-1] if reads_last else None)
+                taps, last = (
+                    (features[0] if reads_taps else None),
+                    (features[-1] if reads_last else None),
+                )
                 state = (drafter.first_state(taps, last),)  # type: ignore[union-attr]
             states = extend(StaticRows(lengths, keys, values, shape), token_ids, *state)
             read, drafted = states[newest, counts - 1][:, None], []  # [R, 1, H]

@@ -1,8 +1,8 @@
 """Log-probabilities of the tokens that were written, and of the most probable ones in their places.
 
-Of the model's own distribution, before temperature, filters and processors (vLLM's raw_logprobs). Each token's is read
-where it was decided: in the logits of its own place in the verification, which are those without drafting.
-"""
+Of the model's own distribution, before temperature, filters and processors (vLLM's raw_logprobs).
+Each token's is read where it was decided: in the logits of its own place in the verification, which
+are those without drafting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ PROMPT_CHUNK = 64  # prompt positions whose logits are held at the same time
 
 
 def record_logprobs(
-    logits: Tensor, proposal: Proposal, requests: Sequence[Request], new_tokens: Sequence[Sequence[int]]
+    logits: Tensor,
+    proposal: Proposal,
+    requests: Sequence[Request],
+    new_tokens: Sequence[Sequence[int]],
 ) -> None:
     """Logits [B, T, V] as the model gave them -> `request.logprobs`, for the rows that ask."""
     by_count: dict[int, list[int]] = {}  # rows that ask for as many are read together
@@ -35,7 +38,9 @@ def record_logprobs(
         where = []
         for row in rows:
             place_of = {tuple(path): place for place, path in enumerate(proposal.paths(row))}
-            where += [(row, place_of[tuple(new_tokens[row][:i])]) for i in range(len(new_tokens[row]))]
+            where += [
+                (row, place_of[tuple(new_tokens[row][:i])]) for i in range(len(new_tokens[row]))
+            ]
         written = [token for row in rows for token in new_tokens[row]]
         entries = iter(_logprobs(logits[on_device(where, logits.device).unbind(1)], written, count))
         for row in rows:
@@ -45,10 +50,11 @@ def record_logprobs(
 def record_prompt_logprobs(
     to_logits: Callable[[Tensor], Tensor], request: Request, start: int, last_hidden: Tensor
 ) -> None:
-    """last_hidden [n, H] of prompt positions start … start + n - 1 -> `request.prompt_logprobs`, if the request asks.
+    """last_hidden [n, H] of prompt positions start … start + n - 1 -> `request.prompt_logprobs`, if
+    the request asks.
 
-    Position p says what the model thought of token p + 1; a position that was recorded before is passed over.
-    """
+    Position p says what the model thought of token p + 1; a position that was recorded before is
+    passed over."""
     if not request.wants_prompt_logprobs:
         return
     end = min(start + len(last_hidden), request.num_prompt_tokens - 1)
@@ -60,13 +66,16 @@ def record_prompt_logprobs(
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> list[TokenLogprobs]:
-    """Logits [N, V], the token that stands at each place, and how many more (-1: all) -> one entry per place."""
+    """Logits [N, V], the token that stands at each place, and how many more (-1: all) -> one entry
+    per place."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, on_device(token_ids, logits.device).unsqueeze(-1))  # [N, 1]
     ranks = (logprobs >= chosen).sum(-1, keepdim=True)
     best = logprobs.topk(logprobs.shape[-1] if count == -1 else count or 0, dim=-1)
     # one copy from the device: float64 holds all of it exactly
-    packed = torch.cat([ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1).tolist()
+    packed = torch.cat(
+        [ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1
+    ).tolist()
     more = best.indices.shape[-1]
     return [
         TokenLogprobs([token, *map(int, row[1 : 1 + more])], row[1 + more :], int(row[0]))

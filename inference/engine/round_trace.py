@@ -1,8 +1,7 @@
 """A record of every draft and its fate, round by round, for looking at drafting.
 
-Listens to the engine's `on_round` and keeps what it hears of the requests that are watched; the others cost it a
-look into an empty table. Knows no text and no protocol.
-"""
+Listens to the engine's `on_round` and keeps what it hears of the requests that are watched; the
+others cost it a look into an empty table. Knows no text and no protocol."""
 
 from __future__ import annotations
 
@@ -15,11 +14,14 @@ from inference.spec_decode.proposal import Proposal
 
 
 class RoundTracer:
-    """Records the rounds of one engine, beside any earlier listener. Used by the engine's thread alone."""
+    """Records the rounds of one engine, beside any earlier listener. Used by the engine's thread
+    alone."""
 
     def __init__(self, engine: Engine) -> None:
         self._before = engine.on_round
-        self._rounds: dict[Request, dict[int, JudgedRound]] = {}  # by the length of the text they followed
+        self._rounds: dict[
+            Request, dict[int, JudgedRound]
+        ] = {}  # by the length of the text they followed
         self._reported: dict[Request, int] = {}  # the length of the text that was reported
         engine.on_round = self._listen
 
@@ -54,7 +56,9 @@ class RoundTracer:
         self._reported[request] = done
         return taken
 
-    def _listen(self, rows: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]) -> None:
+    def _listen(
+        self, rows: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]
+    ) -> None:
         if self._before is not None:
             self._before(rows, proposal, new_tokens)
         if not self._rounds:
@@ -66,7 +70,8 @@ class RoundTracer:
 
 
 def _judged(proposal: Proposal, row: int, new_tokens: Sequence[int]) -> JudgedRound:
-    """All of `new_tokens` but the last are drafts. The last is the target's own even where it equals a rejected one."""
+    """All of `new_tokens` but the last are drafts. The last is the target's own even where it
+    equals a rejected one."""
     count = proposal.counts[row]
     drafts, depths = proposal.drafted[row][:count], proposal.depths()[row]
     children, place, accepted = proposal.children(row), -1, []

@@ -1,8 +1,8 @@
 """RowManager: which request holds which row of an engine, and what the row keeps of earlier texts.
 
-A row is a place in the target's cache and in the drafter's. Its request may finish, be aborted, or be preempted: it
-gives the row back and is computed again from its committed text, for want of memory or after a step that failed.
-"""
+A row is a place in the target's cache and in the drafter's. Its request may finish, be aborted, or
+be preempted: it gives the row back and is computed again from its committed text, for want of
+memory or after a step that failed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from inference.spec_decode.proposers.base import Proposer
 class RowManager:
     """Admits requests to rows and frees their rows; rows in use stay contiguous. Runs no model.
 
-    memory_limit   most memory for keys and values; None, as at first: as much as the scheduler's rows need
-    proposer       keeps drafter state per row; None while speculation is off
-    counters       the engine's: preemptions and prefix-cache hits are counted here
-    """
+    memory_limit   most memory for keys and values; None, as at first: as much as the scheduler's
+    rows need proposer       keeps drafter state per row; None while speculation is off counters
+    the engine's: preemptions and prefix-cache hits are counted here"""
 
     def __init__(
         self,
@@ -36,12 +35,15 @@ class RowManager:
         self.counters = EngineCounters()
 
     def admit(self) -> list[Request]:
-        """The requests to admit in this step. Preempts the youngest ones first while the rows outgrow the memory."""
+        """The requests to admit in this step. Preempts the youngest ones first while the rows
+        outgrow the memory."""
         scheduler, memory = self.scheduler, self.memory_limit
         if memory is None:
             return scheduler.candidates()
         running = scheduler.running
-        while len(running) > 1 and not memory.fits(len(running), max(len(r.token_ids) for r in running)):
+        while len(running) > 1 and not memory.fits(
+            len(running), max(len(r.token_ids) for r in running)
+        ):
             self._preempt_youngest()
             self.counters.num_preemptions += 1
         candidates = scheduler.candidates()
@@ -78,7 +80,8 @@ class RowManager:
         return finished
 
     def abort(self, request_id: str) -> None:
-        """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are ignored."""
+        """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are
+        ignored."""
         waiting = self.scheduler.waiting
         for request in [*waiting, *self.scheduler.running]:
             if request.request_id == request_id and not request.finished:
@@ -92,7 +95,8 @@ class RowManager:
         self._vacate(row, self.scheduler.preempt(row))
 
     def _vacate(self, row: int, moved: int | None) -> None:
-        """Frees `row`. The request of row `moved` moves there, and the text left behind takes its old row."""
+        """Frees `row`. The request of row `moved` moves there, and the text left behind takes its
+        old row."""
         if self.prefix_cache.enabled:
             self.prefix_cache.leave(row)
         else:

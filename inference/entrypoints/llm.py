@@ -5,8 +5,8 @@
     for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=64)):
         print(output.outputs[0].text)
 
-It owns the tokenizer, checks every prompt before any is run, and turns requests into outputs. Rounds are the engine's.
-"""
+It owns the tokenizer, checks every prompt before any is run, and turns requests into outputs.
+Rounds are the engine's."""
 
 from __future__ import annotations
 
@@ -65,18 +65,19 @@ class LLM:
 
     model                    folder or repository id; or a loaded FrozenTarget or PreTrainedModel
     tokenizer                folder, repository id or tokenizer object; None: the model's own
-    speculative_config       see SpeculativeConfig; None: drafting off
-    max_num_seqs             responses written at the same time
-    max_model_len            longest prompt + response; None: the model's own limit, or its draft model's if less
-    max_num_batched_tokens   prompt tokens per prefill forward
-    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
-    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what max_num_seqs rows need
-    seed                     of the requests that bring none: each gets its own from this and its number
-    tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device, which changes no output
-    enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None: as compilation_config
-                             says; where it says nothing eager, but on CUDA graphs from `warm_up` on (up to 8 rows)
-    compilation_config       how; see CompilationConfig
-    on_round                 called after every verification with what was drafted and kept (see Engine)
+    speculative_config       see SpeculativeConfig; None: drafting off max_num_seqs
+    responses written at the same time max_model_len            longest prompt + response; None: the
+    model's own limit, or its draft model's if less max_num_batched_tokens   prompt tokens per
+    prefill forward enable_prefix_caching    prompts that begin alike are computed once
+    (docs/batching.md) kv_cache_memory_bytes    most memory for keys and values, head's included;
+    None: what max_num_seqs rows need seed                     of the requests that bring none: each
+    gets its own from this and its number tensor_parallel_size     accepted with a warning if not 1:
+    the target is kept on one device, which changes no output enforce_eager            False: rounds
+    run compiled, at static shapes (docs/runtime.md); None: as compilation_config
+                             says; where it says nothing eager, but on CUDA graphs from `warm_up` on
+                             (up to 8 rows)
+    compilation_config       how; see CompilationConfig on_round                 called after every
+    verification with what was drafted and kept (see Engine)
 
     `others`: options of vLLM that change no output, and those of its older versions
     (inference/entrypoints/vllm_options.py).
@@ -107,17 +108,25 @@ class LLM:
         device = known_device(device)
         eager_drafter, place = drafts_eagerly(speculative_config), default_device(device)
         compilation = read_compilation(
-            enforce_eager, compilation_config, place, eager_drafter=eager_drafter, max_num_seqs=max_num_seqs
+            enforce_eager,
+            compilation_config,
+            place,
+            eager_drafter=eager_drafter,
+            max_num_seqs=max_num_seqs,
         )
         source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
-        config = parse_speculative_config(complete(read_options(others, speculative_config), model, **source))
+        config = parse_speculative_config(
+            complete(read_options(others, speculative_config), model, **source)
+        )
         if not is_lossless(config.rejection_sample_method):
             warnings.warn(
-                f"rejection_sample_method={config.rejection_sample_method!r} does not preserve the target's "
-                f"distribution above temperature 0; {AUTO!r} does",
+                f"rejection_sample_method={config.rejection_sample_method!r} does not preserve the"
+                f" target's distribution above temperature 0; {AUTO!r} does",
                 stacklevel=2,
             )
-        sizes = {"tensor_parallel_size": tensor_parallel_size} | {n: others[n] for n in PARALLEL_SIZES if n in others}
+        sizes = {"tensor_parallel_size": tensor_parallel_size} | {
+            n: others[n] for n in PARALLEL_SIZES if n in others
+        }
         keep_on_one_device(model, sizes, device=place, dtype=dtype, **source)
         target = load_target(model, dtype=dtype, device=place, **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
@@ -135,7 +144,10 @@ class LLM:
         )
         proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
         length = make_draft_length(config)
-        self._set_up(Engine(target, options, proposer=proposer, draft_length=length, on_round=on_round), tokenizer)
+        self._set_up(
+            Engine(target, options, proposer=proposer, draft_length=length, on_round=on_round),
+            tokenizer,
+        )
 
     @classmethod
     def from_modules(
@@ -150,20 +162,29 @@ class LLM:
         on_round: OnRound | None = None,
         options: EngineOptions | None = None,
     ) -> LLM:
-        """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a proposer.
+        """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a
+        proposer.
 
-        `drafting`: how the drafter drafts. For measurements during training and tests; what is reported is measured on
-        an export.
-        """
-        taps = tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
+        `drafting`: how the drafter drafts. For measurements during training and tests; what is
+        reported is measured on an export."""
+        taps = (
+            tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
+        )
         target, options = load_target(target, taps), options or EngineOptions()
         max_model_len = model_limit(target, options.max_model_len, drafter)
         options = replace(options, max_model_len=max_model_len)
         if drafter is not None:
             sizes = options.max_num_seqs, max_model_len
-            proposer = HeadProposer(drafter.attach(target), target, drafting or DraftOptions(), *sizes)
+            proposer = HeadProposer(
+                drafter.attach(target), target, drafting or DraftOptions(), *sizes
+            )
         llm = cls.__new__(cls)
-        llm._set_up(Engine(target, options, proposer=proposer, draft_length=draft_length, on_round=on_round), tokenizer)
+        llm._set_up(
+            Engine(
+                target, options, proposer=proposer, draft_length=draft_length, on_round=on_round
+            ),
+            tokenizer,
+        )
         return llm
 
     def _set_up(self, engine: Engine, tokenizer: Any) -> None:
@@ -183,11 +204,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Responses to prompts, in their order.
 
-        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list. `sampling_params`: one
-        for all or one per prompt. `speculate=False` runs these prompts in the same engine with drafting off. Every
-        prompt is checked before any is run: ConfigError names each one that cannot be.
-        """
-        return self._run(read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate)
+        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list.
+        `sampling_params`: one for all or one per prompt. `speculate=False` runs these prompts in
+        the same engine with drafting off. Every prompt is checked before any is run: ConfigError
+        names each one that cannot be."""
+        return self._run(
+            read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate
+        )
 
     def chat(
         self,
@@ -201,9 +224,14 @@ class LLM:
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the chat template."""
-        options = dict(add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools)
-        prompts = chat_prompts(messages, self._tokenizer, {**options, **(chat_template_kwargs or {})})
+        """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the
+        chat template."""
+        options = dict(
+            add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools
+        )
+        prompts = chat_prompts(
+            messages, self._tokenizer, {**options, **(chat_template_kwargs or {})}
+        )
         return self._run(prompts, sampling_params, use_tqdm, speculate)
 
     def stream(
@@ -211,42 +239,54 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """One prompt's response as it is written: each output holds what is new since the last one.
 
-        Text that may still turn out to be a stop string is held back. The request starts with the first output asked
-        for; closing the iterator aborts it.
-        """
+        Text that may still turn out to be a stop string is held back. The request starts with the
+        first output asked for; closing the iterator aborts it."""
         prompts = read_prompts(prompt, self._tokenizer)
         if len(prompts) != 1:
-            raise ConfigError(f"stream: {len(prompts)} prompts; expected one (use generate for several)")
+            raise ConfigError(
+                f"stream: {len(prompts)} prompts; expected one (use generate for several)"
+            )
         self._check(prompts, _params_per_prompt(sampling_params, 1))
         return self._stream(prompts, sampling_params, speculate)
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable from any thread."""
+        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable
+        from any thread."""
         self._check([prompt], [sampling_params])
 
-    def submit(self, prompt: Prompt, sampling_params: SamplingParams, *, streaming: bool = False) -> Response:
-        """Hands a prompt to the engine and returns at once, for whoever calls `engine.step` themselves: each step
-        writes on the response, whose `delta` (with `streaming`) and `output` tell what there is."""
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams, *, streaming: bool = False
+    ) -> Response:
+        """Hands a prompt to the engine and returns at once, for whoever calls `engine.step`
+        themselves: each step writes on the response, whose `delta` (with `streaming`) and `output`
+        tell what there is."""
         (response,) = self._submit([prompt], sampling_params, True, streaming)
         return response
 
     def abort(self, request_id: str) -> None:
-        """Ends a request between two outputs of its stream; its last output says finish_reason "abort"."""
+        """Ends a request between two outputs of its stream; its last output says finish_reason
+        "abort"."""
         self.engine.abort(request_id)
 
-    def warm_up(self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf) -> int:
-        """Compiles every shape that rounds can have, so that none stalls a request later; nothing where rounds run
-        eager. Returns how many graphs there are. From the thread that will run the rounds, before any request. `report`
-        and `limit_s`: as for `CompiledRounds.warm_up`."""
+    def warm_up(
+        self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf
+    ) -> int:
+        """Compiles every shape that rounds can have, so that none stalls a request later; nothing
+        where rounds run eager. Returns how many graphs there are. From the thread that will run the
+        rounds, before any request. `report` and `limit_s`: as for `CompiledRounds.warm_up`."""
         self.engine.start_graphs()
         compiled = self.engine.compiled
         if compiled is None:
             return 0
         most = min(4, self.engine.max_model_len - 1)
         drafted = isinstance(self.engine.proposer, HeadProposer)  # others have nothing to compile
-        for speculate, temperature in ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),):
+        for speculate, temperature in (
+            ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),)
+        ):
             few = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=0)
-            self.generate({"prompt_token_ids": [0]}, few, False, speculate=speculate)  # what each step is given
+            self.generate(
+                {"prompt_token_ids": [0]}, few, False, speculate=speculate
+            )  # what each step is given
         with torch.inference_mode():
             compiled.warm_up(report, limit_s)
         self.engine.reset_prefix_cache()  # rows were written over
@@ -257,21 +297,28 @@ class LLM:
         return self._tokenizer
 
     def get_metrics(self) -> EngineCounters:
-        """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's metric names."""
+        """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's
+        metric names."""
         return copy.deepcopy(self.engine.counters)
 
     def reset_prefix_cache(self) -> None:
-        """No later request reuses what was computed before. Needed when somebody changes the weights of a model."""
+        """No later request reuses what was computed before. Needed when somebody changes the
+        weights of a model."""
         self.engine.reset_prefix_cache()
 
     def reset_metrics(self) -> None:
         """Sets counters and phase timers to zero."""
         self.engine.reset_metrics()
 
-    def _run(self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool
+    ) -> list[RequestOutput]:
         responses = self._submit(prompts, sampling_params, speculate)
         unfinished = {id(request) for response in responses for request in response.requests}
-        bar, tokens = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm), 0
+        bar, tokens = (
+            tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm),
+            0,
+        )
         try:
             while unfinished:
                 for request in self.engine.step():
@@ -282,12 +329,16 @@ class LLM:
                         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                         bar.update()
         finally:
-            for response in responses if unfinished else ():  # an error or an interrupt: leave the engine usable
+            for response in (
+                responses if unfinished else ()
+            ):  # an error or an interrupt: leave the engine usable
                 self.engine.abort(response.request_id)
             bar.close()
         return [response.output() for response in responses]
 
-    def _stream(self, prompts: list[Prompt], sampling_params: Any, speculate: bool) -> Iterator[RequestOutput]:
+    def _stream(
+        self, prompts: list[Prompt], sampling_params: Any, speculate: bool
+    ) -> Iterator[RequestOutput]:
         (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
         try:
             while not response.finished:
@@ -309,15 +360,21 @@ class LLM:
         responses = []
         for prompt, each in zip(prompts, params, strict=True):
             request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
-            requests = [self._request(request_id, i, prompt, each, streaming) for i in range(each.n)]
+            requests = [
+                self._request(request_id, i, prompt, each, streaming) for i in range(each.n)
+            ]
             tokenizer = self._tokenizer if each.detokenize else None
-            responses.append(Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer))
+            responses.append(
+                Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer)
+            )
         for response in responses:
             for request in response.requests:
                 self.engine.add(request)
         return responses
 
-    def _request(self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool) -> Request:
+    def _request(
+        self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool
+    ) -> Request:
         generator = detokenizer = None
         if params.seed is not None:
             generator = make_generator(params.seed + index)
@@ -348,11 +405,14 @@ class LLM:
                 faults.append(f"prompt {i} is empty; give it at least one token")
             elif length >= limit:
                 faults.append(
-                    f"prompt {i} has {length} tokens, max_model_len is {limit} and at least one must be left for the "
-                    "response; shorten it or raise max_model_len"
+                    f"prompt {i} has {length} tokens, max_model_len is {limit} and at least one"
+                    " must be left for the response; shorten it or raise max_model_len"
                 )
             elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
-                faults.append(f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the model's?")
+                faults.append(
+                    f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the"
+                    " model's?"
+                )
             else:
                 longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
                 if (refusal := self.engine.refusal(length, longest)) is not None:
@@ -367,7 +427,9 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
         return [given or SamplingParams()] * count
     params = list(given)
     if len(params) != count:
-        raise ConfigError(f"{len(params)} sampling params for {count} prompts; give one for all, or one for each")
+        raise ConfigError(
+            f"{len(params)} sampling params for {count} prompts; give one for all, or one for each"
+        )
     wrong = [i for i, each in enumerate(params) if not isinstance(each, SamplingParams)]
     if wrong:
         kind = type(params[wrong[0]]).__name__

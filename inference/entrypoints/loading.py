@@ -1,4 +1,5 @@
-"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits. No prompts and no rounds here."""
+"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits. No prompts and no rounds
+here."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from inference.entrypoints.speculative_config import SpeculativeConfig
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
@@ -37,28 +44,43 @@ def loaded(model: Any) -> bool:
 
 
 def target_config(
-    model: str | FrozenTarget | PreTrainedModel, *, trust_remote_code: bool = False, revision: str | None = None
+    model: str | FrozenTarget | PreTrainedModel,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> PretrainedConfig:
     """The configuration of the target's language model, without its weights."""
     if isinstance(model, (FrozenTarget, PreTrainedModel)):
         return model.config.get_text_config()
-    return whole_config(model, trust_remote_code=trust_remote_code, revision=revision).get_text_config()
+    return whole_config(
+        model, trust_remote_code=trust_remote_code, revision=revision
+    ).get_text_config()
 
 
-def whole_config(model: str, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
+def whole_config(
+    model: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PretrainedConfig:
     """The same with that of the multimodal model around it, if there is one."""
     name, revision = split_revision(str(model), revision)
     adapter = Path(name) / "adapter_config.json"
-    if adapter.is_file() and not adapter.with_name("config.json").exists():  # peft writes it without the model's own
+    if (
+        adapter.is_file() and not adapter.with_name("config.json").exists()
+    ):  # peft writes it without the model's own
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base:
-            raise CheckpointError(f"target {name}: {adapter.name} names no base_model_name_or_path; merge it first")
+            raise CheckpointError(
+                f"target {name}: {adapter.name} names no base_model_name_or_path; merge it first"
+            )
         return whole_config(base, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+        return AutoConfig.from_pretrained(
+            name, trust_remote_code=trust_remote_code, revision=revision
+        )
     except (OSError, ValueError) as error:
         why = hub_trouble(error) or error
-        raise CheckpointError(f"target {model}: its config.json could not be read: {why}") from error
+        raise CheckpointError(
+            f"target {model}: its config.json could not be read: {why}"
+        ) from error
 
 
 def load_target(
@@ -66,7 +88,11 @@ def load_target(
 ) -> FrozenTarget:
     """The target with these taps. One that is loaded already is shared, not copied."""
     if isinstance(model, FrozenTarget):
-        return model if model.tap_layers == tuple(sorted(tap_layers)) else FrozenTarget(model.model, tap_layers)
+        return (
+            model
+            if model.tap_layers == tuple(sorted(tap_layers))
+            else FrozenTarget(model.model, tap_layers)
+        )
     if isinstance(model, PreTrainedModel):
         return FrozenTarget(model, tap_layers)
     return FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
@@ -75,14 +101,15 @@ def load_target(
 def load_drafter_for(
     target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
 ) -> tuple[FrozenTarget, Drafter | None]:
-    """The exported head, and the target with the taps that the head's configuration names. `tokenizer`: the target's;
-    a draft model whose own means something else is refused."""
+    """The exported head, and the target with the taps that the head's configuration names.
+    `tokenizer`: the target's; a draft model whose own means something else is refused."""
     target = load_target(target, taps_of(config, target))
     return target, drafter_onto(target, config, tokenizer)
 
 
 def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
-    """The target's hidden states that the exported head reads; ConfigError for a head of another family."""
+    """The target's hidden states that the exported head reads; ConfigError for a head of another
+    family."""
     if not config.trained:
         return ()
     from speculators.export import read_drafter_config
@@ -90,12 +117,15 @@ def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
         raise ConfigError(
-            f"speculative_config: method is {config.method!r}, but {config.model} is of family {head.family!r}"
+            f"speculative_config: method is {config.method!r}, but {config.model} is of family"
+            f" {head.family!r}"
         )
     return tuple(head.tap_layers)
 
 
-def drafter_onto(target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None) -> Drafter | None:
+def drafter_onto(
+    target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
+) -> Drafter | None:
     """The exported head, on a target that has its taps among others."""
     if not config.trained:
         return None
@@ -113,7 +143,11 @@ def drafter_onto(target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any
 
 
 def make_proposer(
-    config: SpeculativeConfig, target: FrozenTarget, drafter: Drafter | None, max_rows: int, max_model_len: int
+    config: SpeculativeConfig,
+    target: FrozenTarget,
+    drafter: Drafter | None,
+    max_rows: int,
+    max_model_len: int,
 ) -> Proposer | None:
     """Who drafts, by `config.method`; None with drafting off."""
     k = config.num_speculative_tokens
@@ -121,7 +155,9 @@ def make_proposer(
         return None
     if drafter is not None:
         options = DraftOptions(
-            num_speculative_tokens=k, draft_sample_method=config.draft_sample_method, tree=config.tree
+            num_speculative_tokens=k,
+            draft_sample_method=config.draft_sample_method,
+            tree=config.tree,
         )
         return HeadProposer(drafter, target, options, max_rows, max_model_len)
     if config.method in ("suffix", "lookahead"):
@@ -131,8 +167,11 @@ def make_proposer(
     return NgramProposer(k, shortest, longest, target.device)
 
 
-def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came from, in `revision`.
+def load_tokenizer(
+    model: Any, tokenizer: Any, *, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
+    """A tokenizer object as it is; otherwise loaded from `tokenizer`, or from where the model came
+    from, in `revision`.
 
     None for a model object that came without one: prompts are then token ids, and texts are empty.
     """
@@ -144,12 +183,18 @@ def load_tokenizer(model: Any, tokenizer: Any, *, trust_remote_code: bool = Fals
     name, revision = split_revision(str(source), None if tokenizer else revision)
     advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
-        found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+        found = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, revision=revision
+        )
     except (OSError, ValueError) as error:
         why = hub_trouble(error) or error
-        raise CheckpointError(f"tokenizer {source}: could not be loaded: {why}; {advice}") from error
+        raise CheckpointError(
+            f"tokenizer {source}: could not be loaded: {why}; {advice}"
+        ) from error
     if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
-        raise CheckpointError(f"tokenizer {source}: there is no vocabulary beside config.json; {advice}")
+        raise CheckpointError(
+            f"tokenizer {source}: there is no vocabulary beside config.json; {advice}"
+        )
     return found
 
 
@@ -160,7 +205,8 @@ def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
 
 
 def ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The same, of a model that is not loaded. `generation`: None if it has no such config; then `config` says."""
+    """The same, of a model that is not loaded. `generation`: None if it has no such config; then
+    `config` says."""
     ids: set[int] = set()
     for found in (
         getattr(generation, "eos_token_id", None),
@@ -175,27 +221,39 @@ def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[
     """The same, of a folder or repository. `source`: revision, trust_remote_code."""
     config = target_config(model, **source)
     try:
-        generation = GenerationConfig.from_pretrained(model, revision=source.get("revision") or "main")
+        generation = GenerationConfig.from_pretrained(
+            model, revision=source.get("revision") or "main"
+        )
     except OSError:
         generation = None
     return ending_tokens(generation, config, tokenizer, config.vocab_size)
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
-    """max_model_len: what is asked, within the positions the model was made for; by default what both it and its
-    drafter were made for, of LongRoPE the original length. The target is made ready for texts of this length."""
+    """max_model_len: what is asked, within the positions the model was made for; by default what
+    both it and its drafter were made for, of LongRoPE the original length. The target is made ready
+    for texts of this length."""
     own = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
-        raise ConfigError(f"target {target.name_or_path}: no max_position_embeddings in its config; pass max_model_len")
+        raise ConfigError(
+            f"target {target.name_or_path}: no max_position_embeddings in its config; pass"
+            " max_model_len"
+        )
     if asked is not None and (asked < 2 or (own is not None and asked > own)):
-        raise ConfigError(f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's max_position_embeddings")
+        raise ConfigError(
+            f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's"
+            " max_position_embeddings"
+        )
     original = original_length(target.config)
     if asked is None and original is not None and original < own:
         logger.warning(
-            "%s reads texts of up to %d tokens with its short frequencies, and longer ones, up to %d, with others: "
-            "max_model_len is %d unless a longer one is asked for",
-            target.name_or_path, original, own, original,
-        )  # fmt: skip
+            "%s reads texts of up to %d tokens with its short frequencies, and longer ones, up to"
+            " %d, with others: max_model_len is %d unless a longer one is asked for",
+            target.name_or_path,
+            original,
+            own,
+            original,
+        )
         own = original
     limit = asked or min(own, (drafter.max_length if drafter is not None else None) or own)
     target.serve_up_to(limit)
@@ -214,4 +272,6 @@ def make_draft_length(config: SpeculativeConfig) -> DraftLength:
         return DraftLength(most, schedule)
     given = config.adaptive_verification_costs
     costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
-    return (AdaptiveDraftLength if config.tree is None else AdaptiveTreeBudget)(most, costs, schedule)
+    return (AdaptiveDraftLength if config.tree is None else AdaptiveTreeBudget)(
+        most, costs, schedule
+    )

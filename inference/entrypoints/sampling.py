@@ -1,5 +1,5 @@
-"""Sampling parameters met with a tokenizer and a vocabulary: words to tokens, grammars to matchers, and what cannot be
-honoured for this model. Knows no requests and no logits."""
+"""Sampling parameters met with a tokenizer and a vocabulary: words to tokens, grammars to matchers,
+and what cannot be honoured for this model. Knows no requests and no logits."""
 
 from __future__ import annotations
 
@@ -27,26 +27,38 @@ class RequestSampling:
         if params.bad_words:
             options["bad_words"] = self._bad_words(params.bad_words)
         if params.structured_outputs is not None:
-            options["grammar"] = self._grammars.matcher(params.structured_outputs, num_prompt_tokens)
+            options["grammar"] = self._grammars.matcher(
+                params.structured_outputs, num_prompt_tokens
+            )
         return options
 
     def faults(self, params: SamplingParams) -> list[str]:
         """The settings that cannot be honoured, as a sentence."""
         faults = []
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if beyond := [token for token in getattr(params, name) or () if token >= self._vocab_size]:
+            if beyond := [
+                token for token in getattr(params, name) or () if token >= self._vocab_size
+            ]:
                 faults.append(f"{name} {beyond} go beyond 0..{self._vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(params, name) or 0) > self._vocab_size:
-                faults.append(f"{name}={count}, but the vocabulary has {self._vocab_size} tokens; -1 is all of them")
+                faults.append(
+                    f"{name}={count}, but the vocabulary has {self._vocab_size} tokens; -1 is all"
+                    " of them"
+                )
         if params.stop and self._tokenizer is None:
             faults.append("asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
         if params.bad_words and self._tokenizer is None:
             faults.append("bad_words need a tokenizer; pass LLM(tokenizer=...), or use logit_bias")
         elif params.bad_words:
-            beyond = [ids for ids in self._bad_words(params.bad_words) if max(ids) >= self._vocab_size]
+            beyond = [
+                ids for ids in self._bad_words(params.bad_words) if max(ids) >= self._vocab_size
+            ]
             if beyond:
-                faults.append(f"bad_words are written with token ids {beyond}, beyond 0..{self._vocab_size - 1}")
+                faults.append(
+                    f"bad_words are written with token ids {beyond}, beyond"
+                    f" 0..{self._vocab_size - 1}"
+                )
         if params.structured_outputs is not None:
             try:
                 self._grammars.matcher(params.structured_outputs, 0)

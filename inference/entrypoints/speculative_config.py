@@ -1,4 +1,5 @@
-"""speculative_config: how the target is drafted for, under vLLM's option names. Knows no model and loads nothing."""
+"""speculative_config: how the target is drafted for, under vLLM's option names. Knows no model and
+loads nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from speculators.errors import ConfigError
 from speculators.registry import FAMILIES
 
 TRAINING_FREE = ("ngram", "suffix", "lookahead")
-OPTION_PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_", "lookahead": "lookahead_"}
+OPTION_PREFIXES = {
+    "ngram": "prompt_lookup_",
+    "suffix": "suffix_decoding_",
+    "lookahead": "lookahead_",
+}
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
@@ -24,50 +29,75 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    method: str | None = Field(description="family of the drafter, ngram, suffix, lookahead, or None: drafting off")
+    method: str | None = Field(
+        description="family of the drafter, ngram, suffix, lookahead, or None: drafting off"
+    )
     model: str | None = option(None, "folder or repository id of an exported head")
-    num_speculative_tokens: int | None = option(None, "K, drafts per row and round; default: as the drafter says", ge=1)
+    num_speculative_tokens: int | None = option(
+        None, "K, drafts per row and round; default: as the drafter says", ge=1
+    )
     num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = option(
-        None, "[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none"
+        None,
+        "[[smallest batch size, largest, K], …]: fewer drafts in larger batches; K = 0 is none",
     )
     enable_adaptive_verification: bool = option(
         False,
-        "draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md); with speculative_eagle_topk "
-        "as many places of a tree as pay (docs/trees.md)",
+        "draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md); with"
+        " speculative_eagle_topk as many places of a tree as pay (docs/trees.md)",
     )
     adaptive_verification_costs: dict[str, list[float]] | None = option(
-        None, "{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured: reproducible"
+        None,
+        "{verify: [V(1), …, V(K+1)], draft: [D(1), …, D(K)]} in any unit, not measured:"
+        " reproducible",
     )
-    prompt_lookup_max: int | None = option(None, "ngram: longest match looked for (default 4)", ge=1)
-    prompt_lookup_min: int | None = option(None, "ngram: shortest match that counts (default 2)", ge=1)
-    suffix_decoding_max_tree_depth: int = option(24, "suffix: longest pattern, a match and its draft", ge=2)
-    suffix_decoding_max_cached_requests: int = option(10_000, "suffix: finished responses remembered", ge=0)
-    suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts per token matched", gt=0, allow_inf_nan=False)
-    suffix_decoding_min_token_prob: float = option(0.1, "suffix: least estimated probability of a draft", ge=0, le=1)
+    prompt_lookup_max: int | None = option(
+        None, "ngram: longest match looked for (default 4)", ge=1
+    )
+    prompt_lookup_min: int | None = option(
+        None, "ngram: shortest match that counts (default 2)", ge=1
+    )
+    suffix_decoding_max_tree_depth: int = option(
+        24, "suffix: longest pattern, a match and its draft", ge=2
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10_000, "suffix: finished responses remembered", ge=0
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "suffix: drafts per token matched", gt=0, allow_inf_nan=False
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "suffix: least estimated probability of a draft", ge=0, le=1
+    )
     lookahead_window_size: int = option(15, "lookahead: columns of the window, W", ge=1)
     lookahead_ngram_size: int = option(5, "lookahead: tokens of an n-gram, N", ge=3)
-    lookahead_num_guesses: int = option(15, "lookahead: n-grams kept per first token, and verified in a round, G", ge=1)
-    lookahead_pool_from_prompt: bool = option(True, "lookahead: n-grams of prompt and committed text are guesses too")
-    use_heterogeneous_vocab: bool = option(False, "draft_model: of another tokenizer; only shared tokens are drafted")
+    lookahead_num_guesses: int = option(
+        15, "lookahead: n-grams kept per first token, and verified in a round, G", ge=1
+    )
+    lookahead_pool_from_prompt: bool = option(
+        True, "lookahead: n-grams of prompt and committed text are guesses too"
+    )
+    use_heterogeneous_vocab: bool = option(
+        False, "draft_model: of another tokenizer; only shared tokens are drafted"
+    )
     draft_sample_method: Literal["probabilistic", "greedy"] = option(
         "probabilistic", "at temperature > 0: sample from q, or take its argmax"
     )
     speculative_token_tree: str | list[list[int]] | None = option(
         None,
-        "trained drafters: a fixed tree of drafts, as the ranks on the way to each, such as [(0,), (1,), (0, 0)]; "
-        "num_speculative_tokens is then its size",
+        "trained drafters: a fixed tree of drafts, as the ranks on the way to each, such as [(0,),"
+        " (1,), (0, 0)]; num_speculative_tokens is then its size",
     )
     speculative_eagle_topk: int | None = option(
         None,
-        "trained drafters: a tree grown every round, of so many drafts per level to go on from; num_speculative_tokens "
-        "is how many places of it are verified",
+        "trained drafters: a tree grown every round, of so many drafts per level to go on from;"
+        " num_speculative_tokens is how many places of it are verified",
         ge=1,
     )
     speculative_num_steps: int | None = option(None, "levels of that tree", ge=1)
     rejection_sample_method: str = option(
         AUTO,
-        "the verification rule at temperature > 0; auto: block for sampled chains, traversal for sampled trees, "
-        "sample_match for deterministic drafts",
+        "the verification rule at temperature > 0; auto: block for sampled chains, traversal for"
+        " sampled trees, sample_match for deterministic drafts",
     )
 
     @property
@@ -101,17 +131,22 @@ class SpeculativeConfig(BaseModel):
         if not self.trained:
             raise ValueError(f"{given[0]} belongs to trained drafters, not to {self.method!r}")
         if "speculative_token_tree" in given and len(given) > 1:
-            raise ValueError(f"speculative_token_tree is a fixed tree, and {given[1]} is of one that grows; give one")
+            raise ValueError(
+                f"speculative_token_tree is a fixed tree, and {given[1]} is of one that grows;"
+                " give one"
+            )
         if given == ["speculative_num_steps"]:
-            raise ValueError("speculative_num_steps is of a tree that grows; give speculative_eagle_topk with it")
+            raise ValueError(
+                "speculative_num_steps is of a tree that grows; give speculative_eagle_topk with it"
+            )
         try:
             tree = self.tree
         except ConfigError as error:
             raise ValueError(str(error)) from None
         if tree is not None and tree.budget != self.num_speculative_tokens:
             raise ValueError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}, but speculative_token_tree has "
-                f"{tree.budget} choices; they must be as many"
+                f"num_speculative_tokens is {self.num_speculative_tokens}, but"
+                f" speculative_token_tree has {tree.budget} choices; they must be as many"
             )
 
     @property
@@ -125,34 +160,50 @@ class SpeculativeConfig(BaseModel):
     def _consistent(self) -> SpeculativeConfig:
         methods = [*FAMILIES, *TRAINING_FREE]
         if self.method is not None and self.method not in methods:
-            raise ValueError(f"method {self.method!r}; expected one of {', '.join(methods)}, or None (off)")
+            raise ValueError(
+                f"method {self.method!r}; expected one of {', '.join(methods)}, or None (off)"
+            )
         if self.rejection_sample_method not in METHODS:
             known = ", ".join(METHODS)
-            raise ValueError(f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}")
+            raise ValueError(
+                f"rejection_sample_method {self.rejection_sample_method!r}; expected one of {known}"
+            )
         if self.num_speculative_tokens is None and self.method in ("suffix", "lookahead"):
             pool = self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
             most = self.suffix_decoding_max_tree_depth if self.method == "suffix" else pool
             object.__setattr__(self, "num_speculative_tokens", most)
         if self.method is not None and self.num_speculative_tokens is None:
-            raise ValueError("num_speculative_tokens is missing: how many tokens to draft per round, such as 4")
+            raise ValueError(
+                "num_speculative_tokens is missing: how many tokens to draft per round, such as 4"
+            )
         if self.trained and self.model is None:
-            raise ValueError(f"model is missing: method {self.method!r} needs the folder of an exported head")
+            raise ValueError(
+                f"model is missing: method {self.method!r} needs the folder of an exported head"
+            )
         if not self.trained and self.model is not None:
-            raise ValueError(f"model {self.model!r} is given, but method {self.method!r} reads none")
+            raise ValueError(
+                f"model {self.model!r} is given, but method {self.method!r} reads none"
+            )
         self._check_tree()
         self._check_schedule()
         if self.adaptive_verification_costs is not None and not self.enable_adaptive_verification:
-            raise ValueError("adaptive_verification_costs is given, but enable_adaptive_verification is not true")
-        if self.enable_adaptive_verification and (isinstance(self.tree, StaticTree) or self.method == "lookahead"):
             raise ValueError(
-                "enable_adaptive_verification chooses the length of chains and the size of trees that grow "
-                "(speculative_eagle_topk), and the shape of these drafts is fixed"
+                "adaptive_verification_costs is given, but enable_adaptive_verification is not true"
+            )
+        if self.enable_adaptive_verification and (
+            isinstance(self.tree, StaticTree) or self.method == "lookahead"
+        ):
+            raise ValueError(
+                "enable_adaptive_verification chooses the length of chains and the size of trees"
+                " that grow (speculative_eagle_topk), and the shape of these drafts is fixed"
             )
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         if self.method != "draft_model" and self.use_heterogeneous_vocab:
-            raise ValueError(f"use_heterogeneous_vocab belongs to draft_model, not to {self.method!r}")
+            raise ValueError(
+                f"use_heterogeneous_vocab belongs to draft_model, not to {self.method!r}"
+            )
         for owner, prefix in OPTION_PREFIXES.items():
             given = [name for name in sorted(self.model_fields_set) if name.startswith(prefix)]
             if self.method != owner and any(getattr(self, name) is not None for name in given):
@@ -164,22 +215,35 @@ class SpeculativeConfig(BaseModel):
         for smallest, largest, tokens in self.num_speculative_tokens_per_batch_size or ():
             where = f"num_speculative_tokens_per_batch_size: [{smallest}, {largest}, {tokens}]"
             if not before < smallest <= largest:
-                raise ValueError(f"{where}; expected [smallest, largest, K], ascending, without overlaps, from 1 on")
+                raise ValueError(
+                    f"{where}; expected [smallest, largest, K], ascending, without overlaps, from"
+                    " 1 on"
+                )
             if not 0 <= tokens <= (self.num_speculative_tokens or 0):
-                raise ValueError(f"{where}; expected K from 0 to num_speculative_tokens, {self.num_speculative_tokens}")
+                raise ValueError(
+                    f"{where}; expected K from 0 to num_speculative_tokens,"
+                    f" {self.num_speculative_tokens}"
+                )
             before = largest
 
 
-def parse_speculative_config(options: dict[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:
-    """The checked options; ConfigError names every one that is wrong or unknown. None is drafting off."""
+def parse_speculative_config(
+    options: dict[str, Any] | SpeculativeConfig | None,
+) -> SpeculativeConfig:
+    """The checked options; ConfigError names every one that is wrong or unknown. None is drafting
+    off."""
     if options is None:
         return SpeculativeConfig(method=None)
     if isinstance(options, SpeculativeConfig):
         return options
     if not isinstance(options, dict):
-        raise ConfigError(f"speculative_config is a {type(options).__name__}; expected a dict of options, or None")
+        raise ConfigError(
+            f"speculative_config is a {type(options).__name__}; expected a dict of options, or None"
+        )
     if odd := [name for name in options if not isinstance(name, str)]:
-        raise ConfigError(f"speculative_config: the name of an option is {odd[0]!r}; expected a string")
+        raise ConfigError(
+            f"speculative_config: the name of an option is {odd[0]!r}; expected a string"
+        )
     try:
         return SpeculativeConfig(**options)
     except ValidationError as error:

@@ -1,9 +1,10 @@
-"""vLLM's options, read as this runtime means them, so that a snippet written for vLLM runs as it is.
+"""vLLM's options, read as this runtime means them, so that a snippet written for vLLM runs as it
+is.
 
-Three kinds: options of older versions, rewritten with a warning that shows today's form; options that say where or how
-a model runs and so cannot change what it says, accepted without effect; and the sizes of a group of devices, of which
-there is one here. Everything else is an error that names the option. Knows no drafter and runs no model.
-"""
+Three kinds: options of older versions, rewritten with a warning that shows today's form; options
+that say where or how a model runs and so cannot change what it says, accepted without effect; and
+the sizes of a group of devices, of which there is one here. Everything else is an error that names
+the option. Knows no drafter and runs no model."""
 
 from __future__ import annotations
 
@@ -29,11 +30,24 @@ Accepted = tuple[Any, ...] | None  # the values that mean what is done here anyw
 
 # Options of LLM that change no output: how memory is kept, how steps are launched, what is logged.
 ANY_VALUE = (
-    "async_scheduling", "block_size", "cpu_offload_gb", "disable_custom_all_reduce", "disable_log_requests",
-    "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill", "gpu_memory_utilization",
-    "max_parallel_loading_workers", "max_seq_len_to_capture", "num_gpu_blocks_override", "num_lookahead_slots",
-    "num_scheduler_steps", "served_model_name", "swap_space", "use_v2_block_manager",
-)  # fmt: skip
+    "async_scheduling",
+    "block_size",
+    "cpu_offload_gb",
+    "disable_custom_all_reduce",
+    "disable_log_requests",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "enable_chunked_prefill",
+    "gpu_memory_utilization",
+    "max_parallel_loading_workers",
+    "max_seq_len_to_capture",
+    "num_gpu_blocks_override",
+    "num_lookahead_slots",
+    "num_scheduler_steps",
+    "served_model_name",
+    "swap_space",
+    "use_v2_block_manager",
+)
 ENGINE_OPTIONS: dict[str, Accepted] = {
     **dict.fromkeys(ANY_VALUE),
     # these would change outputs, or what is loaded, at any other value
@@ -53,12 +67,21 @@ ENGINE_OPTIONS: dict[str, Accepted] = {
     "tokenizer_revision": (None,),
 }
 
-# Options of speculative_config that change no output. Which texts are drafted for changes none either: it is lossless.
+# Options of speculative_config that change no output. Which texts are drafted for changes none
+# either: it is lossless.
 ANY_SPECULATIVE_VALUE = (
-    "attention_backend", "disable_by_batch_size", "disable_logprobs", "disable_mqa_scorer",
-    "disable_padded_drafter_batch", "draft_tensor_parallel_size", "enforce_eager", "max_model_len", "moe_backend",
-    "tensor_parallel_size", "use_local_argmax_reduction",
-)  # fmt: skip
+    "attention_backend",
+    "disable_by_batch_size",
+    "disable_logprobs",
+    "disable_mqa_scorer",
+    "disable_padded_drafter_batch",
+    "draft_tensor_parallel_size",
+    "enforce_eager",
+    "max_model_len",
+    "moe_backend",
+    "tensor_parallel_size",
+    "use_local_argmax_reduction",
+)
 SPECULATIVE_OPTIONS: dict[str, Accepted] = {
     **dict.fromkeys(ANY_SPECULATIVE_VALUE),
     "acceptance_method": (None, "rejection_sampler"),
@@ -84,7 +107,13 @@ DEPRECATED = {
 }
 
 # vLLM's names of methods that are called otherwise here.
-METHODS = dict(deepseek_mtp="mtp", mimo_mtp="mtp", qwen3_next_mtp="mtp", mlp_speculator="mlp", ngram_gpu="ngram")
+METHODS = dict(
+    deepseek_mtp="mtp",
+    mimo_mtp="mtp",
+    qwen3_next_mtp="mtp",
+    mlp_speculator="mlp",
+    ngram_gpu="ngram",
+)
 RULES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
@@ -92,15 +121,22 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 
 
 def read_options(
-    others: dict[str, Any], speculative_config: dict[str, Any] | SpeculativeConfig | None, *, stacklevel: int = 3
+    others: dict[str, Any],
+    speculative_config: dict[str, Any] | SpeculativeConfig | None,
+    *,
+    stacklevel: int = 3,
 ) -> dict[str, Any] | SpeculativeConfig | None:
-    """The speculative_config that is meant, in this runtime's names. `others`: options of LLM that it has no name for.
+    """The speculative_config that is meant, in this runtime's names. `others`: options of LLM that
+    it has no name for.
 
-    DeprecationWarning, at `stacklevel` calls up, for options of older versions. ConfigError names every option that
-    would change something and is not known.
-    """
-    old = {name: value for name, value in others.items() if name in DEPRECATED and value is not None}
-    rest = {name: value for name, value in others.items() if name not in (*DEPRECATED, *PARALLEL_SIZES)}
+    DeprecationWarning, at `stacklevel` calls up, for options of older versions. ConfigError names
+    every option that would change something and is not known."""
+    old = {
+        name: value for name, value in others.items() if name in DEPRECATED and value is not None
+    }
+    rest = {
+        name: value for name, value in others.items() if name not in (*DEPRECATED, *PARALLEL_SIZES)
+    }
     ignored = _without_effect("LLM", rest, ENGINE_OPTIONS)
     if unknown := sorted(set(rest) - set(ignored)):
         raise ConfigError(
@@ -109,22 +145,31 @@ def read_options(
         )
     if old:
         if speculative_config is not None:
-            raise ConfigError(f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone")
+            raise ConfigError(
+                f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone"
+            )
         speculative_config = from_old_options(old)
         warnings.warn(
-            f"{', '.join(old)}: deprecated in vLLM; write LLM(..., speculative_config={speculative_config})",
+            f"{', '.join(old)}: deprecated in vLLM; write LLM(...,"
+            f" speculative_config={speculative_config})",
             DeprecationWarning,
             stacklevel=stacklevel,
         )
     if not isinstance(speculative_config, dict):
         return speculative_config
-    mine = {name: value for name, value in speculative_config.items() if name in SpeculativeConfig.model_fields}
+    mine = {
+        name: value
+        for name, value in speculative_config.items()
+        if name in SpeculativeConfig.model_fields
+    }
     foreign = {name: value for name, value in speculative_config.items() if name not in mine}
     dropped = _without_effect("speculative_config", foreign, SPECULATIVE_OPTIONS)
     if ignored or dropped:
         names = sorted([*ignored, *(f"speculative_config.{name}" for name in dropped)])
         logger.info("accepted without effect here: %s", ", ".join(names))
-    return _renamed({name: value for name, value in speculative_config.items() if name not in dropped})
+    return _renamed(
+        {name: value for name, value in speculative_config.items() if name not in dropped}
+    )
 
 
 def drafts_eagerly(speculative_config: Any) -> bool:
@@ -135,13 +180,18 @@ def drafts_eagerly(speculative_config: Any) -> bool:
 def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
     """The speculative_config that options of older versions stand for; None without any."""
     if old and "speculative_model" not in old:
-        raise ConfigError(f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config")
+        raise ConfigError(
+            f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config"
+        )
     return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
 
 
-def known_device(device: str | torch.device | None, *, stacklevel: int = 3) -> str | torch.device | None:
-    """The device, or None with a warning, at `stacklevel` calls up, for the kind of another build of vLLM that torch
-    does not know: where a model runs changes no output beyond rounding, so the snippet's result is as asked for."""
+def known_device(
+    device: str | torch.device | None, *, stacklevel: int = 3
+) -> str | torch.device | None:
+    """The device, or None with a warning, at `stacklevel` calls up, for the kind of another build
+    of vLLM that torch does not know: where a model runs changes no output beyond rounding, so the
+    snippet's result is as asked for."""
     try:
         return device if device is None else torch.device(device)
     except RuntimeError:
@@ -162,27 +212,35 @@ def keep_on_one_device(
 ) -> None:
     """Warns, at `stacklevel` calls up, that a model asked for on several devices is kept on one.
 
-    It is a warning and not an error since how a model is split changes no output, only where its weights are: the
-    snippet's result is the one that was asked for. A model that cannot be held by `device` is a ConfigError, before
-    anything is loaded. `sizes`: those of PARALLEL_SIZES that were given. `source`: trust_remote_code, revision.
-    """
+    It is a warning and not an error since how a model is split changes no output, only where its
+    weights are: the snippet's result is the one that was asked for. A model that cannot be held by
+    `device` is a ConfigError, before anything is loaded. `sizes`: those of PARALLEL_SIZES that were
+    given. `source`: trust_remote_code, revision."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"LLM: {name}={size!r}; expected a whole number, 1 or more (one is used)")
+            raise ConfigError(
+                f"LLM: {name}={size!r}; expected a whole number, 1 or more (one is used)"
+            )
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if not asked:
         return
     if not loaded(model):
         needed = _weight_bytes(str(model), dtype, device, source)
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            if device.type == "cuda"
+            else psutil.virtual_memory().available
+        )
         if needed > free:
             raise ConfigError(
-                f"LLM: {asked}, but this runtime keeps the whole target on one device, and {model} needs "
-                f"{needed / 1e9:.1f} GB for its weights where {device} has {free / 1e9:.1f} GB free. Choose a smaller "
-                "target or dtype, or serve it and the exported drafter with vLLM"
+                f"LLM: {asked}, but this runtime keeps the whole target on one device, and {model}"
+                f" needs {needed / 1e9:.1f} GB for its weights where {device} has {free / 1e9:.1f}"
+                " GB free. Choose a smaller target or dtype, or serve it and the exported drafter"
+                " with vLLM"
             )
     warnings.warn(
-        f"LLM: {asked}: this runtime keeps the whole target on one device ({device}); outputs are the same",
+        f"LLM: {asked}: this runtime keeps the whole target on one device ({device}); outputs are"
+        " the same",
         UserWarning,
         stacklevel=stacklevel,
     )
@@ -191,7 +249,9 @@ def keep_on_one_device(
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Methods under this runtime's names, and a revision beside its repository."""
     if options.get("model") in NGRAM:
-        options = {"method": "ngram"} | {name: value for name, value in options.items() if name != "model"}
+        options = {"method": "ngram"} | {
+            name: value for name, value in options.items() if name != "model"
+        }
     if options.get("model") and options.get("revision"):
         options = options | {"model": with_revision(options["model"], options["revision"])}
     options = {name: value for name, value in options.items() if name != "revision"}
@@ -208,16 +268,21 @@ def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted
         accepted = table[name]
         if accepted is not None and given[name] not in accepted:
             raise ConfigError(
-                f"{where}: {name}={given[name]!r} would change what is loaded or written, and this runtime does not do "
-                f"it; leave it out (accepted: {', '.join(map(repr, accepted))})"
+                f"{where}: {name}={given[name]!r} would change what is loaded or written, and this"
+                " runtime does not do it; leave it out (accepted:"
+                f" {', '.join(map(repr, accepted))})"
             )
     return found
 
 
-def _weight_bytes(model: str, dtype: str | torch.dtype, device: torch.device, source: dict[str, Any]) -> int:
+def _weight_bytes(
+    model: str, dtype: str | torch.dtype, device: torch.device, source: dict[str, Any]
+) -> int:
     """Bytes of the weights as they would be loaded, from config.json alone."""
     config = whole_config(model, **source)
     width = running_dtype(dtype, config.dtype or config.get_text_config().dtype, device).itemsize
     with torch.device("meta"):
-        sketch = auto_class(config).from_config(config, trust_remote_code=source.get("trust_remote_code", False))
+        sketch = auto_class(config).from_config(
+            config, trust_remote_code=source.get("trust_remote_code", False)
+        )
     return width * sum(parameter.numel() for parameter in sketch.parameters())

@@ -1,7 +1,7 @@
 """The interface of an engine that is measured, and this project's runtime as the first of them.
 
-An engine writes responses to prompts, with drafting and without, and counts the drafts. It computes no rate.
-"""
+An engine writes responses to prompts, with drafting and without, and counts the drafts. It computes
+no rate."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ from speculators.target.frozen_target import FrozenTarget
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
 WARM_UP_LIMIT_S = 900.0  # seconds; what is not compiled by then is when it is first met
 TRAINING_FREE = {  # options of the methods without a checkpoint
-    "ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},  # spelled out: engines have other defaults
-    "suffix": {"suffix_decoding_max_cached_requests": 0},  # no text of earlier requests: the order must not matter
+    "ngram": {
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    },  # spelled out: engines have other defaults
+    "suffix": {
+        "suffix_decoding_max_cached_requests": 0
+    },  # no text of earlier requests: the order must not matter
 }
 
 
@@ -62,13 +67,17 @@ class Drafting:
 
     @classmethod
     def of(cls, model: str, drafter: str | None, method: str | None, **rest: Any) -> Drafting:
-        """Reads the method of an export from its config.json. ConfigError if neither or both are given."""
+        """Reads the method of an export from its config.json. ConfigError if neither or both are
+        given."""
         if (drafter is None) == (method is None):
-            raise ConfigError("evaluate: give the folder of an exported drafter, or a training-free method without one")
+            raise ConfigError(
+                "evaluate: give the folder of an exported drafter, or a training-free method"
+                " without one"
+            )
         if method is not None and method not in TRAINING_FREE:
             raise ConfigError(
-                f"evaluate: method {method!r}; expected {' or '.join(TRAINING_FREE)}, which need no checkpoint (for a "
-                "trained drafter give its folder; config.json names the method)"
+                f"evaluate: method {method!r}; expected {' or '.join(TRAINING_FREE)}, which need no"
+                " checkpoint (for a trained drafter give its folder; config.json names the method)"
             )
         if method is None:
             layers = target_config(model, **source_of(rest["options"])).num_hidden_layers
@@ -78,7 +87,10 @@ class Drafting:
     @property
     def speculative_config(self) -> dict[str, Any]:
         """Options of `speculative_config` that every engine reads alike."""
-        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
+        config: dict[str, Any] = {
+            "method": self.method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
         if self.drafter is not None:
             config["model"] = self.drafter
         return config | TRAINING_FREE.get(self.method, {})
@@ -95,10 +107,14 @@ class Drafting:
     def load(self) -> tuple[FrozenTarget, Drafter | None]:
         """Target and drafter in this runtime, to replay texts and to judge ties."""
         device = default_device(self.options.get("device"))
-        target = load_target(self.model, dtype=self.options.get("dtype", "auto"), device=device, **self.source)
+        target = load_target(
+            self.model, dtype=self.options.get("dtype", "auto"), device=device, **self.source
+        )
         if self.drafter is None:
             return target, None
-        target = load_target(target, read_drafter_config(self.drafter, target.num_layers).tap_layers)
+        target = load_target(
+            target, read_drafter_config(self.drafter, target.num_layers).tap_layers
+        )
         return target, load_drafter(self.drafter, target)
 
 
@@ -129,9 +145,16 @@ class MeasuredEngine(ABC):
 
     @abstractmethod
     def write(
-        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+        self,
+        prompts: Prompts,
+        params: Sequence[SamplingParams],
+        *,
+        speculate: bool,
+        batch: int,
+        counted: bool = True,
     ) -> list[RequestOutput]:
-        """The responses, with at most `batch` prompts in flight. `counted`: with their `metrics`."""
+        """The responses, with at most `batch` prompts in flight. `counted`: with their
+        `metrics`."""
 
     @abstractmethod
     def facts(self) -> EngineFacts:
@@ -139,7 +162,8 @@ class MeasuredEngine(ABC):
 
     @abstractmethod
     def in_float32(self, rows: int) -> MeasuredEngine | None:
-        """The same engine in float32, for at most `rows` prompts in flight; None if it has one precision only."""
+        """The same engine in float32, for at most `rows` prompts in flight; None if it has one
+        precision only."""
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
@@ -167,15 +191,18 @@ class MeasuredEngine(ABC):
         return {}
 
     def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
-        """The parts of a round, ready to be timed alone at this context; None if that is not possible."""
+        """The parts of a round, ready to be timed alone at this context; None if that is not
+        possible."""
         return None
 
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
         """Output tokens of `transformers.generate` on the same model object."""
         raise NotImplementedError
 
-    def compile(self, report: Callable[[int, int], None]) -> None:  # noqa: B027 (most have nothing to do)
-        """Compiles what is compiled before anything is timed. `report`: called with steps done and in all."""
+    # (most have nothing to do)
+    def compile(self, report: Callable[[int, int], None]) -> None:  # noqa: B027
+        """Compiles what is compiled before anything is timed. `report`: called with steps done and
+        in all."""
 
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
         """Frees everything but `models`. No further responses are asked for."""
@@ -195,7 +222,11 @@ class RuntimeEngine(MeasuredEngine):
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
         # every pass computes its prompts, as the first one does
-        options = {"enable_prefix_caching": False, "max_num_seqs": drafting.rows, "seed": drafting.seed}
+        options = {
+            "enable_prefix_caching": False,
+            "max_num_seqs": drafting.rows,
+            "seed": drafting.seed,
+        }
         # the rule is vLLM's, and the one that the replay expects exactly
         config = drafting.speculative_config | {"rejection_sample_method": "token"}
         self.llm = LLM(drafting.model, speculative_config=config, **(options | drafting.options))
@@ -232,14 +263,22 @@ class RuntimeEngine(MeasuredEngine):
         super().close()
 
     def write(
-        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+        self,
+        prompts: Prompts,
+        params: Sequence[SamplingParams],
+        *,
+        speculate: bool,
+        batch: int,
+        counted: bool = True,
     ) -> list[RequestOutput]:
         self.llm.reset_metrics()
         outputs: list[RequestOutput] = []
         size = len(prompts) if batch >= self.drafting.rows else batch
         for start in range(0, len(prompts), size):
             part = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start : start + size]]
-            outputs += self.llm.generate(part, list(params[start : start + size]), use_tqdm=False, speculate=speculate)
+            outputs += self.llm.generate(
+                part, list(params[start : start + size]), use_tqdm=False, speculate=speculate
+            )
         return outputs
 
     @property

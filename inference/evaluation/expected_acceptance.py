@@ -1,8 +1,9 @@
-"""Expected acceptance of a head over text that the target wrote: teacher-forced probabilities, then the replay.
+"""Expected acceptance of a head over text that the target wrote: teacher-forced probabilities, then
+the replay.
 
-Training's held-out evaluation and the acceptance report share this function, so that their expectations agree.
-Nothing is drafted: `Drafter.unroll` gives every depth of every slot in one pass.
-"""
+Training's held-out evaluation and the acceptance report share this function, so that their
+expectations agree. Nothing is drafted: `Drafter.unroll` gives every depth of every slot in one
+pass."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from speculators.vocab.draft_vocab import to_draft_ids
 Head = Callable[[Tensor], Tensor]
 Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)
 
-BATCH_TOKENS = 2048  # of one teacher-forced forward, padding included: a CPU gains nothing from more
+BATCH_TOKENS = (
+    2048  # of one teacher-forced forward, padding included: a CPU gains nothing from more
+)
 CHUNK_BYTES = 4 << 20  # of one chunk's float32 logits
 SMALLEST_CHUNK = 128  # rows
 
@@ -39,16 +42,20 @@ def expected_acceptance(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> list[ReplayResult]:
-    """The rounds and accepted drafts of each text at `k` drafts per round, in expectation over the accept decisions.
+    """The rounds and accepted drafts of each text at `k` drafts per round, in expectation over the
+    accept decisions.
 
-    texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p and top_k: those that
-    drafts will be verified under. On other text the figure is no expectation of the runtime. The first output token
-    comes from prefill. `target` must tap the layers the drafter reads. Both run in their own dtype, so
-    give them as the runtime has them. Returns one result per text, in order; add them up for the whole.
-    """
+    texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p
+    and top_k: those that drafts will be verified under. On other text the figure is no expectation
+    of the runtime. The first output token comes from prefill. `target` must tap the layers the
+    drafter reads. Both run in their own dtype, so give them as the runtime has them. Returns one
+    result per text, in order; add them up for the whole."""
     for i, (prompt, output) in enumerate(texts):
         if not prompt or not output:
-            raise DataError(f"expected acceptance: text {i} needs a prompt and an output of at least one token each")
+            raise DataError(
+                f"expected acceptance: text {i} needs a prompt and an output of at least one token"
+                " each"
+            )
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     results: list[ReplayResult] = [ReplayResult()] * len(texts)
     for members in batches_of([len(prompt) + len(output) for prompt, output in texts]):
@@ -70,19 +77,22 @@ def accept_probabilities(
     draft_to_target: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The probability that the data token x was an accepted draft, given that x came out: min(1, q(x) / p(x)). [N]
+    """The probability that the data token x was an accepted draft, given that x came out: min(1,
+    q(x) / p(x)). [N]
 
-    hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the states to match;
-    target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows whose logits exist at once. p and q
-    are taken after temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside the draft
-    vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0.
-    """
+    hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the
+    states to match; target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows
+    whose logits exist at once. p and q are taken after temperature, top_p and top_k of `params`, as
+    the runtime takes them; q is 0 outside the draft vocabulary. temperature 0: 1 where the
+    drafter's argmax is x, else 0."""
     exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
     accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
     if hidden.shape[0] == 0:
         return accept
     if chunk_size is None:
-        chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * target_logits(target_hidden[:1]).shape[-1]))
+        chunk_size = max(
+            SMALLEST_CHUNK, CHUNK_BYTES // (4 * target_logits(target_hidden[:1]).shape[-1])
+        )
     draft_labels = to_draft_ids(labels, draft_to_target)
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
@@ -96,14 +106,20 @@ def accept_probabilities(
 
 
 def _ratio(
-    draft_logits: Tensor, logits: Tensor, draft_labels: Tensor, labels: Tensor, params: SamplingParams
+    draft_logits: Tensor,
+    logits: Tensor,
+    draft_labels: Tensor,
+    labels: Tensor,
+    params: SamplingParams,
 ) -> Tensor:
     """min(1, q(x) / p(x)) of one chunk: [n, V_draft], [n, V], x in either numbering [n] -> [n]."""
     inside = draft_labels >= 0
     chosen = draft_labels.clamp_min(0)[:, None], labels[:, None]
     if params.top_p == 1 and params.top_k <= 0:
         scaled = draft_logits / params.temperature, logits / params.temperature
-        log_q, log_p = (z.gather(-1, x)[:, 0] - z.logsumexp(-1) for z, x in zip(scaled, chosen, strict=True))
+        log_q, log_p = (
+            z.gather(-1, x)[:, 0] - z.logsumexp(-1) for z, x in zip(scaled, chosen, strict=True)
+        )
         return torch.where(inside, (log_q - log_p).clamp_max(0.0).exp(), 0.0)
     both = draft_logits, logits
     q, p = (probabilities(z, params).gather(-1, x)[:, 0] for z, x in zip(both, chosen, strict=True))
@@ -131,13 +147,16 @@ def accept_tables(
     params: SamplingParams,
     k: int,
 ) -> list[Tensor]:
-    """Per text the [k, output length] input of `replay`: entry [d, s] is of draft d + 1 in a round anchored at output
-    token s. Such a round starts from the head's slot prompt length + s - 1, whose first draft is output token s + 1.
-    `features`: of the texts, as `teacher_forced` gives them, with the taps that the drafter reads."""
+    """Per text the [k, output length] input of `replay`: entry [d, s] is of draft d + 1 in a round
+    anchored at output token s. Such a round starts from the head's slot prompt length + s - 1,
+    whose first draft is output token s + 1. `features`: of the texts, as `teacher_forced` gives
+    them, with the taps that the drafter reads."""
     B, T = features.input_ids.shape
     table = torch.zeros(k, B * T, device=target.device)
     rows = torch.arange(B * T, device=target.device) // T
-    first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)  # slot of anchor 0
+    first = torch.tensor(
+        [len(prompt) - 1 for prompt, _ in texts], device=target.device
+    )  # slot of anchor 0
     is_anchor = (torch.arange(B * T, device=target.device) % T) >= first[rows]
     ids, states = features.input_ids.flatten(), features.last_hidden.flatten(0, 1)
     for step in drafter.unroll(features, k):
@@ -153,13 +172,18 @@ def accept_tables(
             drafter.draft_to_target,
         ).to(table.dtype)
     table = table.view(k, B, T)
-    return [table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)] for b, (prompt, output) in enumerate(texts)]
+    return [
+        table[:, b, len(prompt) - 1 : len(prompt) - 1 + len(output)]
+        for b, (prompt, output) in enumerate(texts)
+    ]
 
 
 def teacher_forced(target: FrozenTarget, texts: Sequence[Text]) -> TargetFeatures:
     """Features of the texts as right-padded rows [B, T]; every output token may be asked for."""
     lengths = [len(prompt) + len(output) for prompt, output in texts]
-    ids = pad_sequence([torch.tensor([*prompt, *output]) for prompt, output in texts], batch_first=True)
+    ids = pad_sequence(
+        [torch.tensor([*prompt, *output]) for prompt, output in texts], batch_first=True
+    )
     positions = torch.arange(max(lengths)).expand_as(ids).contiguous()
     inside = positions < torch.tensor(lengths)[:, None]
     segments = torch.where(inside, 0, -1)

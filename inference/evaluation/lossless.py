@@ -1,10 +1,10 @@
-"""Compares greedy outputs with drafting and without, token for token, and judges the first difference.
+"""Compares greedy outputs with drafting and without, token for token, and judges the first
+difference.
 
-In float32 any difference is a failure. In bfloat16 the same position, run at another batch shape, gives slightly other
-logits, so two tokens may lie closer than arithmetic can tell: such a tie is counted apart. A difference is a tie only
-if the noise that is *measured* there, by re-running that very position in the engine's own forward, is as large as the
-gap between the two tokens.
-"""
+In float32 any difference is a failure. In bfloat16 the same position, run at another batch shape,
+gives slightly other logits, so two tokens may lie closer than arithmetic can tell: such a tie is
+counted apart. A difference is a tie only if the noise that is *measured* there, by re-running that
+very position in the engine's own forward, is as large as the gap between the two tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.target.plain_decoder import TargetForward
 
 Tokens = Sequence[int]
-LEADING = 8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
+LEADING = (
+    8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
+)
 
 
 def compare_greedy(
@@ -34,21 +36,37 @@ def compare_greedy(
     num_speculative_tokens: int,
     rows: int,
 ) -> LosslessCheck:
-    """Outputs with drafting against references without, both greedy and from `target` in its present dtype.
+    """Outputs with drafting against references without, both greedy and from `target` in its
+    present dtype.
 
-    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a difference.
-    """
+    `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a
+    difference."""
     if not len(prompts) == len(references) == len(outputs):
-        raise DataError(f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs")
+        raise DataError(
+            f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)}"
+            " outputs"
+        )
     dtype = str(target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
-    forward: TargetForward | None = None  # the engine's, whose kernels round otherwise than transformers'
+    forward: TargetForward | None = (
+        None  # the engine's, whose kernels round otherwise than transformers'
+    )
     for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
         place = first_difference(reference, output)
         if place is not None:
             shapes, forward = (num_speculative_tokens + 1, rows), forward or TargetForward(target)
             details.append(
-                _judge(target, forward, str(i), prompt, reference, output, place, shapes, may_tie=dtype != "float32")
+                _judge(
+                    target,
+                    forward,
+                    str(i),
+                    prompt,
+                    reference,
+                    output,
+                    place,
+                    shapes,
+                    may_tie=dtype != "float32",
+                )
             )
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
@@ -62,7 +80,8 @@ def compare_greedy(
 
 
 def first_difference(reference: Tokens, output: Tokens) -> int | None:
-    """The first index at which the two differ, the end of the shorter one included; None if they are equal."""
+    """The first index at which the two differ, the end of the shorter one included; None if they
+    are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(reference, output)) if a != b), None)
 
 
@@ -77,20 +96,25 @@ def _judge(
     shapes: tuple[int, int],
     may_tie: bool,
 ) -> TokenDifference:
-    """Teacher-forces the common prefix at one batch shape after the other until the noise explains the difference.
+    """Teacher-forces the common prefix at one batch shape after the other until the noise explains
+    the difference.
 
-    Two tokens tie if neither lies further below the top than the gap between two leading logits is seen to change.
-    """
+    Two tokens tie if neither lies further below the top than the gap between two leading logits is
+    seen to change."""
     expected = reference[place] if place < len(reference) else None
     produced = output[place] if place < len(output) else None
     runs: list[Tensor] = []  # of the leading tokens, one per shape
     leading: list[int] = []
     gap, noise, behind = 0.0, 0.0, float("inf")
-    for logits in _logits_at_shapes(target.device, forward, list(prompt), list(reference[:place]), *shapes):
+    for logits in _logits_at_shapes(
+        target.device, forward, list(prompt), list(reference[:place]), *shapes
+    ):
         if not runs:
             top = logits.topk(min(LEADING, len(logits)))
             gap = float(top.values[0] - top.values[1])
-            leading = sorted({*top.indices.tolist(), *(t for t in (expected, produced) if t is not None)})
+            leading = sorted(
+                {*top.indices.tolist(), *(t for t in (expected, produced) if t is not None)}
+            )
             if expected is not None and produced is not None:
                 behind = float(top.values[0] - logits[[expected, produced]].min())
         runs.append(logits[leading])
@@ -110,10 +134,16 @@ def _judge(
 
 
 def _logits_at_shapes(
-    device: torch.device, forward: TargetForward, prompt: list[int], output: list[int], block: int, rows: int
+    device: torch.device,
+    forward: TargetForward,
+    prompt: list[int],
+    output: list[int],
+    block: int,
+    rows: int,
 ) -> Iterator[Tensor]:
-    """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding, alone, in equal
-    rows, and in rows of another length (whose masks take another path through the attention kernel)."""
+    """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding,
+    alone, in equal rows, and in rows of another length (whose masks take another path through the
+    attention kernel)."""
     ids, rows, after = prompt + output, max(rows, 2), partial(_logits_after, device, forward)
     at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
     if len(output) < block < len(ids):
@@ -127,7 +157,8 @@ def _logits_at_shapes(
 
 
 def _split(length: int, size: int) -> list[int]:
-    """`length` in pieces of `size`, the remainder first: the last piece is a full block, as in the run."""
+    """`length` in pieces of `size`, the remainder first: the last piece is a full block, as in the
+    run."""
     return ([length % size] if length % size else []) + [size] * (length // size)
 
 
@@ -140,8 +171,8 @@ def _logits_after(
     rows: int,
     longer_by: int = 0,
 ) -> Tensor:
-    """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other rows hold the same
-    tokens, after `longer_by` more."""
+    """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other
+    rows hold the same tokens, after `longer_by` more."""
     cache = RaggedCache(rows, len(ids) + longer_by, device=device)
     tokens = torch.tensor([ids] * rows, device=device)  # [rows, length]
 

@@ -1,8 +1,8 @@
-"""Timing: interleaved passes of one workload through several engines, and the parts of a round measured alone.
+"""Timing: interleaved passes of one workload through several engines, and the parts of a round
+measured alone.
 
-Wall-clock comparisons are only made between runs that were next to each other, and in alternating order, so that a
-machine that slows down slows both.
-"""
+Wall-clock comparisons are only made between runs that were next to each other, and in alternating
+order, so that a machine that slows down slows both."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.target.plain_decoder import TargetForward
 from speculators.vocab.draft_vocab import to_target_ids
 
-Run = Callable[[], tuple[int, int, int]]  # does one pass: output tokens, drafting rounds, accepted drafts
+Run = Callable[
+    [], tuple[int, int, int]
+]  # does one pass: output tokens, drafting rounds, accepted drafts
 
 
 def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> dict[str, TimedRun]:
-    """One timed run of each pass, one right after the other; every other `turn` in reverse order."""
+    """One timed run of each pass, one right after the other; every other `turn` in reverse
+    order."""
     names = list(passes) if turn % 2 == 0 else list(passes)[::-1]
     timed = {}
     for name in names:
@@ -50,15 +53,24 @@ def transformers_generate(
     assistant_model: PreTrainedModel | None = None,
     **drafting: Any,
 ) -> int:
-    """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch (left-padded).
+    """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch
+    (left-padded).
 
-    `assistant_model` and `drafting` (prompt_lookup_num_tokens, …) are its own drafting, of one prompt at a time.
-    Returns the output tokens written, up to and with the end of each response.
+    `assistant_model` and `drafting` (prompt_lookup_num_tokens, …) are its own drafting, of one
+    prompt at a time. Returns the output tokens written, up to and with the end of each response.
     """
     width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
-    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    sampling: dict[str, Any] = {"temperature": params.temperature, "top_p": params.top_p, "top_k": max(params.top_k, 0)}
+    ids = torch.tensor(
+        [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
+    )
+    mask = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+    )
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+    }
     config = GenerationConfig(
         do_sample=not params.greedy,
         max_new_tokens=params.max_tokens,
@@ -70,7 +82,9 @@ def transformers_generate(
         **drafting,
     )
     with seeded(seed, model.device):
-        written = model.generate(ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model)
+        written = model.generate(
+            ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model
+        )
     return sum(_length(row, eos_token_ids) for row in written[:, width:].tolist())
 
 
@@ -79,11 +93,12 @@ def _length(row: Sequence[int], eos_token_ids: Sequence[int]) -> int:
 
 
 class IsolatedCosts:
-    """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or bookkeeping.
+    """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or
+    bookkeeping.
 
-    token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a round appends to
-    the head before it drafts (accepted drafts and the bonus token). Without a `drafter` D(K) is left out.
-    """
+    token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a
+    round appends to the head before it drafts (accepted drafts and the bonus token). Without a
+    `drafter` D(K) is left out."""
 
     def __init__(
         self,
@@ -111,9 +126,12 @@ class IsolatedCosts:
                 self._fill_head(ids, taps, last_hidden)
 
     def measure(self, trials: int) -> dict[str, list[float]]:
-        """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms, draft_ms."""
+        """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms,
+        draft_ms."""
         parts: dict[str, Callable[[], Any]] = {
-            "target_step_ms": lambda: self._target_forward.logits(self._forward(self.next_ids[:, :1])[1]),
+            "target_step_ms": lambda: self._target_forward.logits(
+                self._forward(self.next_ids[:, :1])[1]
+            ),
             "verify_ms": lambda: self._target_forward.logits(self._forward(self.next_ids)[1]),
         }
         if self.drafter is not None:
@@ -147,7 +165,9 @@ class IsolatedCosts:
         def part(which: slice, count: int) -> DraftInput:
             read = taps[:, which] if taps is not None and drafter.reads_taps else None
             last = last_hidden[:, which] if drafter.reads_last_hidden else None
-            return DraftInput(self.head_cache, 0, rows, next_ids[:, which], read, last, [count] * rows)
+            return DraftInput(
+                self.head_cache, 0, rows, next_ids[:, which], read, last, [count] * rows
+            )
 
         self.appended = part(after, kept)
         drafter.append(part(before, self.context - kept))
@@ -165,7 +185,9 @@ class IsolatedCosts:
 def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
     """A prompt and half of its response, of the median length."""
     written = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
-    return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[len(written) // 2]
+    return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[
+        len(written) // 2
+    ]
 
 
 def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:

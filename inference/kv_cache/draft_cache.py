@@ -1,4 +1,5 @@
-"""The drafter's cache as prefix reuse and the memory limit see it: rows to copy and to size, no drafting."""
+"""The drafter's cache as prefix reuse and the memory limit see it: rows to copy and to size, no
+drafting."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """RaggedCache: keys and values of many requests, each row at its own length.
 
-A `transformers` cache assumes that every row of a batch has seen the same number of tokens. Speculative decoding
-breaks that: each round commits a different number of tokens per row and throws the rest away. Here a row is a slot of
-preallocated memory and an integer; new tokens are written at each row's own length, rolling back is lowering the
-integer, and what lies beyond it is masked until it is overwritten. Every layer keeps every position (sliding-window
-layers too: the window is a matter of masks), so key j of a row is always that row's token j. States of recurrent
-layers, which have no positions, are rolled back by speculators/target/recurrent.py.
+A `transformers` cache assumes that every row of a batch has seen the same number of tokens.
+Speculative decoding breaks that: each round commits a different number of tokens per row and throws
+the rest away. Here a row is a slot of preallocated memory and an integer; new tokens are written at
+each row's own length, rolling back is lowering the integer, and what lies beyond it is masked until
+it is overwritten. Every layer keeps every position (sliding-window layers too: the window is a
+matter of masks), so key j of a row is always that row's token j. States of recurrent layers, which
+have no positions, are rolled back by speculators/target/recurrent.py.
 
-This module knows nothing of requests, drafters, verification, or any architecture: head counts, head sizes, dtype and
-the number of layers are learnt from the first keys and values that arrive.
+This module knows nothing of requests, drafters, verification, or any architecture: head counts,
+head sizes, dtype and the number of layers are learnt from the first keys and values that arrive.
 """
 
 from __future__ import annotations
@@ -28,53 +29,70 @@ from speculators.target.recurrent import RecurrentLayers, RecurrentStates
 class RaggedCache:
     """Keys/values of at most `max_rows` rows, per layer [rows, kv_heads, capacity, head_dim].
 
-    All rows are allocated, unless `resize` says otherwise. Capacity starts at `initial_capacity` positions and doubles
-    when a view needs more, up to `max_len`. A round may write tokens that are then rolled back, so `max_len` must hold
-    the longest sequence plus the drafts of one round.
-    """
+    All rows are allocated, unless `resize` says otherwise. Capacity starts at `initial_capacity`
+    positions and doubles when a view needs more, up to `max_len`. A round may write tokens that are
+    then rolled back, so `max_len` must hold the longest sequence plus the drafts of one round."""
 
     static = False  # its lengths are numbers of the host
 
     def __init__(
-        self, max_rows: int, max_len: int, *, initial_capacity: int = 256, device: torch.device | str = "cpu"
+        self,
+        max_rows: int,
+        max_len: int,
+        *,
+        initial_capacity: int = 256,
+        device: torch.device | str = "cpu",
     ) -> None:
         if max_rows < 1 or max_len < 1:
-            raise ConfigError(f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1")
+            raise ConfigError(
+                f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1"
+            )
         self.max_rows, self.max_len = max_rows, max_len
         self.rows = max_rows  # those that have memory
         self.capacity = max(1, min(initial_capacity, max_len))
         self.device = torch.device(device)
         self.lengths: list[int] = [0] * max_rows
-        self.states: RecurrentStates | None = None  # of recurrent layers, once a target that has some has run
+        self.states: RecurrentStates | None = (
+            None  # of recurrent layers, once a target that has some has run
+        )
         self._keys: list[Tensor | None] = []
         self._values: list[Tensor | None] = []
-        self._row_views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # (layer, start, stop) -> keys, values
+        self._row_views: dict[
+            tuple[int, int, int], tuple[Tensor, Tensor]
+        ] = {}  # (layer, start, stop) -> keys, values
         self._arange = torch.arange(self.capacity, device=self.device)  # [capacity]
 
     # ------------------------------------------------------------------ what a forward needs
 
     def view(self, start: int, stop: int, num_new_tokens: int) -> RaggedView:
-        """Rows [start, stop) as `past_key_values` of one forward over `num_new_tokens` (T) tokens per row.
+        """Rows [start, stop) as `past_key_values` of one forward over `num_new_tokens` (T) tokens
+        per row.
 
-        The forward writes T tokens at each row's own length; the lengths themselves move only with `advance`, so a
-        row that has fewer than T real tokens is padded and advanced by its real count.
-        """
+        The forward writes T tokens at each row's own length; the lengths themselves move only with
+        `advance`, so a row that has fewer than T real tokens is padded and advanced by its real
+        count."""
         if not 0 <= start < stop <= self.rows:
-            raise ConfigError(f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.rows} rows")
+            raise ConfigError(
+                f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.rows} rows"
+            )
         if num_new_tokens < 1:
-            raise ConfigError(f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1")
+            raise ConfigError(
+                f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1"
+            )
         self.reserve(start, stop, num_new_tokens)
         return RaggedView(self, start, stop, num_new_tokens)
 
     def reserve(self, start: int, stop: int, num_new_tokens: int) -> None:
-        """Makes room for more tokens in rows [start, stop), for a head that keeps their number but no keys."""
+        """Makes room for more tokens in rows [start, stop), for a head that keeps their number but
+        no keys."""
         self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
 
     def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:
-        """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S = longest row + T.
+        """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S =
+        longest row + T.
 
-        None where plain causal attention says the same: rows of equal length that either add one token or are empty.
-        """
+        None where plain causal attention says the same: rows of equal length that either add one
+        token or are empty."""
         lengths, T = self.lengths[start:stop], num_new_tokens
         longest = max(lengths)
         if (T == 1 or longest == 0) and min(lengths) == longest:
@@ -83,13 +101,15 @@ class RaggedCache:
         last_visible = self.position_ids(start, stop, T)[:, None, :, None]  # [b, 1, T, 1]
         return self._arange[: longest + T] <= last_visible
 
-    def tree_mask(self, start: int, stop: int, base: Sequence[int], visible: Tensor) -> tuple[Tensor, Tensor]:
-        """For T new tokens per row whose last N positions, counted from base[b] on, are no text but a tree.
+    def tree_mask(
+        self, start: int, stop: int, base: Sequence[int], visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """For T new tokens per row whose last N positions, counted from base[b] on, are no text but
+        a tree.
 
-        visible bool [b, T, N]: which of these N, the new ones last, each new token sees (itself included) beside the
-        row's first base[b] positions. Returns mask [b, 1, T, S] as `mask` does, and index [b, S] that says which of
-        the N each key is: below 0 for the text.
-        """
+        visible bool [b, T, N]: which of these N, the new ones last, each new token sees (itself
+        included) beside the row's first base[b] positions. Returns mask [b, 1, T, S] as `mask`
+        does, and index [b, S] that says which of the N each key is: below 0 for the text."""
         T, N = visible.shape[1:]
         longest = max(self.lengths[start:stop]) + T
         self._reserve(longest)
@@ -114,7 +134,8 @@ class RaggedCache:
         self.advance_rows(row, [count])
 
     def advance_rows(self, start: int, counts: Sequence[int]) -> None:
-        """Keeps the first counts[i] of the tokens last written to row start + i. Recurrent states follow."""
+        """Keeps the first counts[i] of the tokens last written to row start + i. Recurrent states
+        follow."""
         for row, count in enumerate(counts, start):
             if count < 0 or self.lengths[row] + count > self.capacity:
                 where = f"row {row} of {self.lengths[row]} tokens and {self.capacity} positions"
@@ -124,8 +145,8 @@ class RaggedCache:
             self.states.keep(start, counts)
 
     def keep(self, places: Sequence[Sequence[int]]) -> None:
-        """Keeps the tokens at places[row] (ascending) of those written to rows 0, 1, … behind their lengths, closed
-        up; each row grows by their number."""
+        """Keeps the tokens at places[row] (ascending) of those written to rows 0, 1, … behind their
+        lengths, closed up; each row grows by their number."""
         moved = [
             (row, self.lengths[row] + place, self.lengths[row] + to)
             for row, kept in enumerate(places)
@@ -133,7 +154,10 @@ class RaggedCache:
             if place != to
         ]
         if moved and self.states is not None:
-            raise ConfigError("RaggedCache.keep: recurrent states follow a chain of tokens, not the branches of a tree")
+            raise ConfigError(
+                "RaggedCache.keep: recurrent states follow a chain of tokens, not the branches of a"
+                " tree"
+            )
         if moved:
             rows, source, target = on_device(moved, self.device).unbind(1)
             for tensor in self._tensors():
@@ -143,7 +167,10 @@ class RaggedCache:
     def truncate(self, row: int, length: int) -> None:
         """Rolls `row` back to its first `length` tokens."""
         if not 0 <= length <= self.lengths[row]:
-            raise ConfigError(f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep {length}")
+            raise ConfigError(
+                f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep"
+                f" {length}"
+            )
         self._refuse_part(row, length)
         self.lengths[row] = length
 
@@ -165,10 +192,12 @@ class RaggedCache:
             self.states.swap(row, other)
 
     def copy_prefix(self, src_row: int, dst_row: int, length: int) -> None:
-        """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or rolled back, if it is
-        the same row)."""
+        """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or
+        rolled back, if it is the same row)."""
         if not 0 <= length <= self.lengths[src_row]:
-            raise ConfigError(f"RaggedCache: row {src_row} holds {self.lengths[src_row]} tokens, not {length}")
+            raise ConfigError(
+                f"RaggedCache: row {src_row} holds {self.lengths[src_row]} tokens, not {length}"
+            )
         self._refuse_part(src_row, length)
         if src_row != dst_row:
             for tensor in self._tensors():
@@ -181,20 +210,25 @@ class RaggedCache:
         """Recurrent states are those of a row's last token."""
         if self.states is not None and length != self.lengths[row]:
             raise ConfigError(
-                f"RaggedCache: row {row} has the recurrent states after {self.lengths[row]} tokens, not those after "
-                f"{length}; compute them again from an empty row"
+                f"RaggedCache: row {row} has the recurrent states after {self.lengths[row]} tokens,"
+                f" not those after {length}; compute them again from an empty row"
             )
 
     def bytes(self) -> int:
-        """Memory of keys and values held now, in bytes: all layers, all rows, the whole capacity."""
+        """Memory of keys and values held now, in bytes: all layers, all rows, the whole
+        capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the first are written."""
-        return [each for each in self._keys if each is not None], [each for each in self._values if each is not None]
+        """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the
+        first are written."""
+        return [each for each in self._keys if each is not None], [
+            each for each in self._values if each is not None
+        ]
 
     def keys_of(self, layer_idx: int, start: int, stop: int) -> Tensor:
-        """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length is meaningful."""
+        """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length
+        is meaningful."""
         keys = self._keys[layer_idx]
         assert keys is not None, f"nothing was written to layer {layer_idx}"
         return keys[start:stop]
@@ -202,15 +236,20 @@ class RaggedCache:
     # ------------------------------------------------------------------ memory
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Memory for `rows` rows of `capacity` positions; what has no place in it is dropped. While it works, one
-        layer's keys or values exist twice."""
+        """Memory for `rows` rows of `capacity` positions; what has no place in it is dropped. While
+        it works, one layer's keys or values exist twice."""
         if not (1 <= rows <= self.max_rows and 1 <= capacity <= self.max_len):
             most = f"{self.max_rows} × {self.max_len}"
-            raise ConfigError(f"RaggedCache.resize: {rows} rows × {capacity} positions; expected 1 × 1, at most {most}")
+            raise ConfigError(
+                f"RaggedCache.resize: {rows} rows × {capacity} positions; expected 1 × 1, at most"
+                f" {most}"
+            )
         kept, self.rows, self.capacity = min(rows, self.rows), rows, capacity
         if self.states is not None:
             self.states.resize(rows)
-        self.lengths[:] = [min(n, capacity) if row < kept else 0 for row, n in enumerate(self.lengths)]
+        self.lengths[:] = [
+            min(n, capacity) if row < kept else 0 for row, n in enumerate(self.lengths)
+        ]
         used = max(self.lengths)
         self._row_views.clear()
         for tensors in (self._keys, self._values):
@@ -229,21 +268,26 @@ class RaggedCache:
         if length <= self.capacity:
             return
         if length > self.max_len:
-            raise ConfigError(f"RaggedCache: {length} positions are needed; expected at most max_len={self.max_len}")
+            raise ConfigError(
+                f"RaggedCache: {length} positions are needed; expected at most"
+                f" max_len={self.max_len}"
+            )
         capacity = self.capacity
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
         self.resize(self.rows, capacity)
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """[rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still reach the output;
-        and never an inference tensor, so that the cache may outlive the `inference_mode` block that filled it."""
+        """[rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still
+        reach the output; and never an inference tensor, so that the cache may outlive the
+        `inference_mode` block that filled it."""
         shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def _layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's buffers, allocated in the shape of the first `key`/`value` [b, kv_heads, T, head_dim] seen."""
+        """The layer's buffers, allocated in the shape of the first `key`/`value` [b, kv_heads, T,
+        head_dim] seen."""
         while len(self._keys) <= layer_idx:
             self._keys.append(None)
             self._values.append(None)
@@ -257,18 +301,25 @@ class RaggedCache:
         """Allocates buffers of one more layer, in the shape of those of `layer_idx`."""
         self._layer(len(self._keys), self._keys[layer_idx], self._values[layer_idx])
 
-    def _layer_rows(self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [start, stop) of the layer's buffers; the views are kept, since making them costs as much as a write."""
+    def _layer_rows(
+        self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [start, stop) of the layer's buffers; the views are kept, since making them costs as
+        much as a write."""
         views = self._row_views.get((layer_idx, start, stop))
         if views is None:
             keys, values = self._layer(layer_idx, key, value)
             with torch.inference_mode(False):
-                views = self._row_views[layer_idx, start, stop] = keys[start:stop], values[start:stop]
+                views = self._row_views[layer_idx, start, stop] = (
+                    keys[start:stop],
+                    values[start:stop],
+                )
         return views
 
 
 class RaggedView(Cache):
-    """`past_key_values` of one forward over some rows of a RaggedCache. Made by `RaggedCache.view`, used once."""
+    """`past_key_values` of one forward over some rows of a RaggedCache. Made by `RaggedCache.view`,
+    used once."""
 
     layer_class_to_replicate = None
     offloading = False
@@ -283,17 +334,28 @@ class RaggedView(Cache):
         self._end = self._past + num_new_tokens  # S
         self.capacity = cache.capacity
         self._equal = min(lengths) == self._past
-        self._flat_index: dict[tuple[int, int], Tensor] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
+        self._flat_index: dict[
+            tuple[int, int], Tensor
+        ] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b, kv_heads, S, …]."""
+        """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b,
+        kv_heads, S, …]."""
         if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
             brought = f"{key_states.shape[0]} × {key_states.shape[2]}"
-            raise ConfigError(f"RaggedView: made for {len(self._lengths)} rows × {self._T} tokens, not for {brought}")
-        keys, values = self.cache._layer_rows(layer_idx, self._start, self._stop, key_states, value_states)
-        seen_keys, seen_values = keys.narrow(2, 0, self._end), values.narrow(2, 0, self._end)  # [b, h, S, d]
+            raise ConfigError(
+                f"RaggedView: made for {len(self._lengths)} rows × {self._T} tokens, not for"
+                f" {brought}"
+            )
+        keys, values = self.cache._layer_rows(
+            layer_idx, self._start, self._stop, key_states, value_states
+        )
+        seen_keys, seen_values = (
+            keys.narrow(2, 0, self._end),
+            values.narrow(2, 0, self._end),
+        )  # [b, h, S, d]
         if self._equal:
             seen_keys.narrow(2, self._past, self._T).copy_(key_states)
             seen_values.narrow(2, self._past, self._T).copy_(value_states)
@@ -304,7 +366,8 @@ class RaggedView(Cache):
         return seen_keys, seen_values
 
     def _scatter(self, buffer: Tensor, states: Tensor) -> None:
-        """buffer [rows, h, capacity, d], seen as [rows·h·capacity, d]: one index copy of [b·h·T, d]."""
+        """buffer [rows, h, capacity, d], seen as [rows·h·capacity, d]: one index copy of [b·h·T,
+        d]."""
         heads, capacity, dim = buffer.shape[1:]
         index = self._flat_index.get((heads, capacity))
         if index is None:
@@ -319,10 +382,13 @@ class RaggedView(Cache):
 
     @contextmanager
     def recurrent(self, layers: RecurrentLayers) -> Iterator[None]:
-        """Around the forward of a target with recurrent layers: they work on a copy of the rows' states."""
+        """Around the forward of a target with recurrent layers: they work on a copy of the rows'
+        states."""
         cache = self.cache
         cache.states = cache.states or RecurrentStates(layers, cache.rows)
-        with cache.states.forward(self._start, self._stop, self._T, fresh=self._past == 0) as self.layers:
+        with cache.states.forward(
+            self._start, self._stop, self._T, fresh=self._past == 0
+        ) as self.layers:
             yield
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

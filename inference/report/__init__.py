@@ -1,4 +1,5 @@
-"""acceptance.json: its schema, how it is put together, and how it is shown (table, page, charts, model card).
+"""acceptance.json: its schema, how it is put together, and how it is shown (table, page, charts,
+model card).
 
 It knows figures, not where they come from.
 Nothing here runs a model.

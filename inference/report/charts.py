@@ -1,8 +1,7 @@
 """The report's figures, drawn by matplotlib in one palette, legend included.
 
-`svg` puts one into the page, which inverts the images where it is dark; `pixels` is for trackers. Every number drawn
-stands in the report.
-"""
+`svg` puts one into the page, which inverts the images where it is dark; `pixels` is for trackers.
+Every number drawn stands in the report."""
 
 from __future__ import annotations
 
@@ -27,12 +26,27 @@ from inference.report.schema import AcceptanceReport
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID, GREY = "#23272e", "#e3e3de", "#b9bec6"
 STYLE: Any = {
-    "axes.axisbelow": True, "axes.edgecolor": GRID, "axes.grid": True, "axes.labelcolor": INK, "axes.labelsize": 9,
-    "axes.spines.right": False, "axes.spines.top": False, "figure.constrained_layout.use": True,
-    "font.size": 10, "grid.color": GRID, "legend.fontsize": 9, "legend.frameon": False, "svg.fonttype": "none",
-    "svg.hashsalt": "report", "text.color": INK, "text.parse_math": False, "xtick.color": INK, "xtick.major.size": 0,
-    "ytick.color": INK, "ytick.major.size": 0,
-}  # fmt: skip
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "grid.color": GRID,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.color": INK,
+    "ytick.major.size": 0,
+}
 FEWEST_ROUNDS = 20  # a stretch of the output with fewer rounds is noise, and left to the JSON
 
 
@@ -45,7 +59,14 @@ def _figure(title: str, height: float, draw: Callable[[Axes], None]) -> Figure:
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:
             columns = 4 if sum(map(len, labels)) > 36 else 9
-            figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+            figure.legend(
+                handles,
+                labels,
+                loc="outside upper left",
+                ncols=columns,
+                handlelength=1.2,
+                columnspacing=1.2,
+            )
     return figure
 
 
@@ -54,7 +75,9 @@ def svg(figure: Figure) -> Markup:
     with matplotlib.rc_context(STYLE), io.BytesIO() as buffer:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
         encoded = base64.b64encode(buffer.getvalue()).decode()
-    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(figure.get_label(), encoded)
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(
+        figure.get_label(), encoded
+    )
 
 
 def pixels(figure: Figure) -> np.ndarray:
@@ -76,7 +99,8 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 @dataclass
 class Bars:
-    """One bar per row. `marks`: diamonds; `spreads`: whiskers (low, high). None where nothing was measured."""
+    """One bar per row. `marks`: diamonds; `spreads`: whiskers (low, high). None where nothing was
+    measured."""
 
     label: str
     colour: str
@@ -85,25 +109,44 @@ class Bars:
     spreads: Sequence[tuple[float, float] | None] = ()
 
 
-def grouped(title: str, names: Sequence[str], series: Sequence[Bars], unit: str, mark_label: str) -> Figure:
+def grouped(
+    title: str, names: Sequence[str], series: Sequence[Bars], unit: str, mark_label: str
+) -> Figure:
     """Horizontal bars in groups, each value in the margin on the right."""
 
     def draw(axes: Axes) -> None:
         thick = 0.8 / len(series)
         for index, bars in enumerate(series):
             places = np.arange(len(names)) + (index - (len(series) - 1) / 2) * thick
-            values = np.array(bars.values, dtype=float)  # None becomes NaN, of which nothing is drawn
+            values = np.array(
+                bars.values, dtype=float
+            )  # None becomes NaN, of which nothing is drawn
             axes.barh(places, values, height=0.85 * thick, color=bars.colour, label=bars.label)
             for place, value in zip(places, values, strict=True):
                 text = "" if np.isnan(value) else f"{value:.2f}"
-                axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", color=bars.colour)
+                axes.text(
+                    1.02,
+                    place,
+                    text,
+                    transform=axes.get_yaxis_transform(),
+                    va="center",
+                    color=bars.colour,
+                )
             for place, spread in zip(places, bars.spreads, strict=False):
                 if spread:
                     axes.plot(spread, [place, place], color=INK, linewidth=1.2, marker="|")
             if any(bars.marks):
                 label = mark_label if bars is series[0] else None
                 marks = np.array(bars.marks, dtype=float)
-                axes.plot(marks, places, "D", markersize=5, color="white", markeredgecolor=INK, label=label)
+                axes.plot(
+                    marks,
+                    places,
+                    "D",
+                    markersize=5,
+                    color="white",
+                    markeredgecolor=INK,
+                    label=label,
+                )
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlabel(unit)
         _rows(axes, names)
@@ -112,15 +155,21 @@ def grouped(title: str, names: Sequence[str], series: Sequence[Bars], unit: str,
 
 
 def stacked(
-    title: str, names: Sequence[str], fractions: Sequence[Sequence[float]], parts: Sequence[tuple[str, Any]]
+    title: str,
+    names: Sequence[str],
+    fractions: Sequence[Sequence[float]],
+    parts: Sequence[tuple[str, Any]],
 ) -> Figure:
-    """Horizontal bars of 100 %: fractions [rows][parts] (a row may end early), parts of (label, colour)."""
+    """Horizontal bars of 100 %: fractions [rows][parts] (a row may end early), parts of (label,
+    colour)."""
 
     def draw(axes: Axes) -> None:
         starts = np.zeros(len(names))
         for index, (label, colour) in enumerate(parts):
             widths = np.array([row[index] if index < len(row) else 0.0 for row in fractions])
-            drawn = axes.barh(range(len(names)), widths, left=starts, height=0.7, color=colour, label=label)
+            drawn = axes.barh(
+                range(len(names)), widths, left=starts, height=0.7, color=colour, label=label
+            )
             writing = INK if np.dot(to_rgb(colour), (0.3, 0.6, 0.1)) > 0.5 else "white"
             texts = [f"{100 * width:.0f}" if width >= 0.07 else "" for width in widths]
             axes.bar_label(drawn, texts, label_type="center", color=writing, fontsize=9)
@@ -139,15 +188,23 @@ def lines(
     limits: tuple[float | None, float | None],
     doublings: bool = False,
 ) -> Figure:
-    """Curves by name, (x, y) of each; markers tell them apart without colour, and `all` is drawn in ink. `doublings`:
-    x is logarithmic."""
+    """Curves by name, (x, y) of each; markers tell them apart without colour, and `all` is drawn in
+    ink. `doublings`: x is logarithmic."""
 
     def draw(axes: Axes) -> None:
         for index, (name, (x, y)) in enumerate(curves.items()):
             bold = name == ALL_WORKLOADS
             marker = "osD^vPX*"[index % 8] if len(x) < 40 else None
             colour = INK if bold else PALETTE[index % len(PALETTE)]
-            axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4, linewidth=2.4 if bold else 1.4)
+            axes.plot(
+                x,
+                y,
+                label=name,
+                color=colour,
+                marker=marker,
+                markersize=4,
+                linewidth=2.4 if bold else 1.4,
+            )
         axes.set_ylim(*limits)
         if doublings:
             axes.set_xscale("log", base=2)
@@ -165,10 +222,18 @@ def acceptance_bars(report: AcceptanceReport) -> Figure:
     for index, temperature in enumerate(report.temperatures()):
         cells = [report.cell(row, temperature) for row in rows]
         measured = [cell.acceptance_length if cell else None for cell in cells]
-        expected = [cell.expected.acceptance_length if cell and cell.expected else None for cell in cells]
+        expected = [
+            cell.expected.acceptance_length if cell and cell.expected else None for cell in cells
+        ]
         colour = PALETTE[(0, 5, 2, 6)[index % 4]]
         series.append(Bars(f"measured, T={temperature:g}", colour, measured, expected))
-    return grouped("Acceptance length by workload", rows, series, "tokens per verification round", "expected by replay")
+    return grouped(
+        "Acceptance length by workload",
+        rows,
+        series,
+        "tokens per verification round",
+        "expected by replay",
+    )
 
 
 def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
@@ -178,7 +243,12 @@ def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
     series = []
     for label, colour, marks, speedups in (
         ("vs drafting off", PALETTE[0], limits, [cell.speedup_vs_autoregressive for cell in cells]),
-        ("vs transformers.generate", PALETTE[2], [], [cell.speedup_vs_transformers for cell in cells]),
+        (
+            "vs transformers.generate",
+            PALETTE[2],
+            [],
+            [cell.speedup_vs_transformers for cell in cells],
+        ),
     ):
         if any(speedups):
             medians = [spread.median if spread else None for spread in speedups]
@@ -205,15 +275,26 @@ def accepted_bars(report: AcceptanceReport, temperature: float) -> Figure:
     most = max(len(cell.histogram) for cell in cells) - 1
     shades = matplotlib.colormaps["Blues"]
     parts = [("0", GREY), *((str(j), shades(0.2 + 0.75 * j / most)) for j in range(1, most + 1))]
-    return stacked(f"Accepted drafts per round at T={temperature:g}", [c.workload for c in cells], fractions, parts)
+    return stacked(
+        f"Accepted drafts per round at T={temperature:g}",
+        [c.workload for c in cells],
+        fractions,
+        parts,
+    )
 
 
 def phase_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
     """Fractions of the wall time by phase."""
-    shares = {cell.workload: cell.time_shares for cell in report.cells_at(temperature) if cell.time_shares}
+    shares = {
+        cell.workload: cell.time_shares for cell in report.cells_at(temperature) if cell.time_shares
+    }
     fractions = [[getattr(of_cell, phase) for phase in PHASES] for of_cell in shares.values()]
     parts = list(zip(PHASES, (*PALETTE[: len(PHASES) - 1], GREY), strict=True))
-    return stacked(f"Time by phase at T={temperature:g}", list(shares), fractions, parts) if shares else None
+    return (
+        stacked(f"Time by phase at T={temperature:g}", list(shares), fractions, parts)
+        if shares
+        else None
+    )
 
 
 def output_lines(report: AcceptanceReport, temperature: float) -> Figure | None:

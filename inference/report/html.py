@@ -1,8 +1,9 @@
-"""report.html: the acceptance report as one self-contained page, for a person rather than a program.
+"""report.html: the acceptance report as one self-contained page, for a person rather than a
+program.
 
-Style, figures and numbers are inside the file, so it opens offline. The layout is `templates/report.html.j2`, the
-figures are drawn by charts.py. No number is computed here: all stand in the report or in the training history.
-"""
+Style, figures and numbers are inside the file, so it opens offline. The layout is
+`templates/report.html.j2`, the figures are drawn by charts.py. No number is computed here: all
+stand in the report or in the training history."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ FIGURES = {  # of each temperature, by their names in the template
 History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 
 
-def write_html(report: AcceptanceReport, path: str | os.PathLike[str], history: History = ()) -> Path:
+def write_html(
+    report: AcceptanceReport, path: str | os.PathLike[str], history: History = ()
+) -> Path:
     """Render the report (and the training history, if there is one) to `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,10 @@ def render_html(report: AcceptanceReport, history: History = ()) -> str:
         cells=report.own_cells(),
         pooled=pooled,
         acceptance_bars=charts.acceptance_bars(report) if report.results else None,
-        figures={name: [(t, made) for t in drawn if (made := draw(report, t))] for name, draw in FIGURES.items()},
+        figures={
+            name: [(t, made) for t in drawn if (made := draw(report, t))]
+            for name, draw in FIGURES.items()
+        },
         training=training_charts(history, report.training),
         progress=report.training,
         other_methods=rivals if len(report.methods()) + len(report.engines()) > 2 else [],
@@ -83,8 +89,8 @@ def _percent(value: float | None, digits: int = 0) -> str:
 
 
 def training_charts(history: History, progress: TrainingProgress | None) -> list[tuple[str, Any]]:
-    """(title, figure) of the loss, the acceptance rate of each depth and the expected acceptance length; the last
-    over the tokens seen, where they are known."""
+    """(title, figure) of the loss, the acceptance rate of each depth and the expected acceptance
+    length; the last over the tokens seen, where they are known."""
     loss, tau, rates = {}, {}, defaultdict(dict)
     for point in history:
         step = point["step"]
@@ -95,15 +101,24 @@ def training_charts(history: History, progress: TrainingProgress | None) -> list
     if len(held_out) > 1:
         curve = [p.supervised_tokens for p in held_out], [p.acceptance_length for p in held_out]
         title, tau = "Expected acceptance length, held out", {}
-        made = charts.lines(f"{title}, by tokens seen", {"expected": curve}, "tokens with a loss", (1, None), True)
+        made = charts.lines(
+            f"{title}, by tokens seen", {"expected": curve}, "tokens with a loss", (1, None), True
+        )
         figures.append((title, made))
     for title, curves, limits in (
         ("Loss", {"loss": loss}, (0, None)),
         ("Expected acceptance length, held out", {"expected": tau}, (1, None)),
         ("Acceptance rate by draft depth", rates, (0, 1)),
     ):
-        measured = {name: {x: y for x, y in curve.items() if y is not None} for name, curve in curves.items()}
-        drawn = {name: (list(curve), list(curve.values())) for name, curve in measured.items() if len(curve) > 1}
+        measured = {
+            name: {x: y for x, y in curve.items() if y is not None}
+            for name, curve in curves.items()
+        }
+        drawn = {
+            name: (list(curve), list(curve.values()))
+            for name, curve in measured.items()
+            if len(curve) > 1
+        }
         if drawn:
             figures.append((title, charts.lines(f"{title}, by step", drawn, "step", limits)))
     return figures
@@ -112,9 +127,15 @@ def training_charts(history: History, progress: TrainingProgress | None) -> list
 def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:
     """(title, text) of how to run this drafter: in vLLM, and here."""
     p = report.provenance
-    options: dict[str, Any] = {"method": p.drafter_method, "num_speculative_tokens": p.num_speculative_tokens}
+    options: dict[str, Any] = {
+        "method": p.drafter_method,
+        "num_speculative_tokens": p.num_speculative_tokens,
+    }
     if p.drafter_path:
         options = {"method": p.drafter_method, "model": p.drafter_path} | options
     else:
         options |= p.drafter_config
-    return [("vLLM", vllm_command(p.target_name, options)), ("Draftsmith", draftsmith_snippet(p.target_name, options))]
+    return [
+        ("vLLM", vllm_command(p.target_name, options)),
+        ("Draftsmith", draftsmith_snippet(p.target_name, options)),
+    ]

@@ -1,9 +1,10 @@
-"""Raw measurements of an evaluation, before any statistic: counted per request, timed per run, pooled.
+"""Raw measurements of an evaluation, before any statistic: counted per request, timed per run,
+pooled.
 
-evaluation/evaluate.py makes one `CellMeasurement` per (workload, temperature, method). `pool` joins the workloads of
-one temperature and method into one measurement of the same kind, so that the report's `all` is built from sums like any
-other cell and can never be a mean of means. This module imports nothing of the report that is made of it.
-"""
+evaluation/evaluate.py makes one `CellMeasurement` per (workload, temperature, method). `pool` joins
+the workloads of one temperature and method into one measurement of the same kind, so that the
+report's `all` is built from sums like any other cell and can never be a mean of means. This module
+imports nothing of the report that is made of it."""
 
 from __future__ import annotations
 
@@ -31,38 +32,54 @@ class TokenDifference(Record):
 
     prompt: str = Field(description="Which prompt: an id or its place in the workload.")
     position: int = Field(description="Output index of the first difference.")
-    reference_token: int | None = Field(description="Token id of the reference, null if it had ended.")
-    token: int | None = Field(description="Token id that was produced, null if the output had ended.")
+    reference_token: int | None = Field(
+        description="Token id of the reference, null if it had ended."
+    )
+    token: int | None = Field(
+        description="Token id that was produced, null if the output had ended."
+    )
     top_two_gap: float | None = Field(
-        default=None, description="The target's top-two logit gap there, teacher-forced on the common prefix."
+        default=None,
+        description="The target's top-two logit gap there, teacher-forced on the common prefix.",
     )
     noise: float | None = Field(
         default=None,
-        description="Largest change of the gap between two leading logits when the same position is run at "
-        "another batch shape.",
+        description=(
+            "Largest change of the gap between two leading logits when the same position is run at "
+            "another batch shape."
+        ),
     )
-    tie: bool = Field(description="True if the gap is below the noise: arithmetic, not drafting, decided.")
+    tie: bool = Field(
+        description="True if the gap is below the noise: arithmetic, not drafting, decided."
+    )
 
 
 class LosslessCheck(Record):
     """Greedy outputs with drafting against a reference without, token for token."""
 
-    dtype: str = Field(description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie.")
-    reference: str = Field(description="What was compared with: `autoregressive` or `transformers_generate`.")
+    dtype: str = Field(
+        description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie."
+    )
+    reference: str = Field(
+        description="What was compared with: `autoregressive` or `transformers_generate`."
+    )
     checked_prompts: int = Field(description="Prompts compared.")
-    mismatches: int = Field(description="Prompts that differ by more than a tie. Anything but 0 is a failure.")
+    mismatches: int = Field(
+        description="Prompts that differ by more than a tie. Anything but 0 is a failure."
+    )
     ties: int = Field(description="Prompts whose first difference is a tie.")
-    details: list[TokenDifference] = Field(default=[], description="One entry per differing prompt.")
+    details: list[TokenDifference] = Field(
+        default=[], description="One entry per differing prompt."
+    )
 
 
 @dataclass(frozen=True)
 class RequestRounds:
     """Counters of one request.
 
-    accepted_per_round  one entry per round after prefill (0 for a round without a proposal); empty if unknown
-    prompt_tokens       length of the prompt; None: unknown
-    past_end            accepted drafts that are counted but lie past the end of the response; None: unknown
-    """
+    accepted_per_round  one entry per round after prefill (0 for a round without a proposal); empty
+    if unknown prompt_tokens       length of the prompt; None: unknown past_end            accepted
+    drafts that are counted but lie past the end of the response; None: unknown"""
 
     output_tokens: int
     num_drafts: int
@@ -78,7 +95,8 @@ class RequestRounds:
 
     @classmethod
     def of(cls, output: Any, num_speculative_tokens: int) -> RequestRounds:
-        """From a `RequestOutput`; positions that were never reached count as 0, so the list has K entries."""
+        """From a `RequestOutput`; positions that were never reached count as 0, so the list has K
+        entries."""
         metrics = output.metrics
         per_pos = list(metrics.num_accepted_tokens_per_pos)
         return cls(
@@ -94,7 +112,8 @@ class RequestRounds:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One pass over the cell's prompts: output tokens, wall seconds, and the drafting rounds it took (0: none)."""
+    """One pass over the cell's prompts: output tokens, wall seconds, and the drafting rounds it
+    took (0: none)."""
 
     tokens: int
     seconds: float
@@ -104,7 +123,8 @@ class TimedRun:
 
 @dataclass(frozen=True)
 class Costs:
-    """Isolated times in milliseconds (see cost_model): V(1), V(K+1) and D(K), the whole draft phase."""
+    """Isolated times in milliseconds (see cost_model): V(1), V(K+1) and D(K), the whole draft
+    phase."""
 
     target_step_ms: float
     verify_ms: float
@@ -115,12 +135,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class CellMeasurement:
-    """Everything measured for one (workload, temperature, method, engine); what was not measured stays empty.
+    """Everything measured for one (workload, temperature, method, engine); what was not measured
+    stays empty.
 
-    Runs are in repeat order: run i of `speculative` was interleaved with run i of the others. Tokens of a run are
-    output tokens, its seconds include prefill. `requests` are those of one pass. `phase_seconds` (keys: PHASES without
-    `other`) are summed over all speculative runs.
-    """
+    Runs are in repeat order: run i of `speculative` was interleaved with run i of the others.
+    Tokens of a run are output tokens, its seconds include prefill. `requests` are those of one
+    pass. `phase_seconds` (keys: PHASES without `other`) are summed over all speculative runs."""
 
     workload: str
     temperature: float
@@ -140,7 +160,8 @@ class CellMeasurement:
 
 
 def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
-    """Every workload of one temperature, method, engine and suite as one; what one of them lacks, the pool lacks."""
+    """Every workload of one temperature, method, engine and suite as one; what one of them lacks,
+    the pool lacks."""
     return CellMeasurement(
         workload=ALL_WORKLOADS,
         temperature=group[0].temperature,
@@ -153,7 +174,11 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
         costs=_pool_costs(group),
         replay=[r for m in group for r in m.replay] if all(m.replay for m in group) else (),
         replay_paired=all(m.replay_paired for m in group),
-        replay_own_text=[r for m in group for r in m.replay_own_text] if all(m.replay_own_text for m in group) else (),
+        replay_own_text=(
+            [r for m in group for r in m.replay_own_text]
+            if all(m.replay_own_text for m in group)
+            else ()
+        ),
         lossless=_pool_lossless([check for m in group for check in m.lossless]),
         engine=group[0].engine,
         suite=group[0].suite,
@@ -161,24 +186,39 @@ def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
 
 
 def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
-    return [TimedRun(*map(sum, zip(*map(astuple, same), strict=True))) for same in zip(*runs, strict=False)]
+    return [
+        TimedRun(*map(sum, zip(*map(astuple, same), strict=True)))
+        for same in zip(*runs, strict=False)
+    ]
 
 
 def _pool_phases(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if not all(phases):
         return {}
-    return {name: sum(seconds.get(name, 0.0) for seconds in phases) for name in PHASES if name != "other"}
+    return {
+        name: sum(seconds.get(name, 0.0) for seconds in phases)
+        for name in PHASES
+        if name != "other"
+    }
 
 
 def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
-    """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the pooled limit is exactly the
-    ratio of the pooled times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
-    weighted = [(m.costs, sum(r.num_drafts for r in m.requests), sum(r.accepted for r in m.requests)) for m in group]
-    costs = [(cost, rounds, rounds + accepted) for cost, rounds, accepted in weighted if cost is not None]
+    """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the pooled limit is
+    exactly the ratio of the pooled times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
+    weighted = [
+        (m.costs, sum(r.num_drafts for r in m.requests), sum(r.accepted for r in m.requests))
+        for m in group
+    ]
+    costs = [
+        (cost, rounds, rounds + accepted) for cost, rounds, accepted in weighted if cost is not None
+    ]
     rounds, tokens = sum(r for _, r, _ in costs), sum(t for _, _, t in costs)
     if len(costs) < len(group) or not rounds:
         return None
-    batches, contexts = {cost.batch_size for cost, _, _ in costs}, {cost.context_length for cost, _, _ in costs}
+    batches, contexts = (
+        {cost.batch_size for cost, _, _ in costs},
+        {cost.context_length for cost, _, _ in costs},
+    )
     return Costs(
         target_step_ms=sum(cost.target_step_ms * t for cost, _, t in costs) / tokens,
         verify_ms=sum(cost.verify_ms * r for cost, r, _ in costs) / rounds,

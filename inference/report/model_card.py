@@ -1,7 +1,8 @@
-"""The README.md of a drafter on the Hub: metadata and text, from its configuration and its acceptance report.
+"""The README.md of a drafter on the Hub: metadata and text, from its configuration and its
+acceptance report.
 
-The text is `templates/model_card.md.j2`. Every figure in it stands in the report, and it names what was not measured.
-"""
+The text is `templates/model_card.md.j2`. Every figure in it stands in the report, and it names what
+was not measured."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class CardFacts:
 def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
     """README.md: YAML metadata, and the text below."""
     snippets = serving(facts)
-    engines = [engine.partition(",")[0].lower() for engine, _, _ in snippets if engine != "Draftsmith"]
+    engines = [
+        engine.partition(",")[0].lower() for engine, _, _ in snippets if engine != "Draftsmith"
+    ]
     data = ModelCardData(
         base_model=facts.base_model,
         license=facts.license,
@@ -58,22 +61,34 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
     )
     cells = report.own_cells() if report else []
     card = ModelCard.from_template(
-        data, template_path=str(TEMPLATE), facts=facts, report=report, serving=snippets, cells=cells,
-        pooled=[cell for cell in cells if cell.workload == ALL_WORKLOADS], unmeasured=unmeasured(report),
+        data,
+        template_path=str(TEMPLATE),
+        facts=facts,
+        report=report,
+        serving=snippets,
+        cells=cells,
+        pooled=[cell for cell in cells if cell.workload == ALL_WORKLOADS],
+        unmeasured=unmeasured(report),
         suites=[report.of_suite(facts.name) for facts in report.suites] if report else [],
-    )  # fmt: skip
+    )
     return str(card).rstrip() + "\n"
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
-    """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each temperature, those of
-    all suites too."""
+    """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each
+    temperature, those of all suites too."""
     results, shown = [], {cell.suite for cell in report.headline}
     beside = [report.of_suite(facts.name) for facts in report.suites if facts.name not in shown]
     for cell in (cell for part in [report, *beside] for cell in part.own_cells()):
         if not cell.num_drafts:
             continue
-        metrics = [("acceptance_length", "acceptance length (tokens per verification)", cell.acceptance_length)]
+        metrics = [
+            (
+                "acceptance_length",
+                "acceptance length (tokens per verification)",
+                cell.acceptance_length,
+            )
+        ]
         if cell.speedup_vs_autoregressive is not None:
             name = "speedup over the same engine without drafting"
             metrics.append(("speedup", name, cell.speedup_vs_autoregressive.median))
@@ -94,19 +109,28 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
 
 
 def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
-    """(engine, language of its snippet, snippet), of every engine that loads this family in this format."""
+    """(engine, language of its snippet, snippet), of every engine that loads this family in this
+    format."""
     config, target = facts.config, facts.base_model or facts.target_name
     format_ = (facts.fields.get("draftsmith") or {}).get("format", NATIVE)
     ways = ways_to_serve(
-        config.family, folder=facts.repository, target=target, tokens=facts.num_speculative_tokens, config=config,
+        config.family,
+        folder=facts.repository,
+        target=target,
+        tokens=facts.num_speculative_tokens,
+        config=config,
         format=format_,
-    )  # fmt: skip
+    )
     snippets = []
     for way in ways:
         if way.engine == "Draftsmith" and way.options is not None:
             snippets.append((way.engine, "python", draftsmith_snippet(target, way.options)))
         elif way.command:
-            name = "vLLM, with Draftsmith's plugin" if (way.engine, config.family) == ("vLLM", "mlp") else way.engine
+            name = (
+                "vLLM, with Draftsmith's plugin"
+                if (way.engine, config.family) == ("vLLM", "mlp")
+                else way.engine
+            )
             snippets.append((name, "bash", way.command))
     return snippets
 
@@ -117,12 +141,16 @@ def unmeasured(report: AcceptanceReport | None) -> list[str]:
         return []
     p, cells = report.provenance, report.own_cells()
     said = [
-        f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other temperatures than "
-        "those of the table.",
+        (
+            f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other"
+            " temperatures than those of the table."
+        ),
         _other_engines(report),
     ]
     if p.max_num_seqs:
-        said.append(f"Batches of another size than {p.max_num_seqs}: speed was measured at that one.")
+        said.append(
+            f"Batches of another size than {p.max_num_seqs}: speed was measured at that one."
+        )
     if not any(cell.tokens_per_second for cell in cells):
         said.append("Speed: nothing was timed.")
     elif not any(cell.speedup_vs_autoregressive for cell in cells):
@@ -142,6 +170,6 @@ def _other_engines(report: AcceptanceReport) -> str:
         if (cell := report.cell(ALL_WORKLOADS, temperature, engine=other)) is not None
     ]
     return (
-        f"SGLang. The table is of {report.provenance.engine}; in {other} the acceptance length over all workloads was "
-        f"{', '.join(lengths)}."
+        f"SGLang. The table is of {report.provenance.engine}; in {other} the acceptance length over"
+        f" all workloads was {', '.join(lengths)}."
     )

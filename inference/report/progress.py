@@ -14,7 +14,8 @@ DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doubli
 
 
 def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress | None:
-    """The progress of a training loop's records, one per step; None where they do not count tokens."""
+    """The progress of a training loop's records, one per step; None where they do not count
+    tokens."""
     tokens, points = 0, []
     for steps, record in enumerate(history, 1):
         if "supervised_tokens" not in record:  # records of an earlier version
@@ -24,14 +25,23 @@ def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress 
             error = record.get("expected_standard_error")
             error = error if error is not None and math.isfinite(error) else None
             points.append(
-                HeldOutPoint(step=steps, supervised_tokens=tokens, acceptance_length=length, standard_error=error)
+                HeldOutPoint(
+                    step=steps,
+                    supervised_tokens=tokens,
+                    acceptance_length=length,
+                    standard_error=error,
+                )
             )
     if not tokens:
         return None
     late = [point for point in points if point.supervised_tokens * 2**DOUBLINGS >= tokens]
     gain, error = _slope(late) if len(late) > 2 else (None, None)
     return TrainingProgress(
-        steps=len(history), supervised_tokens=tokens, held_out=points, gain_per_doubling=gain, gain_standard_error=error
+        steps=len(history),
+        supervised_tokens=tokens,
+        held_out=points,
+        gain_per_doubling=gain,
+        gain_standard_error=error,
     )
 
 

@@ -1,4 +1,5 @@
-"""The acceptance report on a terminal, in 80 columns: a table of the cells, and the gates. It computes no figure."""
+"""The acceptance report on a terminal, in 80 columns: a table of the cells, and the gates. It
+computes no figure."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from inference.report.schema import AcceptanceReport, SuiteFacts
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
-    """Print the cells of the report's own method by temperature, one engine under the other if there are several, the
-    other methods' totals, every suite, and the gates."""
+    """Print the cells of the report's own method by temperature, one engine under the other if
+    there are several, the other methods' totals, every suite, and the gates."""
     console = console or Console()
     if any(cell.suite is None for cell in report.headline):
         console.print(acceptance_table(report))
@@ -27,16 +28,22 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     for temperature in report.temperatures():
         cell = report.cell(ALL_WORKLOADS, temperature)
         if cell is not None and len(bins := cell.acceptance_by_text_position) > 1:
-            shown = ", ".join(f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})" for b in bins)
-            console.print(f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False)
+            shown = ", ".join(
+                f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
+                for b in bins
+            )
+            console.print(
+                f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False
+            )
     for name, modes, rows in report.thinking_modes():
         console.print(mode_table(name, modes, rows))
     if report.gates:
         console.print(gates_table(report))
     if (training := report.training) and training.gain_per_doubling is not None:
         console.print(
-            f"held-out τ over the last two doublings of the tokens seen ({training.supervised_tokens:,}): "
-            f"{training.gain_per_doubling:+.3f} ± {training.gain_standard_error:.3f} per doubling",
+            "held-out τ over the last two doublings of the tokens seen"
+            f" ({training.supervised_tokens:,}): {training.gain_per_doubling:+.3f} ±"
+            f" {training.gain_standard_error:.3f} per doubling",
             highlight=False,
         )
 
@@ -44,14 +51,19 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
 def acceptance_table(report: AcceptanceReport) -> Table:
     """τ measured and expected, tokens/s with drafting and off, speedup, efficiency, sameness."""
     p = report.provenance
-    table = _table(_title(report), "workload", "T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same")
+    table = _table(
+        _title(report), "workload", "T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same"
+    )
     for temperature in report.temperatures():
         for workload in report.workloads():
             for engine in report.engines():
                 cell, own = report.cell(workload, temperature, engine=engine), engine == p.engine
                 if cell is not None:
                     bold = own and workload == ALL_WORKLOADS
-                    table.add_row(*_row(cell, workload if own else f"  in {engine}"), style="bold" if bold else None)
+                    table.add_row(
+                        *_row(cell, workload if own else f"  in {engine}"),
+                        style="bold" if bold else None,
+                    )
         table.add_section()
     for cell in report.headline:
         if cell.workload == ALL_WORKLOADS and cell.method != p.drafter_method:
@@ -60,22 +72,31 @@ def acceptance_table(report: AcceptanceReport) -> Table:
 
 
 def suite_tables(report: AcceptanceReport) -> list[Table]:
-    """Of a report of one suite: a row per category and one for all, with both definitions of τ; then the rates by
-    position over all categories."""
+    """Of a report of one suite: a row per category and one for all, with both definitions of τ;
+    then the rates by position over all categories."""
     (facts,) = report.suites
     title = (
-        f"{facts.name}: {_title(report)}\n{facts.conversations} of {facts.conversations_in_file} conversations, up to "
-        f"{facts.max_tokens} tokens, thinking: {facts.thinking}"
+        f"{facts.name}: {_title(report)}\n{facts.conversations} of {facts.conversations_in_file}"
+        f" conversations, up to {facts.max_tokens} tokens, thinking: {facts.thinking}"
     )
-    lengths = _table(title, "category", "T", "requests", "τ pooled", "τ mean", "tok/s", "speedup", "same")
-    rates = _table("acceptance by position, %", "", "T", *map(str, range(1, facts.num_speculative_tokens + 1)))
+    lengths = _table(
+        title, "category", "T", "requests", "τ pooled", "τ mean", "tok/s", "speedup", "same"
+    )
+    rates = _table(
+        "acceptance by position, %", "", "T", *map(str, range(1, facts.num_speculative_tokens + 1))
+    )
     for temperature in report.temperatures():
         for engine in report.engines():
             where = "" if engine == report.provenance.engine else f" in {engine}"
-            for cell in (report.cell(workload, temperature, engine=engine) for workload in report.workloads()):
+            for cell in (
+                report.cell(workload, temperature, engine=engine) for workload in report.workloads()
+            ):
                 if cell is None:
                     continue
-                lengths.add_row(*_suite_row(cell, where), style="bold" if cell.workload == ALL_WORKLOADS else None)
+                lengths.add_row(
+                    *_suite_row(cell, where),
+                    style="bold" if cell.workload == ALL_WORKLOADS else None,
+                )
                 if cell.workload == ALL_WORKLOADS:
                     for name in ("joint", "conditional"):
                         values = getattr(cell, f"{name}_acceptance_per_position")
@@ -89,7 +110,9 @@ def suite_tables(report: AcceptanceReport) -> list[Table]:
     return [lengths, rates]
 
 
-def mode_table(name: str, modes: Sequence[SuiteFacts], rows: Sequence[Sequence[Cell | None]]) -> Table:
+def mode_table(
+    name: str, modes: Sequence[SuiteFacts], rows: Sequence[Sequence[Cell | None]]
+) -> Table:
     """Thinking modes side by side: τ pooled, τ mean and speedup of each workload."""
     heads = [f"{head} {facts.thinking}" for head in ("τ", "mean", "×") for facts in modes]
     table = _table(f"{name}: thinking modes side by side", "workload", "T", *heads)
@@ -101,7 +124,10 @@ def mode_table(name: str, modes: Sequence[SuiteFacts], rows: Sequence[Sequence[C
         shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
         style = "bold" if first.workload == ALL_WORKLOADS else None
         table.add_row(first.workload, f"{first.temperature:g}", *shown, style=style)
-    table.caption, table.caption_justify = "τ: over verifications; mean: of requests; ×: speedup", "left"
+    table.caption, table.caption_justify = (
+        "τ: over verifications; mean: of requests; ×: speedup",
+        "left",
+    )
     return table
 
 
@@ -122,11 +148,15 @@ def _suite_row(cell: Cell, where: str) -> list[str]:
 def _title(report: AcceptanceReport) -> str:
     p = report.provenance
     engine = "" if p.engine == OUR_ENGINE else f" in {p.engine}"
-    return f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
+    return (
+        f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
+    )
 
 
 def _table(title: str, first: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column(first, overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -161,7 +191,11 @@ def gates_table(report: AcceptanceReport) -> Table:
     table = _table("gates", "figure", "reached", "demanded")
     table.add_column("", no_wrap=True)
     for gate in report.gates:
-        bounds = [f"{sign} {bound:g}" for sign, bound in (("≥", gate.min), ("≤", gate.max)) if bound is not None]
+        bounds = [
+            f"{sign} {bound:g}"
+            for sign, bound in (("≥", gate.min), ("≤", gate.max))
+            if bound is not None
+        ]
         verdict = Text("passed", style="green") if gate.passed else Text("missed", style="bold red")
         table.add_row(gate.name, f"{gate.value:.4g}", ", ".join(bounds), verdict)
     return table

@@ -1,8 +1,8 @@
 """Token ids to text, block by block, and stop strings wherever they fall across blocks.
 
-The text after n tokens is a function of those n tokens alone: how they were split into blocks (by drafting, streaming
-or not at all) changes neither the text nor the token that a stop string ends at. Knows no engine and no requests.
-"""
+The text after n tokens is a function of those n tokens alone: how they were split into blocks (by
+drafting, streaming or not at all) changes neither the text nor the token that a stop string ends
+at. Knows no engine and no requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from typing import Any
 
 from inference.sampling_params import SamplingParams
 
-CONTEXT = 6  # prompt tokens kept as left context: a first token decodes as it does after them (leading spaces)
+# prompt tokens kept as left context: a first token decodes as it does after them (leading spaces)
+CONTEXT = 6
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 
 
 class Detokenizer:
     """One response's text. `text` never ends in a half-decoded character until `finish`."""
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
         self._stops: tuple[str, ...] = params.stop
         self._include_stop = params.include_stop_str_in_output
-        self._held = 0 if self._include_stop else max((len(stop) - 1 for stop in self._stops), default=0)
+        self._held = (
+            0 if self._include_stop else max((len(stop) - 1 for stop in self._stops), default=0)
+        )
         self.text = ""
         self._sent = 0
         self._stopped = False
@@ -34,11 +39,12 @@ class Detokenizer:
         self._base = ""  # text up to `_read`
 
     def push(self, token_ids: Sequence[int], first_checked: int = 0) -> tuple[int, str | None]:
-        """Adds a block; returns how many of its tokens the response keeps and the stop string that ended it, if any.
+        """Adds a block; returns how many of its tokens the response keeps and the stop string that
+        ended it, if any.
 
-        Stop strings that are complete before token `first_checked` of the block do not count. On a stop the text is
-        cut before the stop string (after it with include_stop_str_in_output); the token completing it is kept.
-        """
+        Stop strings that are complete before token `first_checked` of the block do not count. On a
+        stop the text is cut before the stop string (after it with include_stop_str_in_output); the
+        token completing it is kept."""
         total = len(token_ids)
         if not self._stops or first_checked >= total:
             self._extend(token_ids)
@@ -70,7 +76,8 @@ class Detokenizer:
         return self.text
 
     def take(self) -> str:
-        """The text that is new since the last call and can no longer turn out to be part of a stop string."""
+        """The text that is new since the last call and can no longer turn out to be part of a stop
+        string."""
         end = len(self.text) if self._stopped else max(self._sent, len(self.text) - self._held)
         new, self._sent = self.text[self._sent : end], end
         return new
@@ -82,7 +89,9 @@ class Detokenizer:
         stable = decoded.rstrip(REPLACEMENT)
         whole = self._base + decoded[self._known :]
         self.text = whole if stable == decoded else self._base + stable[self._known :]
-        if stable == decoded and len(decoded) > self._known:  # ends on a character: forget what lies before the block
+        if (
+            stable == decoded and len(decoded) > self._known
+        ):  # ends on a character: forget what lies before the block
             self._base = self.text
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
@@ -90,7 +99,8 @@ class Detokenizer:
         return whole
 
     def _find(self, text: str, checked: int) -> tuple[int, str] | None:
-        """The first stop string that ends after the first `checked` characters: (where it starts, which)."""
+        """The first stop string that ends after the first `checked` characters: (where it starts,
+        which)."""
         found = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
         return min((hit for hit in found if hit[0] >= 0), key=lambda hit: hit[0], default=None)
 
@@ -100,7 +110,12 @@ class Detokenizer:
         )
 
 
-def full_text(tokenizer: Any, prompt_token_ids: Sequence[int], token_ids: Sequence[int], params: SamplingParams) -> str:
+def full_text(
+    tokenizer: Any,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    params: SamplingParams,
+) -> str:
     """The text of a finished response that needed no detokenizer on the way."""
     detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
     detokenizer._extend(token_ids)

@@ -1,4 +1,5 @@
-"""Request: one response being written. All of a row's state that outlives a round is here, and its end is decided here.
+"""Request: one response being written. All of a row's state that outlives a round is here, and its
+end is decided here.
 
 Knows nothing of tensors, caches, drafters or other rows.
 """
@@ -19,16 +20,16 @@ from inference.sampling_params import SamplingParams
 
 
 class Request:
-    """token_ids (prompt and output) are the committed text; its last token, the anchor, is not in any cache yet.
+    """token_ids (prompt and output) are the committed text; its last token, the anchor, is not in
+    any cache yet.
 
-    most_drafts      of a round, as its parameters say; 0 is a request that is not drafted for
-    end              the length token_ids may reach: max_tokens or the context limit, whichever comes first
-    stop_ids         tokens that end the response, the end-of-sequence tokens among them unless ignored
-    finish_reason    None while unfinished, then "stop", "length" or "abort"; "error" if it alone cannot go on
-    processors       what it changes in its logits
-    logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's, from the second on
-    may_reuse        whether keys and values that another request computed may stand for its own
-    """
+    most_drafts      of a round, as its parameters say; 0 is a request that is not drafted for end
+    the length token_ids may reach: max_tokens or the context limit, whichever comes first stop_ids
+    tokens that end the response, the end-of-sequence tokens among them unless ignored finish_reason
+    None while unfinished, then "stop", "length" or "abort"; "error" if it alone cannot go on
+    processors       what it changes in its logits logprobs         of each output token, if its
+    parameters ask; prompt_logprobs of the prompt's, from the second on may_reuse        whether
+    keys and values that another request computed may stand for its own"""
 
     def __init__(
         self,
@@ -49,21 +50,39 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_model_len = max_model_len
-        longest = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        longest = (
+            max_model_len
+            if params.max_tokens is None
+            else self.num_prompt_tokens + params.max_tokens
+        )
         self.end = min(max_model_len, longest)
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
-        self.most_drafts = max_model_len if params.num_speculative_tokens is None else params.num_speculative_tokens
-        self.may_stop_at = self.num_prompt_tokens + params.min_tokens  # first position whose token may end it
-        self.processors = RequestProcessors(params, list(prompt_token_ids), self.stop_ids, bad_words, grammar)
+        self.most_drafts = (
+            max_model_len
+            if params.num_speculative_tokens is None
+            else params.num_speculative_tokens
+        )
+        self.may_stop_at = (
+            self.num_prompt_tokens + params.min_tokens
+        )  # first position whose token may end it
+        self.processors = RequestProcessors(
+            params, list(prompt_token_ids), self.stop_ids, bad_words, grammar
+        )
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.arrival = 0  # its place in the order in which requests came, given by the scheduler
-        self.may_reuse = not (params.prompt_logprobs is not None and index == 0)  # these need every position computed
-        self.num_cached_tokens = 0  # of the prompt, whose keys and values were there when it was admitted
-        self.num_hidden_tokens = 0  # 1 if the response ends with a stop token that its text does not show
+        self.may_reuse = not (
+            params.prompt_logprobs is not None and index == 0
+        )  # these need every position computed
+        self.num_cached_tokens = (
+            0  # of the prompt, whose keys and values were there when it was admitted
+        )
+        self.num_hidden_tokens = (
+            0  # 1 if the response ends with a stop token that its text does not show
+        )
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
         self.drafted_per_round: list[int] = []
@@ -77,7 +96,8 @@ class Request:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that a cache must hold before a round: the prompt; of one that was preempted, all but the anchor."""
+        """Tokens that a cache must hold before a round: the prompt; of one that was preempted, all
+        but the anchor."""
         return max(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
@@ -100,7 +120,8 @@ class Request:
         return self.max_model_len - len(self.token_ids)
 
     def commit(self, new_tokens: list[int]) -> int:
-        """Appends a round's tokens up to the one that ends the response; returns how many were kept."""
+        """Appends a round's tokens up to the one that ends the response; returns how many were
+        kept."""
         length = len(self.token_ids)
         kept, reason, stop_token = len(new_tokens), None, None
         if length + kept >= self.end:
@@ -112,7 +133,9 @@ class Request:
                     break
         hidden = int(reason == "stop" and not self.params.include_stop_str_in_output)
         if self.detokenizer is not None:
-            used, stop_string = self.detokenizer.push(new_tokens[: kept - hidden], self.may_stop_at - length)
+            used, stop_string = self.detokenizer.push(
+                new_tokens[: kept - hidden], self.may_stop_at - length
+            )
             if stop_string is not None:
                 kept, reason, stop_token, hidden = used, "stop", None, 0
                 self.stop_reason = stop_string
@@ -126,7 +149,8 @@ class Request:
         return kept
 
     def count_round(self, num_drafted: int, num_accepted: int, depth: int | None = None) -> None:
-        """Counts one verification: what was drafted, and how much of it was committed; `depth` as in the counters."""
+        """Counts one verification: what was drafted, and how much of it was committed; `depth` as
+        in the counters."""
         self.counters.add(num_drafted, num_accepted, depth)
         self.accepted_per_round.append(num_accepted)
         self.drafted_per_round.append(num_drafted)

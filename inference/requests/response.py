@@ -42,11 +42,14 @@ class Response:
 
     def output(self) -> RequestOutput:
         """Everything there is."""
-        completions = [_completion(r, _text(r, self.tokenizer), 0, self.tokenizer) for r in self.requests]
+        completions = [
+            _completion(r, _text(r, self.tokenizer), 0, self.tokenizer) for r in self.requests
+        ]
         return self._output(completions, self._prompt_logprobs())
 
     def delta(self) -> RequestOutput | None:
-        """The text and tokens added since the last call; None if there are none. The end is reported exactly once."""
+        """The text and tokens added since the last call; None if there are none. The end is
+        reported exactly once."""
         new = []
         for i, request in enumerate(self.requests):
             written = len(request.token_ids) - request.num_prompt_tokens
@@ -57,11 +60,17 @@ class Response:
             self._ended[i] = request.finished
         if not new:
             return None
-        prompt_logprobs = [] if self._began and self.requests[0].wants_prompt_logprobs else self._prompt_logprobs()
+        prompt_logprobs = (
+            []
+            if self._began and self.requests[0].wants_prompt_logprobs
+            else self._prompt_logprobs()
+        )
         self._began = True
         return self._output(new, prompt_logprobs)
 
-    def _output(self, completions: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None) -> RequestOutput:
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None
+    ) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -75,7 +84,11 @@ class Response:
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         first = self.requests[0]
-        return [None, *as_dicts(first.prompt_logprobs, self.tokenizer)] if first.wants_prompt_logprobs else None
+        return (
+            [None, *as_dicts(first.prompt_logprobs, self.tokenizer)]
+            if first.wants_prompt_logprobs
+            else None
+        )
 
 
 def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:
@@ -99,7 +112,12 @@ def _text(request: Request, tokenizer: Any) -> str:
         return request.detokenizer.text
     if tokenizer is None:
         return ""
-    return full_text(tokenizer, request.token_ids[: request.num_prompt_tokens], request.text_token_ids, request.params)
+    return full_text(
+        tokenizer,
+        request.token_ids[: request.num_prompt_tokens],
+        request.text_token_ids,
+        request.params,
+    )
 
 
 def _metrics(requests: Sequence[Request]) -> RequestMetrics:
@@ -126,4 +144,7 @@ def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs
 def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        yield token, Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token]))
+        yield (
+            token,
+            Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token])),
+        )

@@ -1,9 +1,8 @@
 """Which request holds which row: continuous batching between rounds.
 
-The rows in use are always 0 .. len(running) - 1, so that a forward takes a contiguous slice of every cache. Knows no
-tensors and no memory: whoever owns rows of memory says how many requests there is room for, and moves rows as
-`release` and `preempt` say.
-"""
+The rows in use are always 0 .. len(running) - 1, so that a forward takes a contiguous slice of
+every cache. Knows no tensors and no memory: whoever owns rows of memory says how many requests
+there is room for, and moves rows as `release` and `preempt` say."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ from speculators.errors import ConfigError
 
 
 class Scheduler:
-    """First come, first served; at most `max_num_seqs` rows. `running[row]` is the request in a row.
+    """First come, first served; at most `max_num_seqs` rows. `running[row]` is the request in a
+    row.
 
-    Whoever runs came before everyone who waits: nobody is overtaken, and who came last gives way first.
-    """
+    Whoever runs came before everyone who waits: nobody is overtaken, and who came last gives way
+    first."""
 
     def __init__(self, max_num_seqs: int) -> None:
         if max_num_seqs < 1:
@@ -57,7 +57,8 @@ class Scheduler:
         return self.release(row)
 
     def release(self, row: int) -> int | None:
-        """Frees a row. The last row takes its place: returns that row's old number, or None if it was the last."""
+        """Frees a row. The last row takes its place: returns that row's old number, or None if it
+        was the last."""
         last = self.running.pop()
         if row == len(self.running):
             return None

@@ -1,10 +1,10 @@
-"""A request's changes to its logits before softmax: at every drafted place as if the drafts before it had
-been written, so that drafting changes nothing. Also at temperature 0.
+"""A request's changes to its logits before softmax: at every drafted place as if the drafts before
+it had been written, so that drafting changes nothing. Also at temperature 0.
 
-In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties; temperature and filters are
-`sampler.py`'s. A place is known by its path, the drafted tokens that lead to it, so chains and trees are the same here.
-A batch, and a drafter's logits, are `spec_decode/logits.py`'s.
-"""
+In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties;
+temperature and filters are `sampler.py`'s. A place is known by its path, the drafted tokens that
+lead to it, so chains and trees are the same here. A batch, and a drafter's logits, are
+`spec_decode/logits.py`'s."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FORBIDDEN = -torch.inf
 class RequestProcessors:
     """The logits processors of one request, with the state they keep of its text.
 
-    Its memory follows the committed text it is shown, which only grows; drafts leave nothing behind.
-    """
+    Its memory follows the committed text it is shown, which only grows; drafts leave nothing
+    behind."""
 
     def __init__(
         self,
@@ -43,19 +43,35 @@ class RequestProcessors:
         self._stop_ids = sorted(stop_ids) if params.min_tokens else []
         self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
         self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
-        penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
-        self.counts = TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else []) if penalised else None
+        penalised = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        ) != (1, 0, 0)
+        self.counts = (
+            TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else [])
+            if penalised
+            else None
+        )
         self._counted = self._start  # tokens of the text that are in the counts
-        self.forbids = bool(grammar is not None or params.allowed_token_ids or bad_words)  # perhaps every token
+        self.forbids = bool(
+            grammar is not None or params.allowed_token_ids or bad_words
+        )  # perhaps every token
         self._always = bool(self.forbids or params.logit_bias or penalised)
         self._tensors: _Tensors | None = None
-        self.dead_ends: set[tuple[int, ...]] = set()  # paths of the last proposal after which no token is left
+        self.dead_ends: set[tuple[int, ...]] = (
+            set()
+        )  # paths of the last proposal after which no token is left
 
     def active(self, length: int) -> bool:
         """True if logits after a text of so many tokens are changed."""
-        return self._always or (bool(self._stop_ids) and length < self._start + self.params.min_tokens)
+        return self._always or (
+            bool(self._stop_ids) and length < self._start + self.params.min_tokens
+        )
 
-    def mask_and_bias(self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def mask_and_bias(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> None:
         """Changes logits [P, V] in place by everything but penalties. Waits for no device."""
         if self._tensors is None:
             self._tensors = _Tensors(self.params, logits.shape[-1], logits.device)
@@ -71,14 +87,21 @@ class RequestProcessors:
         return self.counts
 
     def _mask(
-        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]], not_allowed: Tensor | None
+        self,
+        logits: Tensor,
+        token_ids: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        not_allowed: Tensor | None,
     ) -> None:
-        """Whatever forbids a token writes the same value, so that order does not matter among these."""
+        """Whatever forbids a token writes the same value, so that order does not matter among
+        these."""
         if self._grammar is not None:
             masks = enumerate(self._grammar.masks(token_ids, paths))
             masked = {place: allowed for place, allowed in masks if allowed is not None}
             if masked:
-                allowed = on_device(np.stack([each.numpy() for each in masked.values()]), logits.device, torch.bool)
+                allowed = on_device(
+                    np.stack([each.numpy() for each in masked.values()]), logits.device, torch.bool
+                )
                 places = on_device([*masked], logits.device)
                 logits[places] = logits[places].masked_fill_(~allowed, FORBIDDEN)
         if not_allowed is not None:
@@ -93,7 +116,9 @@ class RequestProcessors:
         if one_by_one:
             logits[on_device(one_by_one, logits.device).unbind(1)] = FORBIDDEN
 
-    def _last_tokens(self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    def _last_tokens(
+        self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int]]:
         """(place, token) of each bad sequence whose beginning ends the output."""
         longest = max(len(word) for word in self._bad_sequences) - 1
         written = list(token_ids[max(self._start, len(token_ids) - longest) :])
@@ -124,7 +149,8 @@ def apply_processors(
     texts: Sequence[Sequence[int]],
     paths: Sequence[Sequence[Sequence[int]]],
 ) -> None:
-    """Changes logits [B, T, V] in place: place j of row rows[i] follows the committed text texts[i] and paths[i][j].
+    """Changes logits [B, T, V] in place: place j of row rows[i] follows the committed text texts[i]
+    and paths[i][j].
 
     Places beyond len(paths[i]) stay as they are. Waits for no device.
     """
@@ -138,12 +164,13 @@ def apply_processors(
 
 
 def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """Each word as the tokens it is written with: at the start of a text, and after a blank where that is as long and
-    begins with another token (vLLM's rule)."""
+    """Each word as the tokens it is written with: at the start of a text, and after a blank where
+    that is as long and begins with another token (vLLM's rule)."""
     found: list[list[int]] = []
     for word in words:
         bare, spaced = (
-            list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids) for prefix in ("", " ")
+            list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids)
+            for prefix in ("", " ")
         )
         found += [bare] if bare else []
         if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:

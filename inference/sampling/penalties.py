@@ -1,8 +1,7 @@
 """Repetition, presence and frequency penalties of a whole batch in a few operations.
 
-Sparse: a penalty costs what the texts have in them and not what the vocabulary has. Counts live on the host, since
-tokens are known there; a batch's counts go to the device in one copy.
-"""
+Sparse: a penalty costs what the texts have in them and not what the vocabulary has. Counts live on
+the host, since tokens are known there; a batch's counts go to the device in one copy."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from speculators.precision import to_device
 class TokenCounts:
     """The distinct tokens of one request's prompt and output, and how often each is in the output.
 
-    A token's slot is its place in `token_ids`. The prompt's tokens have the first `num_prompt` slots.
-    """
+    A token's slot is its place in `token_ids`. The prompt's tokens have the first `num_prompt`
+    slots."""
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.slots: dict[int, int] = {}
@@ -47,10 +46,9 @@ def along_paths(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counts as if the drafted tokens of paths[i][j] had been written after text i.
 
-    Every row has the same number of paths P and at least one token. Returns token ids [R, U], how often each is in
-    the output [R, P, U] and whether it is in prompt or output [R, P, U]. A row with fewer than U tokens repeats its
-    last one.
-    """
+    Every row has the same number of paths P and at least one token. Returns token ids [R, U], how
+    often each is in the output [R, P, U] and whether it is in prompt or output [R, P, U]. A row
+    with fewer than U tokens repeats its last one."""
     extra: list[dict[int, int]] = [{} for _ in counts]
     added: list[tuple[int, int, int]] = []  # (row, place, slot)
     for row, (each, row_paths) in enumerate(zip(counts, paths, strict=True)):
@@ -58,10 +56,20 @@ def along_paths(
         for place, path in enumerate(row_paths):
             for token in path:
                 slot = slots.get(token)
-                added.append((row, place, fresh.setdefault(token, known + len(fresh)) if slot is None else slot))
-    sizes = np.array([len(each.token_ids) + len(fresh) for each, fresh in zip(counts, extra, strict=True)])
+                added.append(
+                    (
+                        row,
+                        place,
+                        fresh.setdefault(token, known + len(fresh)) if slot is None else slot,
+                    )
+                )
+    sizes = np.array(
+        [len(each.token_ids) + len(fresh) for each, fresh in zip(counts, extra, strict=True)]
+    )
     U, P = int(sizes.max()), len(paths[0])
-    numbers = np.zeros((3, len(counts), U), np.int64)  # token ids, times in the committed output, whether in the prompt
+    numbers = np.zeros(
+        (3, len(counts), U), np.int64
+    )  # token ids, times in the committed output, whether in the prompt
     for row, (each, fresh) in enumerate(zip(counts, extra, strict=True)):
         known = len(each.token_ids)
         numbers[0, row, :known], numbers[1, row, :known] = each.token_ids, each.times
@@ -87,7 +95,8 @@ def penalise(
     counts: Sequence[TokenCounts],
     paths: Sequence[Sequence[Sequence[int]]],
 ) -> None:
-    """Changes logits [B, T, V] in place: place j of row rows[i] follows text i and the drafted tokens paths[i][j].
+    """Changes logits [B, T, V] in place: place j of row rows[i] follows text i and the drafted
+    tokens paths[i][j].
 
     The definitions of CTRL (1909.05858; by sign, as in vLLM) and of OpenAI's API.
     """
@@ -100,12 +109,18 @@ def penalise(
     token_ids, times, seen = along_paths([counts[i] for i in kept], padded, logits.device)
     place = torch.tensor([[min(j, len(paths[i]) - 1) for j in range(P)] for i in kept])
     where = to_device(
-        torch.stack([torch.tensor([rows[i] for i in kept]).unsqueeze(1).expand(-1, P), place]), logits.device
+        torch.stack([torch.tensor([rows[i] for i in kept]).unsqueeze(1).expand(-1, P), place]),
+        logits.device,
     )
     index = (where[0].unsqueeze(2), where[1].unsqueeze(2), token_ids.unsqueeze(1))
     values = logits[index]  # [R, P, U]
-    wanted = [(params[i].repetition_penalty, params[i].frequency_penalty, params[i].presence_penalty) for i in kept]
-    factor, frequency, presence = to_device(torch.tensor(wanted, dtype=logits.dtype), logits.device).T[..., None, None]
+    wanted = [
+        (params[i].repetition_penalty, params[i].frequency_penalty, params[i].presence_penalty)
+        for i in kept
+    ]
+    factor, frequency, presence = to_device(
+        torch.tensor(wanted, dtype=logits.dtype), logits.device
+    ).T[..., None, None]
     repeated = torch.where(values > 0, values / factor, values * factor)
     values = torch.where(seen, repeated, values) - frequency * times - presence * (times > 0)
     logits[index] = values.to(logits.dtype)

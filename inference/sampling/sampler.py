@@ -1,9 +1,9 @@
 """From logits to probabilities, and from probabilities to tokens.
 
-`probabilities` is the one definition of p (and of q, when a drafter samples): what is drawn from and what is
-verified must be the same tensor. Nothing here knows drafts or verification. No row reads another row of its
-batch, and a row's generator is asked for the same numbers whatever its neighbours are.
-"""
+`probabilities` is the one definition of p (and of q, when a drafter samples): what is drawn from
+and what is verified must be the same tensor. Nothing here knows drafts or verification. No row
+reads another row of its batch, and a row's generator is asked for the same numbers whatever its
+neighbours are."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from speculators.precision import on_device
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Logits [..., V] -> p [..., V] float32, after temperature, min-p, top-k and top-p, in this order.
+    """Logits [..., V] -> p [..., V] float32, after temperature, min-p, top-k and top-p, in this
+    order.
 
-    Temperature 0 is a one-hot at the argmax, first index on ties. Filters keep every token whose probability
-    equals that of the last token they keep, so that p does not depend on how a sort breaks ties.
-    """
+    Temperature 0 is a one-hot at the argmax, first index on ties. Filters keep every token whose
+    probability equals that of the last token they keep, so that p does not depend on how a sort
+    breaks ties."""
     if params.temperature == 0:
         best = argmax(logits)
         p = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
@@ -45,7 +46,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def batch_probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits [B, T, V], one SamplingParams per row -> p [B, T, V] float32; equal params go together."""
+    """Logits [B, T, V], one SamplingParams per row -> p [B, T, V] float32; equal params go
+    together."""
     groups: dict[tuple, list[int]] = {}
     for row, row_params in enumerate(params):
         key = (row_params.temperature, row_params.min_p, row_params.top_k, row_params.top_p)
@@ -69,12 +71,12 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Weights [B, V], not necessarily normalised, and uniforms [B] float64 in [0, 1) -> token ids [B] long.
+    """Weights [B, V], not necessarily normalised, and uniforms [B] float64 in [0, 1) -> token ids
+    [B] long.
 
-    Takes the first token whose cumulative weight exceeds u times the total: never one of weight zero. The
-    product stays below the total because u <= 1 - 2^-53 and both are float64. V is answered where no token
-    has any weight.
-    """
+    Takes the first token whose cumulative weight exceeds u times the total: never one of weight
+    zero. The product stays below the total because u <= 1 - 2^-53 and both are float64. V is
+    answered where no token has any weight."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)  # [B, V]
     targets = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # [B, 1]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(-1)
@@ -86,11 +88,11 @@ def uniforms(generator: torch.Generator | None, n: int) -> list[float]:
 
 
 def make_generator(seed: int | None) -> torch.Generator:
-    """A row's own source of randomness, always on the CPU, so that a seed means the same on every device.
+    """A row's own source of randomness, always on the CPU, so that a seed means the same on every
+    device.
 
-    None seeds it from torch's global generator. torch keeps only the lowest 32 bits of a seed, so all bits
-    are mixed into those first.
-    """
+    None seeds it from torch's global generator. torch keeps only the lowest 32 bits of a seed, so
+    all bits are mixed into those first."""
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return torch.Generator().manual_seed(_mix(seed))
@@ -98,8 +100,9 @@ def make_generator(seed: int | None) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws from torch's global generators inside depend on `seed` alone, not on earlier draws; outside
-    they go on as if nothing had been drawn. `device`: the one that is drawn on, beside the CPU."""
+    """Draws from torch's global generators inside depend on `seed` alone, not on earlier draws;
+    outside they go on as if nothing had been drawn. `device`: the one that is drawn on, beside the
+    CPU."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -110,20 +113,23 @@ def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
     for row, token in enumerate(token_ids):
         if token >= vocab_size:
             raise DraftsmithError(
-                f"sampler: row {row} has no token of positive probability; expected finite logits. "
-                "Look for NaN in the model's output (a dtype that overflows), or a mask that forbids all."
+                f"sampler: row {row} has no token of positive probability; expected finite logits."
+                " Look for NaN in the model's output (a dtype that overflows), or a mask that"
+                " forbids all."
             )
 
 
 def _top_p_floor(p: Tensor, top_p: float, largest: Tensor | None) -> Tensor:
     """Smallest probability that top-p keeps: p [..., V] -> [..., 1].
 
-    A token stays if the mass of those before it, in falling order, falls short of top_p of the total. `largest`
-    [..., k], falling: the probabilities that top-k kept; any others that it kept tie with the last of them.
-    """
+    A token stays if the mass of those before it, in falling order, falls short of top_p of the
+    total. `largest` [..., k], falling: the probabilities that top-k kept; any others that it kept
+    tie with the last of them."""
     wanted = p.sum(-1, keepdim=True, dtype=torch.float64) * top_p  # [..., 1]
     if largest is None and p.device.type == "cpu":
-        rows = zip(p.detach().reshape(-1, p.shape[-1]).numpy(), wanted.flatten().tolist(), strict=True)
+        rows = zip(
+            p.detach().reshape(-1, p.shape[-1]).numpy(), wanted.flatten().tolist(), strict=True
+        )
         floors = [_row_floor(row, mass, top_p) for row, mass in rows]
         return torch.tensor(floors, dtype=p.dtype).view(wanted.shape)
     falling = p.sort(-1, descending=True).values if largest is None else largest
@@ -135,9 +141,8 @@ def _top_p_floor(p: Tensor, top_p: float, largest: Tensor | None) -> Tensor:
 def _row_floor(row: np.ndarray, wanted: float, top_p: float) -> float:
     """`_top_p_floor` of one row [V].
 
-    V tokens below (1 - top_p) / V of the total weigh less than what top-p drops, so none of them is kept and
-    only the others are sorted; half of that bound leaves room for rounding.
-    """
+    V tokens below (1 - top_p) / V of the total weigh less than what top-p drops, so none of them is
+    kept and only the others are sorted; half of that bound leaves room for rounding."""
     total = wanted / top_p
     falling = np.sort(row[row >= 0.5 * (1 - top_p) * total / row.size])[::-1]
     if falling.size == 0:  # NaN: reported when the token is drawn

@@ -1,9 +1,8 @@
 """Output that follows a grammar: what the next token may be, at every place of a proposal.
 
-The grammar is llguidance's, one matcher per request. Committed tokens are read once; drafted ones are read along
-their paths, depth first, and taken back, so that nothing is left of a draft that was rejected. Knows no logits: it
-answers with masks.
-"""
+The grammar is llguidance's, one matcher per request. Committed tokens are read once; drafted ones
+are read along their paths, depth first, and taken back, so that nothing is left of a draft that was
+rejected. Knows no logits: it answers with masks."""
 
 from __future__ import annotations
 
@@ -34,9 +33,12 @@ class Grammars:
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
     def matcher(self, params: StructuredOutputsParams, num_prompt_tokens: int) -> GrammarMatcher:
-        """For one response. ConfigError if the grammar cannot be compiled, or there is nothing to compile it with."""
+        """For one response. ConfigError if the grammar cannot be compiled, or there is nothing to
+        compile it with."""
         compiled = self._compiled(_grammar_text(params), f"structured_outputs.{params.kind}")
-        return GrammarMatcher(compiled.deep_copy(), self._eos_token_ids, self._vocab_size, num_prompt_tokens)
+        return GrammarMatcher(
+            compiled.deep_copy(), self._eos_token_ids, self._vocab_size, num_prompt_tokens
+        )
 
     def _compile(self, grammar: str, where: str) -> Any:
         tokenizer = self._llguidance_tokenizer()
@@ -50,7 +52,10 @@ class Grammars:
             raise ConfigError("structured_outputs needs a tokenizer; pass LLM(tokenizer=...)")
         if not self._eos_token_ids:
             where = "the model's generation config or its tokenizer"
-            raise ConfigError(f"structured_outputs needs an end-of-sequence token to end with; name one in {where}")
+            raise ConfigError(
+                "structured_outputs needs an end-of-sequence token to end with; name one in"
+                f" {where}"
+            )
         size = max(self._vocab_size, len(self._tokenizer))
         _llguidance()
         from llguidance.hf import from_tokenizer
@@ -59,28 +64,37 @@ class Grammars:
             return from_tokenizer(self._tokenizer, size, sorted(self._eos_token_ids))
         except ValueError as error:
             kind = type(self._tokenizer).__name__
-            raise ConfigError(f"structured_outputs: llguidance cannot read the tokenizer ({kind}): {error}") from error
+            raise ConfigError(
+                f"structured_outputs: llguidance cannot read the tokenizer ({kind}): {error}"
+            ) from error
 
 
 class GrammarMatcher:
-    """Where one response is in its grammar: what it has committed, and how far along a draft it was last looked at.
+    """Where one response is in its grammar: what it has committed, and how far along a draft it was
+    last looked at.
 
-    A response may end where the grammar is complete. After an end that was ignored (`ignore_eos`) nothing is masked.
-    """
+    A response may end where the grammar is complete. After an end that was ignored (`ignore_eos`)
+    nothing is masked."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int], vocab_size: int, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, matcher: Any, eos_token_ids: frozenset[int], vocab_size: int, num_prompt_tokens: int
+    ) -> None:
         self._matcher, self._eos_token_ids, self._vocab_size = matcher, eos_token_ids, vocab_size
         self._read = num_prompt_tokens  # tokens of the text that the matcher has read for good
         self._drafted: list[int] = []  # and of a draft, behind them
         self._ended = False
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path: a drafter has asked for many of them before
+        self._masks: dict[
+            tuple[int, ...], Tensor | None
+        ] = {}  # by path: a drafter has asked for many of them before
 
-    def masks(self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> list[Tensor | None]:
-        """Committed text and paths -> for each path bool [V], True where the token after it is allowed.
+    def masks(
+        self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> list[Tensor | None]:
+        """Committed text and paths -> for each path bool [V], True where the token after it is
+        allowed.
 
-        None where nothing is forbidden: after the end of sequence, and after a draft that the grammar forbids, which
-        is never committed.
-        """
+        None where nothing is forbidden: after the end of sequence, and after a draft that the
+        grammar forbids, which is never committed."""
         self._catch_up(token_ids)
         if self._ended:
             return [None] * len(paths)
@@ -100,11 +114,14 @@ class GrammarMatcher:
             self._ended = token in self._eos_token_ids
             if not self._ended and not self._matcher.consume_token(token):
                 fault = self._matcher.get_error().strip()
-                raise DraftsmithError(f"structured_outputs: committed token {token} does not fit the grammar: {fault}")
+                raise DraftsmithError(
+                    f"structured_outputs: committed token {token} does not fit the grammar: {fault}"
+                )
         self._read = len(token_ids)
 
     def _walk(self, path: tuple[int, ...]) -> bool:
-        """Reads a draft, going on from the one read last. False if a token in it is forbidden or ends the response."""
+        """Reads a draft, going on from the one read last. False if a token in it is forbidden or
+        ends the response."""
         shared = 0
         while shared < min(len(path), len(self._drafted)) and path[shared] == self._drafted[shared]:
             shared += 1
@@ -124,7 +141,9 @@ class GrammarMatcher:
     def _mask(self) -> Tensor:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise DraftsmithError(f"structured_outputs: {self._matcher.get_error().strip()}; simplify the grammar")
+            raise DraftsmithError(
+                f"structured_outputs: {self._matcher.get_error().strip()}; simplify the grammar"
+            )
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         return torch.from_numpy(allowed).bool()
 
@@ -140,10 +159,14 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         try:
             return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
         except ValueError as error:
-            raise ConfigError(f"structured_outputs.json: {error}; expected a JSON schema") from error
+            raise ConfigError(
+                f"structured_outputs.json: {error}; expected a JSON schema"
+            ) from error
     value = getattr(params, params.kind)
     try:
-        return llguidance.grammar_from(params.kind, json_module.dumps(value) if params.kind == "choice" else value)
+        return llguidance.grammar_from(
+            params.kind, json_module.dumps(value) if params.kind == "choice" else value
+        )
     except ValueError as error:
         raise ConfigError(f"structured_outputs.{params.kind}: {error}") from error
 
@@ -153,6 +176,7 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise ConfigError(
-            'structured_outputs needs the package llguidance; install it: pip install "draftsmith[structured]"'
+            "structured_outputs needs the package llguidance; install it: pip install"
+            ' "draftsmith[structured]"'
         ) from error
     return llguidance

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible server: routes, streams, metrics, and swapping the drafter of a running server.
+"""The OpenAI-compatible server: routes, streams, metrics, and swapping the drafter of a running
+server.
 
 It knows HTTP and the engine's thread; `api/` holds requests and answers as they are on the wire.
 Sampling and verification belong to the engine.

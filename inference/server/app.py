@@ -1,10 +1,10 @@
 """The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/server.md).
 
-    app = make_app(LLM("path/to/target", speculative_config=…), ServerOptions(served_model_name=("my-model",)))
+    app = make_app(LLM("path/to/target", speculative_config=…),
+    ServerOptions(served_model_name=("my-model",)))
 
-Here are the routes. Requests are parsed in api/requests.py, answers are written in responses.py, and async_engine.py
-decides whose turn it is.
-"""
+Here are the routes. Requests are parsed in api/requests.py, answers are written in responses.py,
+and async_engine.py decides whose turn it is."""
 
 from __future__ import annotations
 
@@ -50,17 +50,23 @@ from inference.server.responses import ChatWriter, CompletionWriter, TokenTexts,
 logger = logging.getLogger(__name__)
 
 NUM_WORKERS = 4  # threads that tokenize requests
-# The page is one file without data, so it needs no key. It may fetch nothing but this server's answers.
+# The page is one file without data, so it needs no key. It may fetch nothing but this server's
+# answers.
 PAGE = Path(__file__).with_name("page.html")
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 R = TypeVar("R")
 Documented = dict[int | str, dict[str, Any]]  # responses, as FastAPI documents them
-ERRORS: Documented = {"4XX": {"model": schema.ErrorResponse}, "5XX": {"model": schema.ErrorResponse}}
+ERRORS: Documented = {
+    "4XX": {"model": schema.ErrorResponse},
+    "5XX": {"model": schema.ErrorResponse},
+}
 
 
 class Server:
@@ -73,7 +79,9 @@ class Server:
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self.drafters = DrafterSwap(llm, self.engine, self.run_in_worker)
         engine, drafters = self.engine, self.drafters
-        self.metrics.watch(llm, lambda: engine.in_flight, drafters.counters, lambda: drafters.most_drafts)
+        self.metrics.watch(
+            llm, lambda: engine.in_flight, drafters.counters, lambda: drafters.most_drafts
+        )
         self.parser = RequestParser(llm, options)
         self.texts = TokenTexts(llm.get_tokenizer())
 
@@ -81,7 +89,9 @@ class Server:
         """The name for the answer. APIError 404 for a model that is not served."""
         names = self.options.served_model_name
         if requested is not None and requested not in names:
-            raise APIError(404, f"no model {requested!r} here; expected one of {', '.join(names)}", "model")
+            raise APIError(
+                404, f"no model {requested!r} here; expected one of {', '.join(names)}", "model"
+            )
         return requested or names[0]
 
     async def run_in_worker(self, work: Callable[[], R]) -> R:
@@ -89,9 +99,14 @@ class Server:
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
     async def generate(
-        self, http: Request, request: GenerationRequest, prompts: int, parse: Callable[[], Prompts],
-        writer_class: Callable[..., Writer], prefix: str,
-    ) -> Response:  # fmt: skip
+        self,
+        http: Request,
+        request: GenerationRequest,
+        prompts: int,
+        parse: Callable[[], Prompts],
+        writer_class: Callable[..., Writer],
+        prefix: str,
+    ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
         name = f"{prefix}-{request.request_id or uuid4().hex}"
         base = {
@@ -104,10 +119,14 @@ class Server:
         with ExitStack() as closing:
             closing.callback(self._close, ticket, name)
             parsed = await self.run_in_worker(parse)
-            ticket.submit(parsed, streaming=bool(request.stream), traced=bool(request.return_rounds))
+            ticket.submit(
+                parsed, streaming=bool(request.stream), traced=bool(request.return_rounds)
+            )
             proposer = self.llm.engine.proposer
             num_spec_tokens = None if proposer is None else proposer.num_speculative_tokens
-            writer = writer_class(request, base, self.options, self.texts, ticket.generations, num_spec_tokens)
+            writer = writer_class(
+                request, base, self.options, self.texts, ticket.generations, num_spec_tokens
+            )
             if request.stream:
                 return EventStream(_events(ticket, writer), closing.pop_all().close)
             outputs = await _while_connected(http, _collect(ticket))
@@ -164,7 +183,9 @@ class EventStream(StreamingResponse):
     """Calls `on_close` when the stream ends, also if the client leaves before the first event."""
 
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -204,35 +225,56 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
         app.post("/drafter")(server.drafters.swap)
     app.add_middleware(RequestGuard, options=options)
     if origins := options.allowed_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return app
 
 
 def _streamed(model: type[BaseModel]) -> Documented:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     events = {"text/event-stream": {"itemSchema": event}}
-    return {200: {"model": model, "description": "whole, or with stream its chunks as events", "content": events}}
+    return {
+        200: {
+            "model": model,
+            "description": "whole, or with stream its chunks as events",
+            "content": events,
+        }
+    }
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions", responses=_streamed(schema.CompletionResponse))
     async def completions(request: CompletionRequest, http: Request) -> Response:
         parse = partial(server.parser.completion, request)
-        return await server.generate(http, request, len(request.prompts), parse, CompletionWriter, "cmpl")
+        return await server.generate(
+            http, request, len(request.prompts), parse, CompletionWriter, "cmpl"
+        )
 
     @app.post("/v1/chat/completions", responses=_streamed(schema.ChatCompletionResponse))
     async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
-        return await server.generate(http, request, 1, partial(server.parser.chat, request), ChatWriter, "chatcmpl")
+        return await server.generate(
+            http, request, 1, partial(server.parser.chat, request), ChatWriter, "chatcmpl"
+        )
 
 
 def _add_tokens(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: TokenizeCompletionRequest | TokenizeChatRequest) -> schema.TokenizeResponse:
+    async def tokenize(
+        request: TokenizeCompletionRequest | TokenizeChatRequest,
+    ) -> schema.TokenizeResponse:
         server.model_name(request.model)
         tokens = await server.run_in_worker(partial(server.parser.tokens, request))
-        texts = server.texts.tokenizer.convert_ids_to_tokens(tokens) if request.return_token_strs else None
+        texts = (
+            server.texts.tokenizer.convert_ids_to_tokens(tokens)
+            if request.return_token_strs
+            else None
+        )
         return schema.TokenizeResponse(
-            count=len(tokens), max_model_len=server.llm.engine.max_model_len, tokens=tokens, token_strs=texts
+            count=len(tokens),
+            max_model_len=server.llm.engine.max_model_len,
+            tokens=tokens,
+            token_strs=texts,
         )
 
     @app.post("/detokenize")
@@ -246,7 +288,10 @@ def _add_state(app: FastAPI, server: Server) -> None:
     async def models() -> schema.ModelList:
         root, limit = server.llm.engine.target.name_or_path, server.llm.engine.max_model_len
         names = server.options.served_model_name
-        cards = [schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit) for name in names]
+        cards = [
+            schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit)
+            for name in names
+        ]
         return schema.ModelList(data=cards)
 
     @app.get("/health", response_class=Response)

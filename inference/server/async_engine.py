@@ -1,15 +1,16 @@
-"""The engine for many clients at once: one thread runs its rounds, requests join and leave between two of them.
+"""The engine for many clients at once: one thread runs its rounds, requests join and leave between
+two of them.
 
     ticket = engine.admit(1)                    # or 429: too many wait
     try:
         ticket.submit([(prompt, params)], streaming=True)
         async for index, output in ticket.outputs(): ...
     finally:
-        ticket.close()                          # unfinished requests leave their rows within a round
+        ticket.close()                          # unfinished requests leave their rows within a
+        round
 
-The LLM is used by the engine's thread alone. The event loop queues calls for that thread, and the thread hands outputs
-to the event loop.
-"""
+The LLM is used by the engine's thread alone. The event loop queues calls for that thread, and the
+thread hands outputs to the event loop."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ R = TypeVar("R")
 
 @dataclass(eq=False)
 class Generation:
-    """One prompt of a ticket. `response` is set by the engine's thread; the lists have an entry per request of it."""
+    """One prompt of a ticket. `response` is set by the engine's thread; the lists have an entry per
+    request of it."""
 
     ticket: Ticket
     index: int
@@ -62,7 +64,8 @@ class Generation:
 
 
 class Ticket:
-    """The place of one client in the queue, for some number of responses. Used by the event loop only."""
+    """The place of one client in the queue, for some number of responses. Used by the event loop
+    only."""
 
     def __init__(self, engine: AsyncEngine, responses: int) -> None:
         self._engine, self.responses = engine, responses
@@ -72,16 +75,22 @@ class Ticket:
         self._closed = False
 
     def submit(
-        self, prompts: Sequence[tuple[Prompt, SamplingParams]], *, streaming: bool, traced: bool = False
+        self,
+        prompts: Sequence[tuple[Prompt, SamplingParams]],
+        *,
+        streaming: bool,
+        traced: bool = False,
     ) -> None:
         self._engine.require_health()
         deadline = self.arrival + self._engine.options.request_timeout_s
-        self.generations = [Generation(self, i, *p, streaming, deadline, traced) for i, p in enumerate(prompts)]
+        self.generations = [
+            Generation(self, i, *p, streaming, deadline, traced) for i, p in enumerate(prompts)
+        ]
         self._engine.call(lambda: self._engine.begin(self.generations))
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output) until all are finished: deltas with `streaming`, else whole outputs. APIError
-        if one could not be finished."""
+        """(index of the prompt, output) until all are finished: deltas with `streaming`, else whole
+        outputs. APIError if one could not be finished."""
         unfinished = len(self.generations)
         while unfinished:
             index, update = await self._updates.get()
@@ -102,9 +111,9 @@ class Ticket:
 
 
 class AsyncEngine:
-    """`max_num_queued_reqs` responses may wait beyond those that have rows. A request is aborted `request_timeout_s`
-    after its arrival. `draining`: nothing new is admitted. `failure`: the error that ended the thread, after which
-    nothing is served."""
+    """`max_num_queued_reqs` responses may wait beyond those that have rows. A request is aborted
+    `request_timeout_s` after its arrival. `draining`: nothing new is admitted. `failure`: the error
+    that ended the thread, after which nothing is served."""
 
     def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
         self.llm, self.metrics, self.options = llm, metrics, options
@@ -135,11 +144,13 @@ class AsyncEngine:
         self._thread.start()
 
     async def ready(self) -> None:
-        """Waits until all shapes of a round are compiled (minutes; without compiled rounds at once). DraftsmithError if
-        that failed."""
+        """Waits until all shapes of a round are compiled (minutes; without compiled rounds at
+        once). DraftsmithError if that failed."""
         await asyncio.to_thread(self._warm.wait)
         if self.failure is not None:
-            raise DraftsmithError(f"the engine could not be started: {self.failure}") from self.failure
+            raise DraftsmithError(
+                f"the engine could not be started: {self.failure}"
+            ) from self.failure
 
     async def stop(self) -> None:
         """Aborts whatever is unfinished, and ends the thread."""
@@ -162,15 +173,20 @@ class AsyncEngine:
 
     def require_health(self) -> None:
         if self.draining or not self.healthy:
-            raise APIError(503, "the server is shutting down" if self.draining else self.failure_message)
+            raise APIError(
+                503, "the server is shutting down" if self.draining else self.failure_message
+            )
 
     def admit(self, responses: int) -> Ticket:
-        """Reserves a place. APIError: 429 if too many wait already, 503 if the server shuts down or has failed."""
+        """Reserves a place. APIError: 429 if too many wait already, 503 if the server shuts down or
+        has failed."""
         self.require_health()
         if self.in_flight >= self._max_in_flight:
             self.metrics.rejections.inc()
             waiting = self.in_flight - self._rows
-            wait = min(MAX_RETRY_AFTER_S, max(1, math.ceil(waiting / self._rows * self._mean_duration)))
+            wait = min(
+                MAX_RETRY_AFTER_S, max(1, math.ceil(waiting / self._rows * self._mean_duration))
+            )
             message = f"{waiting} responses are waiting already; try again in about {wait} s"
             raise APIError(429, message, headers={"Retry-After": str(wait)})
         ticket = Ticket(self, responses)
@@ -186,7 +202,8 @@ class AsyncEngine:
             self.call(partial(self._abort, generation))
 
     def drain(self, timeout_s: float) -> None:
-        """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or a signal handler."""
+        """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or
+        a signal handler."""
         self.draining = True
         self._in_loop(lambda: self._loop and self._loop.call_later(timeout_s, self.cancel_all))
 
@@ -205,8 +222,8 @@ class AsyncEngine:
             self._wake.notify()
 
     async def between_rounds(self, work: Callable[[], R]) -> R:
-        """Awaits the result of `work`, called by the engine's thread between two rounds. APIError if the thread has
-        ended."""
+        """Awaits the result of `work`, called by the engine's thread between two rounds. APIError
+        if the thread has ended."""
         result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
@@ -226,14 +243,18 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            with progress_bar("compiling") as report:  # here, since CUDA graphs belong to the thread that captured them
+            with progress_bar(
+                "compiling"
+            ) as report:  # here, since CUDA graphs belong to the thread that captured them
                 graphs = self.llm.warm_up(report, self.options.warm_up_limit_s)
             if graphs:
                 logger.info("%d graphs are compiled", graphs)
             self._warm.set()
             while True:
                 with self._wake:
-                    self._wake.wait_for(lambda: self._calls or self.llm.engine.has_unfinished or self._stopping)
+                    self._wake.wait_for(
+                        lambda: self._calls or self.llm.engine.has_unfinished or self._stopping
+                    )
                     calls, self._calls = self._calls, []
                 if self._stopping:
                     return
@@ -254,7 +275,9 @@ class AsyncEngine:
     def begin(self, generations: Sequence[Generation]) -> None:
         for generation in generations:
             try:
-                response = self.llm.submit(generation.prompt, generation.params, streaming=generation.streaming)
+                response = self.llm.submit(
+                    generation.prompt, generation.params, streaming=generation.streaming
+                )
             except Exception as error:
                 self._updates.append((generation, to_api_error(error)))
                 continue
@@ -280,7 +303,10 @@ class AsyncEngine:
     def _expire(self) -> None:
         now = perf_counter()
         for generation in [g for g in self._active.values() if g.deadline < now]:
-            message = f"the response was not finished within {self.options.request_timeout_s:g} s, the server's limit"
+            message = (
+                f"the response was not finished within {self.options.request_timeout_s:g} s, the"
+                " server's limit"
+            )
             self._abort(generation, APIError(408, message, headers={"x-should-retry": "false"}))
 
     def _round(self) -> None:
@@ -291,7 +317,9 @@ class AsyncEngine:
             log_fault(f"request {request.request_id} was aborted", error)
             if (generation := self._active.get(request.request_id)) is not None:
                 self._abort(generation, to_api_error(error))
-        touched = dict.fromkeys(r.request_id for r in [*step.finished, *self.llm.engine.scheduler.running])
+        touched = dict.fromkeys(
+            r.request_id for r in [*step.finished, *self.llm.engine.scheduler.running]
+        )
         for request_id in touched:
             if (generation := self._active.get(request_id)) is not None:
                 self._publish(generation, started, now)
@@ -302,7 +330,13 @@ class AsyncEngine:
         assert response is not None
         self._count(generation, response, started, now)
         try:
-            output = response.delta() if generation.streaming else response.output() if response.finished else None
+            output = (
+                response.delta()
+                if generation.streaming
+                else response.output()
+                if response.finished
+                else None
+            )
         except Exception as error:
             log_fault(f"request {response.request_id} could not be written", error)
             self._abort(generation, to_api_error(error))
@@ -315,7 +349,9 @@ class AsyncEngine:
             del self._active[response.request_id]
             self._count_end(generation, response)
 
-    def _count(self, generation: Generation, response: Response, started: float, now: float) -> None:
+    def _count(
+        self, generation: Generation, response: Response, started: float, now: float
+    ) -> None:
         for i, request in enumerate(response.requests):
             new = len(request.token_ids) - request.num_prompt_tokens - generation.num_written[i]
             if new <= 0:
@@ -340,7 +376,8 @@ class AsyncEngine:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Errors that the user can mend are passed on; for all others the client is pointed to the server's log."""
+    """Errors that the user can mend are passed on; for all others the client is pointed to the
+    server's log."""
     if isinstance(error, DraftsmithError):
         return APIError(400, str(error))
     return APIError(500, "this request failed in the engine; the server's log says where")

@@ -1,8 +1,9 @@
-"""The command `draftsmith serve`, also `python -m inference.serve` and `python -m inference.server`.
+"""The command `draftsmith serve`, also `python -m inference.serve` and `python -m
+inference.server`.
 
-Flags are vLLM's, with dashes or underscores, and the model may be positional. Flags that change no output here are
-accepted, all others that are not known are errors (vllm_options). torch is imported after the flags are read.
-"""
+Flags are vLLM's, with dashes or underscores, and the model may be positional. Flags that change no
+output here are accepted, all others that are not known are errors (vllm_options). torch is imported
+after the flags are read."""
 
 from __future__ import annotations
 
@@ -30,8 +31,15 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "serve",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-        help="Serve a target and its drafter over HTTP, compatible with OpenAI's clients; flags as vLLM's.",
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        },
+        help=(
+            "Serve a target and its drafter over HTTP, compatible with OpenAI's clients; flags as"
+            " vLLM's."
+        ),
     )
     def serve(context: typer.Context) -> None:
         run(context.args)
@@ -43,7 +51,9 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    if wants_vllm(arguments):  # this process is replaced, so that signals, output and exit code are vLLM's own
+    if wants_vllm(
+        arguments
+    ):  # this process is replaced, so that signals, output and exit code are vLLM's own
         command = vllm_command(arguments)
         os.execv(command[0], command)
     flags, others = read_flags(arguments)
@@ -53,7 +63,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
-    """Loads the LLM of these flags. `others`: flags that are not declared, which LLM knows from vLLM or refuses."""
+    """Loads the LLM of these flags. `others`: flags that are not declared, which LLM knows from
+    vLLM or refuses."""
     from inference.entrypoints.llm import LLM
     from inference.entrypoints.vllm_options import DEPRECATED
 
@@ -65,8 +76,8 @@ def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
 
 
 def sampling_defaults(llm: LLM, flags: ServeFlags) -> dict[str, Any]:
-    """Sampling parameters for requests that do not set them: the model's generation_config.json ("auto"), that of a
-    folder, or vLLM's neutral values ("vllm"); then the overrides."""
+    """Sampling parameters for requests that do not set them: the model's generation_config.json
+    ("auto"), that of a folder, or vLLM's neutral values ("vllm"); then the overrides."""
     from transformers import GenerationConfig
 
     source, config = flags.generation_config, None
@@ -76,14 +87,19 @@ def sampling_defaults(llm: LLM, flags: ServeFlags) -> dict[str, Any]:
         try:
             config = GenerationConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--generation-config {source}: expected auto, vllm or a folder: {error}") from error
+            raise ConfigError(
+                f"--generation-config {source}: expected auto, vllm or a folder: {error}"
+            ) from error
     values = ({} if config is None else config.to_diff_dict()) | flags.override_generation_config
     names = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
-    return {names[name]: value for name, value in values.items() if name in names and value is not None}
+    return {
+        names[name]: value for name, value in values.items() if name in names and value is not None
+    }
 
 
 def serve_app(llm: LLM, flags: ServeFlags) -> None:
-    """Serves until SIGTERM or SIGINT. Then no request is admitted, and those that run get `shutdown_timeout_s`."""
+    """Serves until SIGTERM or SIGINT. Then no request is admitted, and those that run get
+    `shutdown_timeout_s`."""
     import uvicorn
 
     from inference.server.app import make_app
@@ -109,7 +125,10 @@ def serve_app(llm: LLM, flags: ServeFlags) -> None:
             timeout_graceful_shutdown=int(flags.shutdown_timeout_s) + 5,
         )
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again after a clean exit
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # uvicorn raises the signal again after a clean exit
         signal.signal(number, lambda *_: None)
     gc.collect()
     gc.freeze()  # what is there stays: collections between tokens need not walk it

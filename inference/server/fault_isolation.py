@@ -1,8 +1,8 @@
-"""Repeats a failed step for each request alone, so that the fault of one request does not touch the others.
+"""Repeats a failed step for each request alone, so that the fault of one request does not touch the
+others.
 
-The state of the failed round is discarded: all requests lose their rows and are computed again from their committed
-text. A request that fails alone is aborted; the others lose time and no token.
-"""
+The state of the failed round is discarded: all requests lose their rows and are computed again from
+their committed text. A request that fails alone is aborted; the others lose time and no token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Step:
 
 
 class DeviceLost(DraftsmithError):
-    """The device no longer computes, as after a failed assertion in a kernel; this process cannot repeat a step."""
+    """The device no longer computes, as after a failed assertion in a kernel; this process cannot
+    repeat a step."""
 
 
 def guarded_step(engine: Engine) -> Step:
-    """One step of the engine; if it fails, one step for each request alone with the same random numbers. DeviceLost if
-    the device cannot go on."""
+    """One step of the engine; if it fails, one step for each request alone with the same random
+    numbers. DeviceLost if the device cannot go on."""
     snapshot = _Snapshot([*engine.scheduler.running, *engine.scheduler.candidates()])
     try:
         return Step(engine.step(), [])
@@ -40,7 +41,9 @@ def guarded_step(engine: Engine) -> Step:
             torch.ones(1, device=device).add_(1).item()
         except RuntimeError:
             reason = str(error).strip().partition("\n")[0]
-            raise DeviceLost(f"{device} answers no more ({reason}); start the server again") from error
+            raise DeviceLost(
+                f"{device} answers no more ({reason}); start the server again"
+            ) from error
         snapshot.restore()
         return _step_one_by_one(engine)
 
@@ -72,7 +75,11 @@ class _Snapshot:
 
     def __init__(self, requests: list[Request]) -> None:
         self._states = [
-            (request, len(request.token_ids), None if request.generator is None else request.generator.get_state())
+            (
+                request,
+                len(request.token_ids),
+                None if request.generator is None else request.generator.get_state(),
+            )
             for request in requests
         ]
 

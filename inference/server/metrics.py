@@ -23,11 +23,74 @@ ENGINE = "0"  # vLLM numbers its engines; here there is one
 REASONS = ("stop", "length", "abort", "error")
 
 # Bounds of vLLM's histograms; TOKENS are 1, 2, 5, 10, … up to the model's context.
-LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+LATENCY_S = (
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-INTER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+INTER_TOKEN_S = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
 RESPONSES = (1, 2, 5, 10, 20)
 TOKENS = ()
 
@@ -73,27 +136,40 @@ class ServerMetrics:
             for name, (text, bounds) in HISTOGRAMS.items()
         }
         self.inter_token_latency = self._histograms["inter_token_latency_seconds"]
-        self.prompt_tokens = self._labelled(Counter, "prompt_tokens", "Prompt tokens of requests that were begun")
+        self.prompt_tokens = self._labelled(
+            Counter, "prompt_tokens", "Prompt tokens of requests that were begun"
+        )
         self.generation_tokens = self._labelled(Counter, "generation_tokens", "Tokens generated")
         self._success = Counter(
-            "vllm:request_success", "Finished requests", (*LABELS, "finished_reason"), registry=self.registry
+            "vllm:request_success",
+            "Finished requests",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
         )
         for reason in REASONS:
             self._success.labels(**self._labels, finished_reason=reason)
         self.rejections = Counter(
-            "vllm:admission_rejections", "Requests refused by a limit of the queue", ("model_name", "reason"),
+            "vllm:admission_rejections",
+            "Requests refused by a limit of the queue",
+            ("model_name", "reason"),
             registry=self.registry,
-        ).labels(model_name=model_name, reason="max_num_queued_reqs")  # fmt: skip
+        ).labels(model_name=model_name, reason="max_num_queued_reqs")
 
     def _labelled(self, kind: Callable[..., Any], name: str, text: str, **options: Any) -> Any:
-        return kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options).labels(**self._labels)
+        return kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options).labels(
+            **self._labels
+        )
 
     def watch(
-        self, llm: LLM, in_flight: Callable[[], int], drafters: Mapping[str, SpecDecodeCounters],
+        self,
+        llm: LLM,
+        in_flight: Callable[[], int],
+        drafters: Mapping[str, SpecDecodeCounters],
         most_drafts: Callable[[], int | None],
-    ) -> None:  # fmt: skip
-        """Registers values that are read at each scrape. `in_flight`: responses that run or wait. `drafters`: the
-        counters of each by its name. `most_drafts`: the longest proposal; None: nothing was ever drafted."""
+    ) -> None:
+        """Registers values that are read at each scrape. `in_flight`: responses that run or wait.
+        `drafters`: the counters of each by its name. `most_drafts`: the longest proposal; None:
+        nothing was ever drafted."""
         labels = list(self._labels.values())
         self.registry.register(_EngineCollector(llm, in_flight, drafters, most_drafts, labels))
 
@@ -101,8 +177,11 @@ class ServerMetrics:
         self.prompt_tokens.inc(request.num_prompt_tokens)
         self._histograms["time_to_first_token_seconds"].observe(seconds)
 
-    def finished(self, params: SamplingParams, requests: Sequence[Request], scheduled: Sequence[float]) -> None:
-        """Counts the responses to one prompt, which have ended. `scheduled`: when each got a row."""
+    def finished(
+        self, params: SamplingParams, requests: Sequence[Request], scheduled: Sequence[float]
+    ) -> None:
+        """Counts the responses to one prompt, which have ended. `scheduled`: when each got a
+        row."""
         self._histograms["request_params_n"].observe(params.n)
         for request, start in zip(requests, scheduled, strict=True):
             reason = request.finish_reason or "abort"
@@ -117,7 +196,9 @@ class ServerMetrics:
                 "request_prefill_time_seconds": first - start,
                 "request_decode_time_seconds": end - first,
                 "request_inference_time_seconds": end - start,
-                "request_time_per_output_token_seconds": (end - first) / (written - 1) if written > 1 else 0,
+                "request_time_per_output_token_seconds": (
+                    (end - first) / (written - 1) if written > 1 else 0
+                ),
                 "request_prompt_tokens": request.num_prompt_tokens,
                 "request_generation_tokens": written,
             }
@@ -143,11 +224,15 @@ class _EngineCollector(Collector):
         gauges = {
             "num_requests_running": len(running),
             "num_requests_waiting": max(0, self.in_flight() - len(running)),
-            "kv_cache_usage_perc": sum(len(r.token_ids) for r in running)
-            / (engine.scheduler.max_num_seqs * engine.max_model_len),
+            "kv_cache_usage_perc": (
+                sum(len(r.token_ids) for r in running)
+                / (engine.scheduler.max_num_seqs * engine.max_model_len)
+            ),
         }
         for name, value in gauges.items():
-            yield _family(f"vllm:{name}", GAUGES[name], LABELS, [(self.labels, value)], GaugeMetricFamily)
+            yield _family(
+                f"vllm:{name}", GAUGES[name], LABELS, [(self.labels, value)], GaugeMetricFamily
+            )
         for name, text in ENGINE_COUNTERS.items():
             yield _family(f"vllm:{name}", text, LABELS, [(self.labels, getattr(counters, name))])
         if most is None:  # as in vLLM
@@ -158,9 +243,13 @@ class _EngineCollector(Collector):
 
 
 def _speculative(
-    prefix: str, names: tuple[str, ...], rows: Mapping[tuple[str, ...], SpecDecodeCounters], positions: int
+    prefix: str,
+    names: tuple[str, ...],
+    rows: Mapping[tuple[str, ...], SpecDecodeCounters],
+    positions: int,
 ) -> Iterator[Metric]:
-    """Counters by their label values. `positions`: the least number of positions that are reported."""
+    """Counters by their label values. `positions`: the least number of positions that are
+    reported."""
     for field, text in SPECULATIVE_COUNTERS.items():
         values = [(labels, getattr(counters, field)) for labels, counters in rows.items()]
         yield _family(f"{prefix}:spec_decode_{field}", text, names, values)
@@ -169,7 +258,10 @@ def _speculative(
         counts = list(counters.num_accepted_tokens_per_pos)
         counts += [0] * (positions - len(counts))
         values += [((*labels, str(position)), count) for position, count in enumerate(counts)]
-    name, text = f"{prefix}:spec_decode_num_accepted_tokens_per_pos", "Accepted by position in the proposal"
+    name, text = (
+        f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+        "Accepted by position in the proposal",
+    )
     yield _family(name, text, (*names, "position"), values)
 
 

@@ -9,13 +9,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference.flags import FlagParser, JsonList, JsonObject, Mode, add_flags, json_or_text, spelled, validated
+from inference.flags import (
+    FlagParser,
+    JsonList,
+    JsonObject,
+    Mode,
+    add_flags,
+    json_or_text,
+    spelled,
+    validated,
+)
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
 SAMPLING_FIELDS = (  # of requests, with defaults on the server
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 GROUPS = {  # in --help, by their first option
     "served_model_name": "server",
     "root_path": "access",
@@ -50,30 +65,48 @@ class ServerOptions(BaseModel):
         None, "file of a chat template, or the template itself"
     )
     default_chat_template_kwargs: JsonObject = option({}, "JSON, for the chat template")
-    trust_request_chat_template: bool = option(False, "requests may bring a chat template of their own")
+    trust_request_chat_template: bool = option(
+        False, "requests may bring a chat template of their own"
+    )
     response_role: str = option("assistant", "role of the answers to a chat")
     sampling_defaults: dict[str, Any] = {}  # for requests that do not set them; no flag
 
     root_path: str = option("", "path under which a proxy serves this server")
-    api_key: tuple[str, ...] = option((), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)")
+    api_key: tuple[str, ...] = option(
+        (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
+    )
     allowed_origins: JsonList = option([], "JSON, origins of web pages that may use the server")
     disable_fastapi_docs: bool = option(False, "no /docs, no /openapi.json")
-    enable_log_requests: bool = option(False, "a line per request: id, tokens, seconds; never a text")
+    enable_log_requests: bool = option(
+        False, "a line per request: id, tokens, seconds; never a text"
+    )
 
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
     request_timeout_s: float = option(600.0, "seconds per request", gt=0)
-    shutdown_timeout_s: float = option(20.0, "seconds that running requests get after SIGTERM", ge=0)
-    warm_up_limit_s: float = option(900.0, "seconds of compiling before the port opens; the rest when first met", ge=0)
+    shutdown_timeout_s: float = option(
+        20.0, "seconds that running requests get after SIGTERM", ge=0
+    )
+    warm_up_limit_s: float = option(
+        900.0, "seconds of compiling before the port opens; the rest when first met", ge=0
+    )
     max_body_bytes: int = option(4 << 20, "longest body of a request", ge=1)
-    max_prompt_tokens: int | None = option(None, "longest prompt; default: what the model has room for", ge=1)
-    max_output_tokens: int | None = option(None, "longest response; default: what the model has room for", ge=1)
+    max_prompt_tokens: int | None = option(
+        None, "longest prompt; default: what the model has room for", ge=1
+    )
+    max_output_tokens: int | None = option(
+        None, "longest response; default: what the model has room for", ge=1
+    )
     max_n: int = option(128, "responses of a request, prompts times n", ge=1)
     max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
 
-    per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each response")
+    per_request_spec_decode_metrics: SpecDecodeDetail = option(
+        "none", "acceptance of each response"
+    )
     enable_per_request_metrics: bool = option(False, "times of each response")
     enable_prompt_tokens_details: bool = option(False, "cached prompt tokens in the usage")
-    enable_drafter_swap: bool = option(False, "POST /drafter changes the drafter of a running server")
+    enable_drafter_swap: bool = option(
+        False, "POST /drafter changes the drafter of a running server"
+    )
     enable_force_include_usage: bool = option(False, "usage at the end of every stream")
 
 
@@ -82,7 +115,9 @@ class ServeFlags(ServerOptions):
 
     served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
     engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM")
-    vllm_python: str | None = option(None, "Python of vLLM's environment (or DRAFTSMITH_VLLM_PYTHON)")
+    vllm_python: str | None = option(
+        None, "Python of vLLM's environment (or DRAFTSMITH_VLLM_PYTHON)"
+    )
     model: str = option("", "the target: folder or repository id")
     speculative_config: JsonObject | None = option(None, "JSON: how to draft, as in vLLM")
     tokenizer: str | None = option(None, "folder or repository id; default: the model's")
@@ -96,8 +131,12 @@ class ServeFlags(ServerOptions):
     max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward")
     kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
     enable_prefix_caching: bool = option(True, "reuse common prefixes")
-    enforce_eager: bool | None = option(None, "no: rounds are compiled, before the port opens (docs/runtime.md)")
-    compilation_config: Mode | None = option(None, "JSON, or a mode: how they are compiled, as in vLLM")
+    enforce_eager: bool | None = option(
+        None, "no: rounds are compiled, before the port opens (docs/runtime.md)"
+    )
+    compilation_config: Mode | None = option(
+        None, "JSON, or a mode: how they are compiled, as in vLLM"
+    )
     tensor_parallel_size: int = option(1, "accepted; one device is used")
 
     host: str = option("0.0.0.0", "address to listen on")
@@ -107,15 +146,29 @@ class ServeFlags(ServerOptions):
     ssl_certfile: str | None = None
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
     disable_uvicorn_access_log: bool = option(False, "not even with --enable-log-requests")
-    generation_config: str = option("auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder")
+    generation_config: str = option(
+        "auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder"
+    )
     override_generation_config: JsonObject = option({}, "JSON, in place of single defaults")
 
 
 LLM_OPTIONS = (  # passed to LLM
-    "tokenizer", "dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "device", "seed",
-    "kv_cache_memory_bytes", "trust_remote_code", "revision", "tensor_parallel_size", "speculative_config",
-    "enable_prefix_caching", "enforce_eager", "compilation_config",
-)  # fmt: skip
+    "tokenizer",
+    "dtype",
+    "max_num_seqs",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "device",
+    "seed",
+    "kv_cache_memory_bytes",
+    "trust_remote_code",
+    "revision",
+    "tensor_parallel_size",
+    "speculative_config",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "compilation_config",
+)
 
 
 def parser() -> FlagParser:
@@ -130,7 +183,9 @@ def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
     given = vars(flags)
     positional, rest = take_model(rest)
     if positional and "model" in given:
-        raise ConfigError(f"serve: the model is given twice, {positional} and --model {given['model']}")
+        raise ConfigError(
+            f"serve: the model is given twice, {positional} and --model {given['model']}"
+        )
     model = given.setdefault("model", positional)
     if not model:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
@@ -141,8 +196,8 @@ def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
 
 
 def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The positional model, as in vLLM's command: the first word that is neither a flag nor follows one. Also the
-    other words."""
+    """The positional model, as in vLLM's command: the first word that is neither a flag nor follows
+    one. Also the other words."""
     follows = False
     for i, word in enumerate(words):
         if not (word.startswith("-") or follows):

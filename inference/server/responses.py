@@ -12,7 +12,11 @@ from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.sampling_params import SamplingParams
 from inference.server.api import schema
-from inference.server.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from inference.server.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from inference.server.async_engine import Generation
 from inference.server.options import ServerOptions
 from speculators.errors import ConfigError
@@ -31,7 +35,9 @@ class TokenTexts:
     def _bytes(self) -> dict[int, bytes]:
         try:
             return token_bytes(self.tokenizer, "the tokenizer").text
-        except ConfigError:  # its tokens have no bytes of their own, only a text that depends on their neighbours
+        except (
+            ConfigError
+        ):  # its tokens have no bytes of their own, only a text that depends on their neighbours
             return {}
 
     def text(self, token: int, entry: Logprob | None, as_id: bool) -> str:
@@ -52,11 +58,14 @@ class TokenTexts:
 
 
 class RoundTexts:
-    """Rounds of one response with their texts. The texts of committed tokens concatenate to the response's: a token
-    that ends within a character has none, and the one that completes the character has all of it. (Stop strings and
-    stop tokens are among them, and not in the response.)"""
+    """Rounds of one response with their texts. The texts of committed tokens concatenate to the
+    response's: a token that ends within a character has none, and the one that completes the
+    character has all of it. (Stop strings and stop tokens are among them, and not in the
+    response.)"""
 
-    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self, texts: TokenTexts, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
         self._texts = texts
         params = SamplingParams(skip_special_tokens=skip_special_tokens)
         self._detokenizer = Detokenizer(texts.tokenizer, prompt_token_ids, params)
@@ -66,7 +75,9 @@ class RoundTexts:
             schema.Round(
                 tokens=[self._committed(*placed) for placed in judged.tokens],
                 rejected=[
-                    schema.RoundToken(token_id=token, text=self._texts.alone(token), position=position)
+                    schema.RoundToken(
+                        token_id=token, text=self._texts.alone(token), position=position
+                    )
                     for token, position in judged.rejected
                 ],
                 num_draft_tokens=judged.num_draft_tokens,
@@ -84,24 +95,42 @@ class RoundTexts:
 
 
 class Writer:
-    """Writes the answer to one request. `base`: id, time and model of the answer. `generations` are read for metrics
-    once they are finished. `num_spec_tokens`: of the drafter; None without one."""
+    """Writes the answer to one request. `base`: id, time and model of the answer. `generations` are
+    read for metrics once they are finished. `num_spec_tokens`: of the drafter; None without one."""
 
     chunk_class: type[schema.Answer]  # of a stream
 
     def __init__(
-        self, request: GenerationRequest, base: Mapping[str, Any], options: ServerOptions, texts: TokenTexts,
-        generations: Sequence[Generation], num_spec_tokens: int | None,
-    ) -> None:  # fmt: skip
-        self._base, self._options, self._texts, self._generations = base, options, texts, generations
+        self,
+        request: GenerationRequest,
+        base: Mapping[str, Any],
+        options: ServerOptions,
+        texts: TokenTexts,
+        generations: Sequence[Generation],
+        num_spec_tokens: int | None,
+    ) -> None:
+        self._base, self._options, self._texts, self._generations = (
+            base,
+            options,
+            texts,
+            generations,
+        )
         self._num_spec_tokens = num_spec_tokens
         self._n = request.n or 1
-        self._spec_decode_detail = request.per_request_spec_decode_metrics or options.per_request_spec_decode_metrics
-        self._as_id, self._with_ids = bool(request.return_tokens_as_token_ids), bool(request.return_token_ids)
+        self._spec_decode_detail = (
+            request.per_request_spec_decode_metrics or options.per_request_spec_decode_metrics
+        )
+        self._as_id, self._with_ids = (
+            bool(request.return_tokens_as_token_ids),
+            bool(request.return_token_ids),
+        )
         self._with_prompt_logprobs = request.prompt_logprobs is not None
         stream_options = request.stream_options
         self._usage_in_chunks = bool(stream_options and stream_options.continuous_usage_stats)
-        self._usage_at_end = bool(stream_options and stream_options.include_usage) or options.enable_force_include_usage
+        self._usage_at_end = (
+            bool(stream_options and stream_options.include_usage)
+            or options.enable_force_include_usage
+        )
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._completion_tokens = 0
@@ -125,7 +154,9 @@ class Writer:
 
     def _chunk(self, choices: list[Any], **fields: Any) -> Any:
         kind = self.chunk_class
-        return kind(**self._base, object=kind.model_fields["object"].default, choices=choices, **fields)
+        return kind(
+            **self._base, object=kind.model_fields["object"].default, choices=choices, **fields
+        )
 
     def _usage(self) -> schema.Usage:
         prompt_tokens = sum(len(generation.prompt.token_ids) for generation in self._generations)
@@ -135,11 +166,14 @@ class Writer:
             total_tokens=prompt_tokens + self._completion_tokens,
         )
         if self._options.enable_prompt_tokens_details and self._cached_tokens is not None:
-            usage.prompt_tokens_details = schema.PromptTokensDetails(cached_tokens=self._cached_tokens)
+            usage.prompt_tokens_details = schema.PromptTokensDetails(
+                cached_tokens=self._cached_tokens
+            )
         return usage
 
     def _chunk_usage(self) -> dict[str, Any]:
-        """The field `usage` of a chunk with choices: null if the usage comes in the last chunk, as OpenAI has it."""
+        """The field `usage` of a chunk with choices: null if the usage comes in the last chunk, as
+        OpenAI has it."""
         if self._usage_in_chunks:
             return {"usage": self._usage()}
         return {"usage": None} if self._usage_at_end else {}
@@ -168,7 +202,9 @@ class Writer:
         accepted = [count for _, count in steps]
         counters, detailed = request.counters, self._spec_decode_detail == "detailed"
         return schema.SpeculativeDecodingMetrics(
-            mean_acceptance_length=acceptance_length(counters.num_accepted_tokens, counters.num_drafts),
+            mean_acceptance_length=acceptance_length(
+                counters.num_accepted_tokens, counters.num_drafts
+            ),
             draft_acceptance_rate=counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
             acceptance_histogram=[accepted.count(j) for j in range(max(most, *accepted, 0) + 1)],
             num_spec_steps=counters.num_drafts,
@@ -179,8 +215,11 @@ class Writer:
             per_step_drafted=[drafted for drafted, _ in steps] if detailed else None,
         )
 
-    def _choice_fields(self, prompt: int, index: int, completion: CompletionOutput) -> dict[str, Any]:
-        """Fields of a streamed choice that are left out unless the request or the response has them."""
+    def _choice_fields(
+        self, prompt: int, index: int, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        """Fields of a streamed choice that are left out unless the request or the response has
+        them."""
         fields: dict[str, Any] = {}
         if completion.stop_reason is not None:
             fields["stop_reason"] = completion.stop_reason
@@ -207,16 +246,28 @@ class CompletionWriter(Writer):
         self._offsets: dict[int, int] = {}  # characters written of each choice
 
     def whole(self, outputs: Sequence[RequestOutput]) -> schema.CompletionResponse:
-        choices = [self._choice(i, output, part) for i, output in enumerate(outputs) for part in output.outputs]
+        choices = [
+            self._choice(i, output, part)
+            for i, output in enumerate(outputs)
+            for part in output.outputs
+        ]
         return self._chunk(choices, usage=self._usage(), metrics=self._metrics())
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.CompletionResponse]:
         for completion in output.outputs:
             choice = self._choice(prompt, output, completion)
-            if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids or choice.rounds:
+            if (
+                choice.text
+                or choice.finish_reason
+                or choice.logprobs
+                or choice.token_ids
+                or choice.rounds
+            ):
                 yield self._chunk([choice], **self._chunk_usage())
 
-    def _choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> schema.CompletionChoice:
+    def _choice(
+        self, prompt: int, output: RequestOutput, completion: CompletionOutput
+    ) -> schema.CompletionChoice:
         index = prompt * self._n + completion.index
         first, given = index not in self._begun, self._generations[prompt].prompt
         self._begun.add(index)
@@ -226,7 +277,9 @@ class CompletionWriter(Writer):
         self._count(output, completion)
         text, shown = completion.text, list(completion.token_ids)
         if self._echo and first:
-            text = (self._texts.tokenizer.decode(given.token_ids) if given.text is None else given.text) + text
+            text = (
+                self._texts.tokenizer.decode(given.token_ids) if given.text is None else given.text
+            ) + text
             shown = given.token_ids + shown
             logprobs = [*(output.prompt_logprobs or ()), *logprobs]
         fields = self._choice_fields(prompt, index, completion)
@@ -237,20 +290,32 @@ class CompletionWriter(Writer):
         written = self._logprobs(index, shown, logprobs) if self._with_logprobs and shown else None
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
         return schema.CompletionChoice(
-            index=index, text=text, logprobs=written, finish_reason=completion.finish_reason, **fields
+            index=index,
+            text=text,
+            logprobs=written,
+            finish_reason=completion.finish_reason,
+            **fields,
         )
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], entries: Sequence[Any]) -> schema.CompletionLogprobs:
+    def _logprobs(
+        self, index: int, token_ids: Sequence[int], entries: Sequence[Any]
+    ) -> schema.CompletionLogprobs:
         """Log-probabilities in the shape of completions. The first token of a prompt has none."""
         pairs = list(zip(token_ids, entries, strict=True))
-        texts = [self._texts.text(token, entry and entry[token], self._as_id) for token, entry in pairs]
+        texts = [
+            self._texts.text(token, entry and entry[token], self._as_id) for token, entry in pairs
+        ]
         start = self._offsets.get(index, 0)
         return schema.CompletionLogprobs(
             tokens=texts,
             text_offset=[start, *itertools.accumulate(map(len, texts), initial=start)][1:-1],
             token_logprobs=[entry and _finite(entry[token].logprob) for token, entry in pairs],
             top_logprobs=[
-                entry and {self._texts.text(t, top, self._as_id): _finite(top.logprob) for t, top in entry.items()}
+                entry
+                and {
+                    self._texts.text(t, top, self._as_id): _finite(top.logprob)
+                    for t, top in entry.items()
+                }
                 for entry in entries
             ],
         )
@@ -276,7 +341,9 @@ class ChatWriter(Writer):
             choices.append(
                 schema.ChatChoice(
                     index=completion.index,
-                    message=schema.ChatMessage(role=self._role, content=self._echoed + completion.text),
+                    message=schema.ChatMessage(
+                        role=self._role, content=self._echoed + completion.text
+                    ),
                     logprobs=self._logprobs(completion),
                     finish_reason=completion.finish_reason,
                     stop_reason=completion.stop_reason,
@@ -284,10 +351,14 @@ class ChatWriter(Writer):
                 )
             )
         return schema.ChatCompletionResponse(
-            **self._base, object="chat.completion", choices=choices, usage=self._usage(), metrics=self._metrics(),
+            **self._base,
+            object="chat.completion",
+            choices=choices,
+            usage=self._usage(),
+            metrics=self._metrics(),
             prompt_token_ids=output.prompt_token_ids if self._with_ids else None,
             prompt_logprobs=_prompt_logprobs(output) if self._with_prompt_logprobs else None,
-        )  # fmt: skip
+        )
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[schema.ChatCompletionChunk]:
         for completion in output.outputs:
@@ -296,7 +367,9 @@ class ChatWriter(Writer):
                 self._begun.add(index)
                 ids = {"prompt_token_ids": output.prompt_token_ids} if self._with_ids else {}
                 delta = schema.ChatDelta(role=self._role, content=self._echoed)
-                choice = schema.ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+                choice = schema.ChatChunkChoice(
+                    index=index, delta=delta, logprobs=None, finish_reason=None
+                )
                 yield self._chunk([choice], **ids, **self._chunk_usage())
             self._count(output, completion)
             fields = self._choice_fields(prompt, index, completion)
@@ -305,7 +378,9 @@ class ChatWriter(Writer):
                 "finish_reason": reason,
             }
             if any((completion.text, *fields.values())):
-                choice = schema.ChatChunkChoice(index=index, delta=schema.ChatDelta(content=completion.text), **fields)
+                choice = schema.ChatChunkChoice(
+                    index=index, delta=schema.ChatDelta(content=completion.text), **fields
+                )
                 yield self._chunk([choice], **self._chunk_usage())
 
     def _logprobs(self, completion: CompletionOutput) -> schema.ChatLogprobs | None:
@@ -339,10 +414,15 @@ def _times(generation: Generation) -> schema.PerRequestMetrics:
 def _prompt_logprobs(output: RequestOutput) -> schema.PromptLogprobs:
     def entry(logprob: Logprob) -> schema.PromptLogprob:
         value = _finite(logprob.logprob)
-        return schema.PromptLogprob(logprob=value, rank=logprob.rank, decoded_token=logprob.decoded_token)
+        return schema.PromptLogprob(
+            logprob=value, rank=logprob.rank, decoded_token=logprob.decoded_token
+        )
 
     places = output.prompt_logprobs or ()
-    return [None if p is None else {str(token): entry(logprob) for token, logprob in p.items()} for p in places]
+    return [
+        None if p is None else {str(token): entry(logprob) for token, logprob in p.items()}
+        for p in places
+    ]
 
 
 def _finite(logprob: float) -> float:

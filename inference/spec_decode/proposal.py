@@ -20,17 +20,21 @@ from speculators.precision import on_device
 class Proposal:
     """Drafted tokens of B rows, K places at most: a chain per row, or with `parents` a tree.
 
-    token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom) or scaffold
-    counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row
-    q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
-               target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding, and rows
-               whose temperature is 0, are never read. Siblings of a tree are drawn one after the other
-               without replacement, in the order of their places, and all have the q of the first one
-    parents    None for chains; for trees, per row the place of each token's parent, -1 for the root (the last
+    token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom)
+    or scaffold counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row q
+    [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
+               target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding,
+               and rows whose temperature is 0, are never read. Siblings of a tree are drawn one
+               after the other without replacement, in the order of their places, and all have the q
+               of the first one
+    parents    None for chains; for trees, per row the place of each token's parent, -1 for the root
+    (the last
                committed token): counts[b] + scaffold[b] numbers, parents before their children
-    scaffold   places per row, behind the judged ones, that the target computes but nobody judges: each sees
+    scaffold   places per row, behind the judged ones, that the target computes but nobody judges:
+    each sees
                the committed text, its ancestors and itself, and leaves nothing behind
-    confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was drawn, for whoever
+    confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was
+    drawn, for whoever
                chooses lengths; never read by a rule
     expected   of trees grown by prices: places of all rows that the proposer expects to be accepted
     foreseen   whether all of `confidence` was known before the first draft was drawn
@@ -48,13 +52,20 @@ class Proposal:
     def __post_init__(self) -> None:
         B, K = self.token_ids.shape
         if len(self.counts) != B or any(not 0 <= count <= K for count in self.counts):
-            raise ValueError(f"Proposal: counts={self.counts}; expected {B} numbers between 0 and {K}")
+            raise ValueError(
+                f"Proposal: counts={self.counts}; expected {B} numbers between 0 and {K}"
+            )
         if self.q is not None and self.q.shape[:-1] != (B, K):
             raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{B}, {K}, V]")
         for row, parents in enumerate(self.parents or ()):
             places = self.counts[row] + (self.scaffold[row] if self.scaffold else 0)
-            if len(parents) != places or any(not -1 <= parent < k for k, parent in enumerate(parents)):
-                raise ValueError(f"Proposal: parents {parents}; expected {places} numbers, -1 or an earlier place")
+            if len(parents) != places or any(
+                not -1 <= parent < k for k, parent in enumerate(parents)
+            ):
+                raise ValueError(
+                    f"Proposal: parents {parents}; expected {places} numbers, -1 or an earlier"
+                    " place"
+                )
 
     @classmethod
     def empty(cls, rows: int, device: torch.device | str = "cpu") -> Proposal:
@@ -77,7 +88,10 @@ class Proposal:
         padded = [row + [0] * (width - len(row)) for row in drafts]
         proposal = cls(
             on_device(padded, torch.device(device)),
-            [len(row) - extra for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)],
+            [
+                len(row) - extra
+                for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)
+            ],
             parents=None if parents is None else list(parents),
             scaffold=scaffold,
         )
@@ -99,7 +113,8 @@ class Proposal:
         return self.token_ids.tolist() if self.width else [[] for _ in self.counts]
 
     def paths(self, row: int) -> list[list[int]]:
-        """The drafted tokens that lead to each judged place of the row: entry j to that of logits [row, j], counts[row]
+        """The drafted tokens that lead to each judged place of the row: entry j to that of logits
+        [row, j], counts[row]
         + 1 of them. The first is [], the place after the committed text."""
         found: list[list[int]] = [[]]
         for place, token in enumerate(self.drafted[row][: self.counts[row]]):
@@ -119,14 +134,18 @@ class Proposal:
         )
 
     def children(self, row: int) -> dict[int, list[int]]:
-        """Maps every verified place that has drafts behind it, and -1, to the places of these drafts, in order."""
+        """Maps every verified place that has drafts behind it, and -1, to the places of these
+        drafts, in order."""
         found: dict[int, list[int]] = {}
         for place in range(self.counts[row]):
-            found.setdefault(place - 1 if self.parents is None else self.parents[row][place], []).append(place)
+            found.setdefault(
+                place - 1 if self.parents is None else self.parents[row][place], []
+            ).append(place)
         return found
 
     def depths(self) -> list[list[int]]:
-        """Per row and place, scaffold included, how many tokens after the committed text it stands: 1, 2, ..."""
+        """Per row and place, scaffold included, how many tokens after the committed text it stands:
+        1, 2, ..."""
         if self.parents is None:
             return [list(range(1, count + 1)) for count in self.counts]
         found = []
@@ -142,11 +161,14 @@ class Proposal:
         if width >= self.width:
             return self
         counts = [min(count, width) for count in self.counts]
-        return Proposal(self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width])
+        return Proposal(
+            self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width]
+        )
 
 
 class Kept(NamedTuple):
-    """The tokens a row commits: the drafts at `places` of its proposal, in this order, then one of the target's own."""
+    """The tokens a row commits: the drafts at `places` of its proposal, in this order, then one of
+    the target's own."""
 
     places: list[int]
     tokens: list[int]

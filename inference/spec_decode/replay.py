@@ -1,9 +1,10 @@
-"""Expected acceptance without drafting: walk text that the target wrote, with teacher-forced acceptance.
+"""Expected acceptance without drafting: walk text that the target wrote, with teacher-forced
+acceptance.
 
-Under the token rule an output token x was an accepted draft with probability min(1, q(x)/p(x)), given that it
-is x (TRAINING.md). So on text sampled from the target, at the temperature that is evaluated, these
-expectations are those of the runtime, exactly. This module knows no model: it is given probabilities.
-"""
+Under the token rule an output token x was an accepted draft with probability min(1, q(x)/p(x)),
+given that it is x (TRAINING.md). So on text sampled from the target, at the temperature that is
+evaluated, these expectations are those of the runtime, exactly. This module knows no model: it is
+given probabilities."""
 
 from __future__ import annotations
 
@@ -51,12 +52,12 @@ class ReplayResult:
 
 
 def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
-    """Standard error of the mean expected acceptance length over `samples`, with the prompt as the unit.
+    """Standard error of the mean expected acceptance length over `samples`, with the prompt as the
+    unit.
 
-    A sample holds the results of its texts by prompt; what texts of one prompt in several samples (temperatures) have
-    in common is counted as such. It says how far other prompts would lie, not how well two drafters are told apart:
-    on the same texts much of it cancels.
-    """
+    A sample holds the results of its texts by prompt; what texts of one prompt in several samples
+    (temperatures) have in common is counted as such. It says how far other prompts would lie, not
+    how well two drafters are told apart: on the same texts much of it cancels."""
     units: dict[Hashable, float] = {}
     for sample in samples:
         shares = influences([(result.rounds, result.accepted) for result in sample.values()])
@@ -66,17 +67,24 @@ def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
 
 
 def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
-    """Expected rounds and acceptance over a response x_0 .. x_{length-1}; x_0 comes from prefill, never
-    drafted.
+    """Expected rounds and acceptance over a response x_0 .. x_{length-1}; x_0 comes from prefill,
+    never drafted.
 
-    accept [K, T], T >= length - 1: accept[k, s] is the probability that, in a round anchored at x_s (the last
-    token already written), draft k+1 is accepted as x_{s+k+1} given that the k before it were. Entries whose
-    token lies past the text (s + k + 1 >= length) are not read: a draft there does not exist, as the text has
-    ended. A round that accepts j drafts writes x_{s+j+1} as its bonus, and the next round is anchored there.
-    """
-    table = accept.detach().double().cpu().numpy() if isinstance(accept, Tensor) else np.asarray(accept, dtype=float)
+    accept [K, T], T >= length - 1: accept[k, s] is the probability that, in a round anchored at x_s
+    (the last token already written), draft k+1 is accepted as x_{s+k+1} given that the k before it
+    were. Entries whose token lies past the text (s + k + 1 >= length) are not read: a draft there
+    does not exist, as the text has ended. A round that accepts j drafts writes x_{s+j+1} as its
+    bonus, and the next round is anchored there."""
+    table = (
+        accept.detach().double().cpu().numpy()
+        if isinstance(accept, Tensor)
+        else np.asarray(accept, dtype=float)
+    )
     if table.ndim != 2 or length < 1 or table.shape[1] < length - 1:
-        raise ValueError(f"replay: accept has shape {list(table.shape)}; expected [K, T], T >= {length - 1} anchors")
+        raise ValueError(
+            f"replay: accept has shape {list(table.shape)}; expected [K, T], T >= {length - 1}"
+            " anchors"
+        )
     depth, anchors = table.shape[0], length - 1
     exists = np.arange(depth)[:, None] + np.arange(anchors)[None, :] + 1 < length  # [K, anchors]
     table = np.where(exists, table[:, :anchors], 0.0)

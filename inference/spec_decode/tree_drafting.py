@@ -1,8 +1,7 @@
 """Trees of drafts: who sees whom, and how they grow level by level.
 
-A tree hangs below the last committed token of a row; parents come before their children. Knows neither a target nor a
-drafter: logits come in, tokens and their parents go out.
-"""
+A tree hangs below the last committed token of a row; parents come before their children. Knows
+neither a target nor a drafter: logits come in, tokens and their parents go out."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 
 def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Of the anchor (entry 0) and `width` places of a proposal: depths [B, 1+K] and visible bool [B, 1+K, 1+K].
+    """Of the anchor (entry 0) and `width` places of a proposal: depths [B, 1+K] and visible bool
+    [B, 1+K, 1+K].
 
-    visible[b, i, j]: entry i sees entry j, which is itself, the anchor or an ancestor. Padding sees the anchor and
-    itself.
-    """
+    visible[b, i, j]: entry i sees entry j, which is itself, the anchor or an ancestor. Padding sees
+    the anchor and itself."""
     B, T = proposal.num_rows, 1 + width
     assert proposal.parents is not None
-    parents = np.array([row + [ROOT] * (width - len(row)) for row in proposal.parents], dtype=np.int64).reshape(
-        B, width
-    )
+    parents = np.array(
+        [row + [ROOT] * (width - len(row)) for row in proposal.parents], dtype=np.int64
+    ).reshape(B, width)
     used = np.array([[len(row)] for row in proposal.parents]) > np.arange(width)  # [B, K]
     rows, depths = np.arange(B), np.zeros((B, T), dtype=np.int64)
     visible = np.eye(T, dtype=bool)[None].repeat(B, axis=0)
@@ -70,15 +69,17 @@ class _Level:
 
 
 class TreeGrowth:
-    """One round's trees, a `Drafter.draft_tree` callback: draft logits in, the next level out; then `proposal`.
+    """One round's trees, a `Drafter.draft_tree` callback: draft logits in, the next level out; then
+    `proposal`.
 
-    Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others draw theirs without
-    replacement, and every child that is drawn is verified: how many a node gets is decided before the first is drawn,
-    from q and the way to the node, so that no draft's own value decides whether it is judged.
+    Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others
+    draw theirs without replacement, and every child that is drawn is verified: how many a node gets
+    is decided before the first is drawn, from q and the way to the node, so that no draft's own
+    value decides whether it is judged.
 
-    `prices` [budget + 1]: a dynamic tree has as many places, 1 to budget, as gain most tokens less their price, which
-    is that of the widest row of the batch. A place gains the probability of its path.
-    """
+    `prices` [budget + 1]: a dynamic tree has as many places, 1 to budget, as gain most tokens less
+    their price, which is that of the widest row of the batch. A place gains the probability of its
+    path."""
 
     def __init__(
         self,
@@ -103,15 +104,22 @@ class TreeGrowth:
         self._places: Tensor | int = 0
         self._expected: Tensor | float = 0.0
         self._levels: list[_Level] = []
-        self._frontier: Tensor | None = None  # [b, w], nodes of the last level that are drafted from
+        self._frontier: Tensor | None = (
+            None  # [b, w], nodes of the last level that are drafted from
+        )
         self._visible: Tensor | None = None  # bool [b, w, drafts drafted from so far]
         processed = any(request.processors.active(len(request.token_ids)) for request in requests)
-        self._paths: list[list[list[int]]] | None = [[[]] for _ in requests] if processed else None  # to the frontier
+        self._paths: list[list[list[int]]] | None = (
+            [[[]] for _ in requests] if processed else None
+        )  # to the frontier
 
     def __call__(self, logits: Tensor) -> TreeLevel | None:
-        """Draft logits [b, w, V_draft] after each of the frontier -> what to draft from next; None at the end."""
+        """Draft logits [b, w, V_draft] after each of the frontier -> what to draft from next; None
+        at the end."""
         if self._paths is not None:
-            logits = process_draft_logits(logits, self._requests, self._paths, self._ids, self._vocab_size)
+            logits = process_draft_logits(
+                logits, self._requests, self._paths, self._ids, self._vocab_size
+            )
         q = batch_probabilities(logits, self._params)
         level = self._static(q) if isinstance(self._shape, StaticTree) else self._dynamic(q)
         self._levels.append(level)
@@ -123,24 +131,31 @@ class TreeGrowth:
             frontier = places.expand(len(self._requests), -1)
         else:
             wide = min(self._shape.topk, level.tokens.shape[1])
-            frontier = level.score.masked_fill(~level.alive, -1.0).topk(wide, dim=1).indices.sort(1).values
+            frontier = (
+                level.score.masked_fill(~level.alive, -1.0).topk(wide, dim=1).indices.sort(1).values
+            )
         parents = level.source.gather(1, frontier)
         self._frontier, self._visible = frontier, self._seen_by(parents)
         tokens = to_target_ids(level.tokens.gather(1, frontier), self._ids)
         if self._paths is not None:
             self._paths = [
                 [[*before[parent], token] for parent, token in zip(*row, strict=True)]
-                for before, row in zip(self._paths, torch.stack([parents, tokens], 1).tolist(), strict=True)
+                for before, row in zip(
+                    self._paths, torch.stack([parents, tokens], 1).tolist(), strict=True
+                )
             ]
         return TreeLevel(tokens, parents, self._visible)
 
     def _seen_by(self, parents: Tensor) -> Tensor:
-        """[b, w] places in the frontier before -> bool [b, w, n + w], what each of the new frontier sees."""
+        """[b, w] places in the frontier before -> bool [b, w, n + w], what each of the new frontier
+        sees."""
         b, w = parents.shape
         own = torch.eye(w, dtype=torch.bool, device=parents.device).expand(b, -1, -1)
         if self._visible is None:
             return own
-        before = self._visible.gather(1, parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1]))
+        before = self._visible.gather(
+            1, parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1])
+        )
         return torch.cat([before, own], dim=2)
 
     def _static(self, q: Tensor) -> _Level:
@@ -148,12 +163,15 @@ class TreeGrowth:
         nodes = self._shape.levels[len(self._levels)]
         source = on_device([parent for parent, _ in nodes], q.device).expand(len(q), -1)
         rank = on_device([rank for _, rank in nodes], q.device).expand(len(q), -1)
-        wanted = torch.zeros(q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool, device=q.device)
+        wanted = torch.zeros(
+            q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool, device=q.device
+        )
         wanted[source[0], rank[0]] = True
         return self._level(q, wanted.expand(len(q), -1, -1), source, rank)
 
     def _dynamic(self, q: Tensor) -> _Level:
-        """Candidates: topk children of everything in the frontier; of a sampled row those that are worth a draw."""
+        """Candidates: topk children of everything in the frontier; of a sampled row those that are
+        worth a draw."""
         assert not isinstance(self._shape, StaticTree)
         b, w, V = q.shape
         ranks = min(self._shape.topk, V)
@@ -161,26 +179,39 @@ class TreeGrowth:
         rank = torch.arange(ranks, device=q.device).repeat(w).expand(b, -1)
         wanted = torch.ones(b, w, ranks, dtype=torch.bool, device=q.device)
         if any(self._hot):
-            # the j-th child matters if the path to it holds and the j children before it were refused
+            # the j-th child matters if the path to it holds and the j children before it were
+            # refused
             sure = q.amax(-1)  # [b, w]
             path = self._path_scores(q)
-            chances = (path * sure).unsqueeze(-1) * (1 - sure).unsqueeze(-1) ** torch.arange(ranks, device=q.device)
+            chances = (path * sure).unsqueeze(-1) * (1 - sure).unsqueeze(-1) ** torch.arange(
+                ranks, device=q.device
+            )
             chances[:, :, 0] = path
-            best = chances.flatten(1).topk(min(self._shape.draws(len(self._levels)), w * ranks), dim=1)
+            best = chances.flatten(1).topk(
+                min(self._shape.draws(len(self._levels)), w * ranks), dim=1
+            )
             taken = torch.ones_like(best.indices, dtype=torch.bool)
             if self._prices is not None:
-                taken &= torch.arange(taken.shape[1], device=q.device) < self._worth_drawing(best.values, self._prices)
-            drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(1, best.indices, taken)
+                taken &= torch.arange(taken.shape[1], device=q.device) < self._worth_drawing(
+                    best.values, self._prices
+                )
+            drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(
+                1, best.indices, taken
+            )
             hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
             wanted = torch.where(hot, drawn.unflatten(1, (w, ranks)), wanted)
         return self._level(q, wanted, source, rank)
 
     def _worth_drawing(self, chances: Tensor, prices: Sequence[float]) -> Tensor:
-        """Chances [b, n] of the children of a level to be accepted, descending -> how many sampled rows draw: a number
-        on the device. Nothing of the level is drawn yet."""
+        """Chances [b, n] of the children of a level to be accepted, descending -> how many sampled
+        rows draw: a number on the device. Nothing of the level is drawn yet."""
         depth, n = len(self._levels), chances.shape[1]
-        drawing = [float(hot and depth < limit) for hot, limit in zip(self._hot, self._limits, strict=True)]
-        gains = (chances.double() * on_device(drawing, chances.device, torch.float64)[:, None]).sum(0)
+        drawing = [
+            float(hot and depth < limit) for hot, limit in zip(self._hot, self._limits, strict=True)
+        ]
+        gains = (chances.double() * on_device(drawing, chances.device, torch.float64)[:, None]).sum(
+            0
+        )
         places = self._places + torch.arange(n + 1, device=chances.device)
         gained = nn.functional.pad(gains.cumsum(0), (1, 0))  # [n + 1]
         net = gained - on_device(prices, chances.device, torch.float64)[places]
@@ -191,7 +222,8 @@ class TreeGrowth:
         return drawn
 
     def _level(self, q: Tensor, wanted: Tensor, source: Tensor, rank: Tensor) -> _Level:
-        """wanted bool [b, w, m]: children to draft; source, rank [b, n]: the nodes of the level among [w, m]."""
+        """wanted bool [b, w, m]: children to draft; source, rank [b, n]: the nodes of the level
+        among [w, m]."""
         m = wanted.shape[2]
         likeliest = q.topk(min(m, q.shape[-1]), dim=-1)
         tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
@@ -212,15 +244,17 @@ class TreeGrowth:
         return _Level(chosen, source, parent, before * chance, alive, q)
 
     def _path_scores(self, q: Tensor) -> Tensor:
-        """[b, w] of the frontier; 0 below a node that was not drafted, where no child would be verified either."""
+        """[b, w] of the frontier; 0 below a node that was not drafted, where no child would be
+        verified either."""
         if self._frontier is None:
             return q.new_ones(q.shape[:2])
         level = self._levels[-1]
         return level.score.masked_fill(~level.alive, 0.0).gather(1, self._frontier)
 
     def _draw(self, q: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row takes one number
-        per place of the level, whatever the others do, and none below its own limit."""
+        """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row
+        takes one number per place of the level, whatever the others do, and none below its own
+        limit."""
         b, w, m = wanted.shape
         depth = len(self._levels)
         numbers = [
@@ -264,12 +298,16 @@ class TreeGrowth:
         return Proposal(token_ids, counts, q, parents, expected=expected)
 
     def _chosen(self, rows: Sequence[_Grown]) -> list[list[tuple[int, int]]]:
-        """Of each row the nodes (depth, place in its level) that are verified, parents first, siblings as they were
-        drafted."""
+        """Of each row the nodes (depth, place in its level) that are verified, parents first,
+        siblings as they were drafted."""
         shape = self._shape
         whole = [isinstance(shape, StaticTree) or hot for hot in self._hot]
         chosen = [
-            [node for node in grown.nodes() if node[0] < limit] if whole[row] else grown.best(limit, shape.budget)
+            (
+                [node for node in grown.nodes() if node[0] < limit]
+                if whole[row]
+                else grown.best(limit, shape.budget)
+            )
             for row, (grown, limit) in enumerate(zip(rows, self._limits, strict=True))
         ]
         if self._prices is None:
@@ -280,10 +318,15 @@ class TreeGrowth:
                 gains[place] += grown.score[d][i]
         gained = list(accumulate(gains))
         net = [gain - price for gain, price in zip(gained, self._prices, strict=True)]
-        least = max([1, *(len(nodes) for nodes, all_of_it in zip(chosen, whole, strict=True) if all_of_it)])
+        least = max(
+            [1, *(len(nodes) for nodes, all_of_it in zip(chosen, whole, strict=True) if all_of_it)]
+        )
         most = max(range(least, len(net)), key=net.__getitem__)
         self._expected = float(self._expected) + gained[most]
-        return [sorted(nodes if all_of_it else nodes[:most]) for nodes, all_of_it in zip(chosen, whole, strict=True)]
+        return [
+            sorted(nodes if all_of_it else nodes[:most])
+            for nodes, all_of_it in zip(chosen, whole, strict=True)
+        ]
 
 
 @dataclass
@@ -300,12 +343,20 @@ class _Grown:
     def all_of(cls, levels: list[_Level]) -> list[_Grown]:
         """The trees of all rows, in one copy from the device; float64 holds every value exactly."""
         names = ("tokens", "source", "parent", "score", "alive")
-        every = torch.stack([torch.cat([getattr(level, name).double() for level in levels], 1) for name in names])
+        every = torch.stack(
+            [torch.cat([getattr(level, name).double() for level in levels], 1) for name in names]
+        )
         ends = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
         types = (np.int64, np.int64, np.int64, np.float64, np.bool_)
         fields = zip(every.cpu().numpy(), types, strict=True)  # [B, nodes of all levels] each
-        parts = [[part.tolist() for part in np.split(field.astype(kind), ends, axis=1)] for field, kind in fields]
-        return [cls(*([part[row] for part in field] for field in parts)) for row in range(every.shape[1])]
+        parts = [
+            [part.tolist() for part in np.split(field.astype(kind), ends, axis=1)]
+            for field, kind in fields
+        ]
+        return [
+            cls(*([part[row] for part in field] for field in parts))
+            for row in range(every.shape[1])
+        ]
 
     def best(self, deepest: int, budget: int) -> list[tuple[int, int]]:
         """The `budget` nodes of the highest scores above a depth, from the highest on."""
@@ -322,4 +373,9 @@ class _Grown:
 
     def nodes(self) -> list[tuple[int, int]]:
         """Those that were drafted, by depth."""
-        return [(d, i) for d, alive in enumerate(self.alive) for i, drafted in enumerate(alive) if drafted]
+        return [
+            (d, i)
+            for d, alive in enumerate(self.alive)
+            for i, drafted in enumerate(alive)
+            if drafted
+        ]

@@ -1,4 +1,5 @@
-"""What a tree of drafts may look like: fixed in advance, or grown to a budget. Options in, numbers out; no tensors."""
+"""What a tree of drafts may look like: fixed in advance, or grown to a budget. Options in, numbers
+out; no tensors."""
 
 from __future__ import annotations
 
@@ -12,35 +13,46 @@ from typing import TypeVar
 from speculators.errors import ConfigError
 
 Node = TypeVar("Node", bound=Hashable)
-Choice = tuple[int, ...]  # ranks on the way from the root: (0, 2) is the third child of the first child
+Choice = tuple[
+    int, ...
+]  # ranks on the way from the root: (0, 2) is the third child of the first child
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The same tree every round: Medusa's choices (Cai et al. 2401.10774), vLLM's `speculative_token_tree`."""
+    """The same tree every round: Medusa's choices (Cai et al. 2401.10774), vLLM's
+    `speculative_token_tree`."""
 
     choices: tuple[Choice, ...]  # by depth, then rank: parents before their children
 
     @classmethod
     def parse(cls, given: str | Sequence[Sequence[int]]) -> StaticTree:
-        """A list of choices, or its text as vLLM takes it. ConfigError names a choice without its parent or an older
-        sibling."""
+        """A list of choices, or its text as vLLM takes it. ConfigError names a choice without its
+        parent or an older sibling."""
         if isinstance(given, str):
             try:
                 given = ast.literal_eval(given)
             except (ValueError, SyntaxError) as error:
-                raise ConfigError(f"speculative_token_tree: {given!r} is no list of choices: {error}") from None
+                raise ConfigError(
+                    f"speculative_token_tree: {given!r} is no list of choices: {error}"
+                ) from None
         try:
             choices = {tuple(int(rank) for rank in choice) for choice in given}
         except TypeError:
-            raise ConfigError(f"speculative_token_tree: {given!r}; expected choices such as [(0,), (0, 0)]") from None
+            raise ConfigError(
+                f"speculative_token_tree: {given!r}; expected choices such as [(0,), (0, 0)]"
+            ) from None
         for choice in sorted(choices):
             before = (*choice[:-1], choice[-1] - 1) if choice and choice[-1] > 0 else choice[:-1]
             if not choice or min(choice) < 0 or (before and before not in choices):
-                wanted = f"{before} as well" if choice and min(choice) >= 0 else "ranks of 0 and more"
+                wanted = (
+                    f"{before} as well" if choice and min(choice) >= 0 else "ranks of 0 and more"
+                )
                 raise ConfigError(f"speculative_token_tree: choice {choice} needs {wanted}")
         if not choices:
-            raise ConfigError("speculative_token_tree is empty; expected at least one choice, such as [(0,)]")
+            raise ConfigError(
+                "speculative_token_tree is empty; expected at least one choice, such as [(0,)]"
+            )
         return cls(tuple(sorted(choices, key=lambda choice: (len(choice), choice))))
 
     @property
@@ -55,7 +67,10 @@ class StaticTree:
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
         """Per depth the nodes as (which of the parents that have children, rank)."""
-        return [[(self.parents(d).index(c[:-1]), c[-1]) for c in self._at(d)] for d in range(1, self.depth + 1)]
+        return [
+            [(self.parents(d).index(c[:-1]), c[-1]) for c in self._at(d)]
+            for d in range(1, self.depth + 1)
+        ]
 
     @cached_property
     def frontiers(self) -> list[list[int]]:
@@ -77,8 +92,8 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Grown every round (EAGLE-2, Li et al. 2406.16858): `depth` levels, `topk` drafts of each are drafted from, and
-    `budget` places are verified."""
+    """Grown every round (EAGLE-2, Li et al. 2406.16858): `depth` levels, `topk` drafts of each are
+    drafted from, and `budget` places are verified."""
 
     topk: int
     depth: int
@@ -87,8 +102,9 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if min(self.topk, self.depth) < 1 or self.budget < self.depth:
             raise ConfigError(
-                f"a dynamic tree of speculative_eagle_topk={self.topk}, speculative_num_steps={self.depth} and "
-                f"num_speculative_tokens={self.budget}; expected 1 or more each, and at least a token per step"
+                f"a dynamic tree of speculative_eagle_topk={self.topk},"
+                f" speculative_num_steps={self.depth} and num_speculative_tokens={self.budget};"
+                " expected 1 or more each, and at least a token per step"
             )
 
     @property
@@ -97,8 +113,8 @@ class DynamicTree:
         return self.topk * (self.depth - 1)
 
     def draws(self, depth: int) -> int:
-        """Tokens sampled at `depth` (from 0). What is drawn must be verified, so a sampled tree is not pruned but has
-        its budget dealt out to the levels before anything is drawn."""
+        """Tokens sampled at `depth` (from 0). What is drawn must be verified, so a sampled tree is
+        not pruned but has its budget dealt out to the levels before anything is drawn."""
         left = self.budget
         for level in range(depth + 1):
             most = self.topk if level == 0 else self.topk**2  # the first level has one parent
@@ -110,9 +126,12 @@ class DynamicTree:
 TreeShape = StaticTree | DynamicTree
 
 
-def best_first(edges: Callable[[Node | None], Iterable[tuple[float, Node]]], budget: int) -> list[Node]:
-    """The `budget` nodes of the highest scores, each after its parent. `edges`: the children of a node (None: of the
-    root) with their scores, none above their parent's; it is asked for nodes that are taken, and no others."""
+def best_first(
+    edges: Callable[[Node | None], Iterable[tuple[float, Node]]], budget: int
+) -> list[Node]:
+    """The `budget` nodes of the highest scores, each after its parent. `edges`: the children of a
+    node (None: of the root) with their scores, none above their parent's; it is asked for nodes
+    that are taken, and no others."""
     heap: list[tuple[float, int, Node]] = []
     taken: list[Node] = []
     count, node = 0, None

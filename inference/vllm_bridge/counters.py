@@ -1,8 +1,9 @@
-"""Converts vLLM's counters to this project's definition: a draft counts as accepted if it was also committed.
+"""Converts vLLM's counters to this project's definition: a draft counts as accepted if it was also
+committed.
 
-vLLM counts a round's accepted drafts before it cuts the text at its end, so the last round of a response may claim more
-than was written. That round follows from the number of tokens that each step brought.
-"""
+vLLM counts a round's accepted drafts before it cuts the text at its end, so the last round of a
+response may claim more than was written. That round follows from the number of tokens that each
+step brought."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ from speculators.errors import DataError
 
 
 def response_of(
-    prompt: Sequence[int], token_ids: Sequence[int], finish_reason: str | None, metrics: RequestMetrics | None = None
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    finish_reason: str | None,
+    metrics: RequestMetrics | None = None,
 ) -> RequestOutput:
     """A response of vLLM as a RequestOutput."""
-    completion = CompletionOutput(index=0, text="", token_ids=list(token_ids), finish_reason=finish_reason)
+    completion = CompletionOutput(
+        index=0, text="", token_ids=list(token_ids), finish_reason=finish_reason
+    )
     return RequestOutput("", None, list(prompt), [completion], True, metrics or RequestMetrics())
 
 
@@ -24,39 +30,50 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
     """Committed drafts of every round after prefill, 0 for one without a proposal.
 
     sizes       tokens that each step brought, the prefill's first; cut where the text ended
-    accepted    drafts accepted in each round that had some, as the verifier counted them; the last may exceed its step
+    accepted    drafts accepted in each round that had some, as the verifier counted them; the last
+    may exceed its step
 
-    A step of n > 1 tokens committed n - 1 drafts and the target's own token; only in the last one the target's own may
-    be missing, and drafts with it. DataError if the two do not fit together.
+    A step of n > 1 tokens committed n - 1 drafts and the target's own token; only in the last one
+    the target's own may be missing, and drafts with it. DataError if the two do not fit together.
     """
     rounds = [size - 1 for size in sizes[1:]]
     whole, found = [count for count in rounds[:-1] if count], [count for count in accepted if count]
     last = found[len(whole) :]
-    fits = rounds[-1:] in ([], [0]) if not last else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
+    fits = (
+        rounds[-1:] in ([], [0])
+        if not last
+        else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
+    )
     if list(sizes[:1]) != [1] or found[: len(whole)] != whole or not fits:
         raise DataError(
-            f"vLLM: steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)} drafts, are not of one "
-            "response: every step but the last must bring the drafts of its round and one token more"
+            f"vLLM: steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)}"
+            " drafts, are not of one response: every step but the last must bring the drafts of"
+            " its round and one token more"
         )
     if last:
         rounds[-1] = min(last[0], sizes[-1])
     return rounds
 
 
-def metrics_of(sizes: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]) -> RequestMetrics:
+def metrics_of(
+    sizes: Sequence[int], accepted: Sequence[int], drafted: Sequence[int]
+) -> RequestMetrics:
     """Counters of one response; `drafted`: tokens proposed in each round of `accepted`."""
     rounds = committed_rounds(sizes, accepted)
     return RequestMetrics(
         num_drafts=len(accepted),
         num_draft_tokens=sum(drafted),
         num_accepted_tokens=sum(rounds),
-        num_accepted_tokens_per_pos=[sum(count > k for count in rounds) for k in range(max(rounds, default=0))],
+        num_accepted_tokens_per_pos=[
+            sum(count > k for count in rounds) for k in range(max(rounds, default=0))
+        ],
         accepted_per_round=rounds,
     )
 
 
 def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int] | None:
-    """Tokens of each step of a response of `tokens`, where every round had a proposal; None if that cannot be."""
+    """Tokens of each step of a response of `tokens`, where every round had a proposal; None if that
+    cannot be."""
     sizes = [1, *(count + 1 for count in accepted)]
     surplus = sum(sizes) - tokens
     if not 0 <= surplus < sizes[-1]:
@@ -65,7 +82,8 @@ def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int] | None:
 
 
 def counted_past_end(tokens: int, num_drafts: int, num_accepted: int) -> int | None:
-    """Accepted drafts past the end of a response of `tokens`, where every round had a proposal; None if that cannot be.
+    """Accepted drafts past the end of a response of `tokens`, where every round had a proposal;
+    None if that cannot be.
 
     The rounds made 1 + accepted + rounds tokens; of what was cut off, the last is the target's own.
     """

@@ -1,8 +1,9 @@
-"""vLLM as a measured engine, started for the evaluation: one process that drafts, and one that does not.
+"""vLLM as a measured engine, started for the evaluation: one process that drafts, and one that does
+not.
 
-vLLM usually lives in an environment of its own, so it is run by that environment's interpreter (worker.py). It gets the
-same inputs as this runtime: tokens, sampling parameters, tokens that end a response, precision.
-"""
+vLLM usually lives in an environment of its own, so it is run by that environment's interpreter
+(worker.py). It gets the same inputs as this runtime: tokens, sampling parameters, tokens that end a
+response, precision."""
 
 from __future__ import annotations
 
@@ -36,14 +37,31 @@ PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment tha
 SAMPLES_DRAFTS = ("eagle", "eagle3", "peagle", "mtp", "draft_model", "dflash", "dflash2", "dspark")
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
 SENT = (  # fields of SamplingParams that vLLM gets
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+)
 LOG_LINES, MESSAGE = 15, 500  # of vLLM's log in an error: lines, and characters per line
 
-LAUNCHER = (  # set by torchrun, accelerate and the like for each process; vLLM would take them for its own
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+# set by torchrun, accelerate and the like for each process; vLLM would take them for its own
+LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PET_")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -62,18 +80,29 @@ def vllm_python(given: str | None = None) -> str:
         spec = importlib.util.find_spec("vllm")
         if spec is None or spec.origin is None:  # the latter: a folder of that name
             raise ConfigError(
-                f"vLLM: it is not installed beside this project, and no other interpreter is named; set {PYTHON} (or "
-                "--vllm-python) to the python of an environment that has it, such as /opt/vllm/bin/python"
+                "vLLM: it is not installed beside this project, and no other interpreter is named;"
+                f" set {PYTHON} (or --vllm-python) to the python of an environment that has it,"
+                " such as /opt/vllm/bin/python"
             )
         return sys.executable
     where = "--vllm-python" if given else PYTHON
-    ask = "import importlib.util as i, sys; sys.exit(getattr(i.find_spec('vllm'), 'origin', None) is None)"
+    ask = (
+        "import importlib.util as i, sys; sys.exit(getattr(i.find_spec('vllm'), 'origin', None) is"
+        " None)"
+    )
     try:
-        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, timeout=300, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{where}={python}: cannot be run ({error}); name the python of an environment") from None
+        raise ConfigError(
+            f"{where}={python}: cannot be run ({error}); name the python of an environment"
+        ) from None
     if done.returncode != 0:
-        raise ConfigError(f"{where}={python}: this interpreter has no package vllm; install it there, or name another")
+        raise ConfigError(
+            f"{where}={python}: this interpreter has no package vllm; install it there, or name"
+            " another"
+        )
     return python
 
 
@@ -81,10 +110,9 @@ def vllm_python(given: str | None = None) -> str:
 class VllmOptions:
     """The interpreter and options of vLLM; called with a Drafting it makes the engine.
 
-    python      the interpreter that has vLLM; None: see `vllm_python`
-    engine      further options of its LLM (tensor_parallel_size, gpu_memory_utilization, hf_overrides, …)
-    drafting    further options of its speculative_config (draft_tensor_parallel_size, …)
-    """
+    python      the interpreter that has vLLM; None: see `vllm_python` engine      further options
+    of its LLM (tensor_parallel_size, gpu_memory_utilization, hf_overrides, …) drafting    further
+    options of its speculative_config (draft_tensor_parallel_size, …)"""
 
     python: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -95,9 +123,11 @@ class VllmOptions:
 
 
 def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
-    """This process's environment without the variables of a launcher. `devices`: indices of the devices that vLLM may
-    use, among those that this process sees; None: all of them."""
-    foreign = [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES)]
+    """This process's environment without the variables of a launcher. `devices`: indices of the
+    devices that vLLM may use, among those that this process sees; None: all of them."""
+    foreign = [
+        name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES)
+    ]
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     if devices is not None:
         visible = kept[VISIBLE].split(",") if kept.get(VISIBLE) else None
@@ -106,15 +136,23 @@ def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
 
 
 class Worker:
-    """A process of worker.py, which answers one question at a time. `devices`: see `child_environment`."""
+    """A process of worker.py, which answers one question at a time. `devices`: see
+    `child_environment`."""
 
-    def __init__(self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None) -> None:
-        self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `stop`)
+    def __init__(
+        self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None
+    ) -> None:
+        # (closed by `stop`)
+        self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         script = Path(__file__).with_name("worker.py")
         self.process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
             env=child_environment(devices),
-        )  # fmt: skip
+        )
         try:
             self.facts = self.ask(question)
         except BaseException:
@@ -128,7 +166,11 @@ class Worker:
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"its process ended with code {self.process.wait()}"}
+        answer = (
+            json.loads(line)
+            if line
+            else {"error": f"its process ended with code {self.process.wait()}"}
+        )
         if "error" in answer:
             raise VllmError(f"vLLM: {answer['error'][:MESSAGE]}\n{self._last_words()}")
         return answer
@@ -180,7 +222,9 @@ class VllmEngine(MeasuredEngine):
             question = {
                 "model": self.drafting.model,
                 "options": options,
-                "speculative_config": {**self.config, **self.options.drafting} if speculate else None,
+                "speculative_config": (
+                    {**self.config, **self.options.drafting} if speculate else None
+                ),
             }
             self.workers[speculate] = Worker(self.python, question)
             self._facts = self.workers[speculate].facts
@@ -193,18 +237,32 @@ class VllmEngine(MeasuredEngine):
     def _dtype(self) -> str:
         """The dtype of this runtime, for the same figures; vLLM's `auto` may be another."""
         options = self.drafting.options
-        dtype = running_dtype(options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device")))
+        dtype = running_dtype(
+            options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device"))
+        )
         return str(dtype).removeprefix("torch.")
 
     def facts(self) -> EngineFacts:
-        method = self.config.get("draft_sample_method") or (None if self.drafting.drafter is None else "greedy")
+        method = self.config.get("draft_sample_method") or (
+            None if self.drafting.drafter is None else "greedy"
+        )
         return EngineFacts(name=VLLM, draft_sample_method=method, **self._facts)
 
     def in_float32(self, rows: int) -> VllmEngine | None:
-        return None if self._dtype == "float32" else VllmEngine(self.drafting.in_float32(rows), self.options)
+        return (
+            None
+            if self._dtype == "float32"
+            else VllmEngine(self.drafting.in_float32(rows), self.options)
+        )
 
     def write(
-        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int, counted: bool = True
+        self,
+        prompts: Prompts,
+        params: Sequence[SamplingParams],
+        *,
+        speculate: bool,
+        batch: int,
+        counted: bool = True,
     ) -> list[RequestOutput]:
         outputs = []
         size = len(prompts) if batch >= self.drafting.rows else batch
@@ -217,7 +275,9 @@ class VllmEngine(MeasuredEngine):
                 metrics = None
                 if speculate:
                     sizes = [len(step) for step in response["steps"]]
-                    metrics = metrics_of(sizes, response["accepted"] or [], response["drafted"] or [])
+                    metrics = metrics_of(
+                        sizes, response["accepted"] or [], response["drafted"] or []
+                    )
                 outputs.append(response_of(prompt, tokens, response["finish_reason"], metrics))
         return outputs
 
@@ -232,8 +292,8 @@ def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
 
 
 def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:
-    """The request under vLLM's names. Every field is spelled out, since a server fills missing ones from the model's
-    generation_config.json."""
+    """The request under vLLM's names. Every field is spelled out, since a server fills missing ones
+    from the model's generation_config.json."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in SENT}
     fields["top_k"] = max(params.top_k, 0)
     # vLLM's own end-of-sequence tokens are ignored; stop_token_ids has those of this runtime
@@ -244,8 +304,8 @@ def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any
 def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, Any]]:
     """vLLM's `speculative_config`, and the options that its LLM needs for it.
 
-    The method is always named, or vLLM would guess it from the path. ConfigError for an export that is no model.
-    """
+    The method is always named, or vLLM would guess it from the path. ConfigError for an export that
+    is no model."""
     config, needs = dict(drafting.speculative_config), dict[str, Any]()
     if drafting.drafter is None:
         return config, needs
@@ -254,15 +314,17 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "adapter_of", None):
         raise ConfigError(
-            f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load as a draft model; "
-            "export it merged"
+            f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load"
+            " as a draft model; export it merged"
         )
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True
         needs["skip_tokenizer_init"] = False
     elif head.family in SAMPLES_DRAFTS:
         config["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
-    if getattr(head, "layout", None) == "mimo" and not getattr(target, "num_nextn_predict_layers", None):
+    if getattr(head, "layout", None) == "mimo" and not getattr(
+        target, "num_nextn_predict_layers", None
+    ):
         needs["hf_overrides"] = {"num_nextn_predict_layers": 1}  # vLLM asks the target for it
     return config, needs
 
@@ -271,7 +333,8 @@ def unsound(where: str, temperatures: Sequence[float]) -> str:
     """The reason for measuring nothing above temperature 0."""
     above = ", ".join(f"{t:g}" for t in temperatures if t > 0)
     return (
-        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies in memory in place "
-        f"of temperature and top_p, so what it accepts at {above} means nothing. Measure at temperature 0 alone "
-        "(--temperature 0), or leave out --url: a vLLM that is started for the evaluation is repaired"
+        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies"
+        f" in memory in place of temperature and top_p, so what it accepts at {above} means"
+        " nothing. Measure at temperature 0 alone (--temperature 0), or leave out --url: a vLLM"
+        " that is started for the evaluation is repaired"
     )

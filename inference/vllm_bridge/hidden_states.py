@@ -1,8 +1,9 @@
-"""Hidden states of texts by real vLLM (its method `extract_hidden_states`), for every target that vLLM can run.
+"""Hidden states of texts by real vLLM (its method `extract_hidden_states`), for every target that
+vLLM can run.
 
-vLLM writes the states of each prompt to a file, which is read and removed here. Its own connector writes them on a GPU;
-on a CPU, where that one asks for CUDA streams, `vllm_bridge/connectors/cpu_hidden_states.py` does.
-"""
+vLLM writes the states of each prompt to a file, which is read and removed here. Its own connector
+writes them on a GPU; on a CPU, where that one asks for CUDA streams,
+`vllm_bridge/connectors/cpu_hidden_states.py` does."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ CONNECTORS = Path(__file__).with_name("connectors")
 
 
 class HiddenStates:
-    """An engine for hidden states: `with HiddenStates(model, layers, …) as engine: engine.of(texts)`.
+    """An engine for hidden states: `with HiddenStates(model, layers, …) as engine:
+    engine.of(texts)`.
 
-    layers: k is the residual stream after k layers, the number of layers the one before the final norm.
-    longest: tokens of a text, at most.
-    folder: where vLLM's files lie until they are read; None: the system's.
-    devices: numbers of those that it may use; None: all that this process sees.
+    layers: k is the residual stream after k layers, the number of layers the one before the final
+    norm. longest: tokens of a text, at most. folder: where vLLM's files lie until they are read;
+    None: the system's. devices: numbers of those that it may use; None: all that this process sees.
     """
 
     def __init__(
@@ -75,9 +76,15 @@ class HiddenStates:
         """[L, layers, H] of each text. VllmError if vLLM leaves none, or those of another text."""
         assert self._worker is not None, "enter it first"
         params = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
-        question = {"prompts": [list(map(int, text)) for text in texts], "params": [params] * len(texts)}
+        question = {
+            "prompts": [list(map(int, text)) for text in texts],
+            "params": [params] * len(texts),
+        }
         answers = self._worker.ask(question)["responses"]
-        return [self._read(answer["hidden_states"], text) for answer, text in zip(answers, texts, strict=True)]
+        return [
+            self._read(answer["hidden_states"], text)
+            for answer, text in zip(answers, texts, strict=True)
+        ]
 
     def _read(self, path: str | None, text: Sequence[int]) -> Tensor:
         if path is None or not Path(path).exists():
@@ -90,10 +97,13 @@ class HiddenStates:
         tensors = load(file.read_bytes())
         file.unlink()
         states: Tensor = tensors["hidden_states"]
-        if tensors["token_ids"].tolist() != list(text) or states.shape[:2] != (len(text), len(self.layers)):
+        if tensors["token_ids"].tolist() != list(text) or states.shape[:2] != (
+            len(text),
+            len(self.layers),
+        ):
             raise VllmError(
-                f"vLLM: left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])} tokens; expected those "
-                f"of {len(self.layers)} layers and {len(text)} tokens"
+                f"vLLM: left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])}"
+                f" tokens; expected those of {len(self.layers)} layers and {len(text)} tokens"
             )
         if not torch.isfinite(states).all():
             raise VllmError(f"vLLM: hidden states of a text of {len(text)} tokens are not finite")

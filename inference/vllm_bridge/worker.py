@@ -2,12 +2,12 @@
 
     python worker.py < QUESTIONS > ANSWERS
 
-First question: {"model": …, "options": {…}, "speculative_config": {…} or null}; its answer says which vLLM this is. Any
-other: {"prompts": [[token ids]], "params": [{…}]}; its answer has, per prompt, the tokens in the steps they came in
-and, with drafting, the drafts accepted and proposed in every round that had some. With {"hidden_states": {"folder": …,
-"connectors": …}} in the first question, the file with the prompt's hidden states. Imports nothing of this project: the
-environment that has vLLM need not have it. vLLM's own lines go to standard error.
-"""
+First question: {"model": …, "options": {…}, "speculative_config": {…} or null}; its answer says
+which vLLM this is. Any other: {"prompts": [[token ids]], "params": [{…}]}; its answer has, per
+prompt, the tokens in the steps they came in and, with drafting, the drafts accepted and proposed in
+every round that had some. With {"hidden_states": {"folder": …, "connectors": …}} in the first
+question, the file with the prompt's hidden states. Imports nothing of this project: the environment
+that has vLLM need not have it. vLLM's own lines go to standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ HERE = Path(__file__).resolve().parent
 SETTINGS = {  # defaults of environment variables
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start and to stop
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on the same cores
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB; it would take a large part of the memory, and there are two engines
+    "VLLM_CPU_KVCACHE_SPACE": (
+        "1"
+    ),  # GB; it would take a large part of the memory, and there are two engines
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -59,13 +61,19 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
-    """The configuration of the connector that writes hidden states: vLLM's own, on a CPU this project's."""
+    """The configuration of the connector that writes hidden states: vLLM's own, on a CPU this
+    project's."""
     chosen = {"kv_connector": "ExampleHiddenStatesConnector"}
     if on_cpu:
         sys.path.append(extraction["connectors"])
         inherited = os.environ.get("PYTHONPATH")  # by processes that vLLM may start
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (inherited, extraction["connectors"])))
-        chosen = {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "cpu_hidden_states"}
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (inherited, extraction["connectors"]))
+        )
+        chosen = {
+            "kv_connector": "CpuHiddenStatesConnector",
+            "kv_connector_module_path": "cpu_hidden_states",
+        }
     where = {"shared_storage_path": extraction["folder"]}
     return {**chosen, "kv_role": "kv_producer", "kv_connector_extra_config": where}
 
@@ -79,25 +87,33 @@ def repair() -> None:
     qwen3_dflash.DFlashQwen3Model._normalize_context_k = norm_keys
 
 
-def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0) -> Any:
-    """Repeats values x [B] for each token of their requests, given the running sum of tokens [B] -> [num_tokens].
+def expand(
+    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: Any = 0, replace_to: Any = 0
+) -> Any:
+    """Repeats values x [B] for each token of their requests, given the running sum of tokens [B] ->
+    [num_tokens].
 
     It stands in for vLLM's `expand_batch_to_tokens`, whose CPU kernel writes floats into a copy.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)).long()
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=int(num_tokens))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(
+        counts, output_size=int(num_tokens)
+    )
 
 
 def norm_keys(model: Any, keys: Any) -> Any:
-    """Context keys [layers, tokens, heads, head_dim] of a DFlash drafter, each layer normed by its own `k_norm`.
+    """Context keys [layers, tokens, heads, head_dim] of a DFlash drafter, each layer normed by its
+    own `k_norm`.
 
-    It stands in for the model's `_normalize_context_k`, whose CPU kernel reads the first layer's weights for all.
-    """
+    It stands in for the model's `_normalize_context_k`, whose CPU kernel reads the first layer's
+    weights for all."""
     scale = keys.float().square().mean(-1, keepdim=True).add(model._rms_norm_eps).rsqrt()
     return (keys * scale).to(keys.dtype) * model._k_norm_weights[:, None, None]
 
 
-def write(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], names: Any) -> list[dict[str, Any]]:
+def write(
+    llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], names: Any
+) -> list[dict[str, Any]]:
     """The responses, all prompts given at once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -116,8 +132,13 @@ def write(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]], name
             if output.finished:
                 answer["finish_reason"] = new.finish_reason
                 if metrics := getattr(new, "spec_decode_metrics", None):
-                    answer |= {"accepted": metrics.per_step_accepted, "drafted": metrics.per_step_drafted}
-                if path := (getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path"):
+                    answer |= {
+                        "accepted": metrics.per_step_accepted,
+                        "drafted": metrics.per_step_drafted,
+                    }
+                if path := (getattr(output, "kv_transfer_params", None) or {}).get(
+                    "hidden_states_path"
+                ):
                     answer["hidden_states"] = path
     if any("hidden_states" in answer for answer in written.values()):
         for _ in range(3):  # the connector writes in steps that follow; nobody else makes them

@@ -1,8 +1,7 @@
 """The plugin that vLLM loads: it serves MLP speculators (docs/vllm-plugin.md).
 
-vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It never raises: a change that does
-not fit the installed version of vLLM is left out with a warning.
-"""
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). It never
+raises: a change that does not fit the installed version of vLLM is left out with a warning."""
 
 from __future__ import annotations
 
@@ -11,7 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger("vllm.draftsmith")  # below vLLM's own, whose handlers and level it shares
+logger = logging.getLogger(
+    "vllm.draftsmith"
+)  # below vLLM's own, whose handlers and level it shares
 
 
 @functools.cache
@@ -28,11 +29,14 @@ def attempt(change: Callable[[], None]) -> None:
     try:
         change()
     except Exception as error:
-        logger.warning("Draftsmith: method 'mlp_speculator' left out: %s: %s", type(error).__name__, error)
+        logger.warning(
+            "Draftsmith: method 'mlp_speculator' left out: %s: %s", type(error).__name__, error
+        )
 
 
 def _prepare_workers() -> None:
-    """Extends the model runner in each process that drafts, after its modules are loaded and before it is made."""
+    """Extends the model runner in each process that drafts, after its modules are loaded and before
+    it is made."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from inference.vllm_plugin import mlp_speculator

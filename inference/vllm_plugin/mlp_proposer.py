@@ -20,7 +20,8 @@ class MLPProposer(MedusaProposer):
         super().__init__(vllm_config, device)
         config, self.use_fp64_gumbel = self.spec_config, vllm_config.model_config.use_fp64_gumbel
         self.probabilistic = (
-            config.draft_sample_method == "probabilistic" and config.rejection_sample_method == "standard"
+            config.draft_sample_method == "probabilistic"
+            and config.rejection_sample_method == "standard"
         )
 
     def propose_after(
@@ -31,13 +32,18 @@ class MLPProposer(MedusaProposer):
         sample_hidden_states: Tensor,
         spec_decode_metadata: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Drafts after a step of the target -> tokens [b, K], and what they were drawn from [b, K, V].
+        """Drafts after a step of the target -> tokens [b, K], and what they were drawn from [b, K,
+        V].
 
-        `sampled_token_ids`: what the step kept of each request, the target's own token last; nothing of one whose
-        prompt is not read to its end, and whose drafts vLLM drops. `sample_hidden_states` [slots, H], after the final
-        norm: each request's slot for its last true token, then those of its drafts.
-        """
-        drafts = spec_decode_metadata.num_draft_tokens if spec_decode_metadata else [0] * len(sampled_token_ids)
+        `sampled_token_ids`: what the step kept of each request, the target's own token last;
+        nothing of one whose prompt is not read to its end, and whose drafts vLLM drops.
+        `sample_hidden_states` [slots, H], after the final norm: each request's slot for its last
+        true token, then those of its drafts."""
+        drafts = (
+            spec_decode_metadata.num_draft_tokens
+            if spec_decode_metadata
+            else [0] * len(sampled_token_ids)
+        )
         slots, first = [], 0
         for tokens, drafted in zip(sampled_token_ids, drafts):
             slots.append(first + max(len(tokens) - 1, 0))
@@ -59,14 +65,17 @@ class MLPProposer(MedusaProposer):
         *,
         next_token_ids: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states [b, H] and the tokens they gave [b] -> as `propose_after`. Greedy unless told otherwise:
-        then each row is drawn at its request's temperature, as vLLM's other proposers do."""
+        """Last hidden states [b, H] and the tokens they gave [b] -> as `propose_after`. Greedy
+        unless told otherwise: then each row is drawn at its request's temperature, as vLLM's other
+        proposers do."""
         probabilities: list[Tensor] = []
 
         def sample(logits: Tensor) -> Tensor:
             if not self.probabilistic or sampling_metadata.all_greedy:
                 return logits.argmax(dim=-1)
-            tokens, q = compute_probs_and_sample_next_token(logits, sampling_metadata, self.use_fp64_gumbel)
+            tokens, q = compute_probs_and_sample_next_token(
+                logits, sampling_metadata, self.use_fp64_gumbel
+            )
             probabilities.append(q)
             return tokens
 

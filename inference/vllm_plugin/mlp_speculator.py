@@ -1,12 +1,13 @@
-"""MLP speculators in vLLM, which knows their name and config.json but has neither a model nor a proposer for them.
+"""MLP speculators in vLLM, which knows their name and config.json but has neither a model nor a
+proposer for them.
 
     speculative_config={"method": "mlp_speculator", "model": DIR, "num_speculative_tokens": K}
 
-The model is registered under IBM's architecture (mlp_model.py). The runner is made as for Medusa, whose heads ask the
-same of vLLM (the last hidden state, no cache of their own), and is then given Medusa's proposer with a recurrence in it
-(mlp_proposer.py), which is handed the sampled tokens too. The method keeps its name in the configuration, by which vLLM
-knows what else holds for it: its V1 runner, and no asynchronous scheduling.
-"""
+The model is registered under IBM's architecture (mlp_model.py). The runner is made as for Medusa,
+whose heads ask the same of vLLM (the last hidden state, no cache of their own), and is then given
+Medusa's proposer with a recurrence in it (mlp_proposer.py), which is handed the sampled tokens too.
+The method keeps its name in the configuration, by which vLLM knows what else holds for it: its V1
+runner, and no asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ TESTED = "0.32."  # prefix of the versions of vLLM that the tests ran with
 
 # Arguments of the runner's propose_draft_token_ids that the proposer needs.
 PROPOSING = (
-    "scheduler_output", "sampled_token_ids", "sampling_metadata", "sample_hidden_states", "spec_decode_metadata",
-)  # fmt: skip
+    "scheduler_output",
+    "sampled_token_ids",
+    "sampling_metadata",
+    "sample_hidden_states",
+    "spec_decode_metadata",
+)
 
 
 def register() -> None:
@@ -40,10 +45,13 @@ def register() -> None:
 
 
 def _wrap(owner: Any, name: str, parameters: Sequence[str], make: Callable[[Any], Any]) -> None:
-    """Replaces `owner.name` by `make` of it; TypeError unless it takes parameters of these names."""
+    """Replaces `owner.name` by `make` of it; TypeError unless it takes parameters of these
+    names."""
     original = getattr(owner, name)
     if missing := set(parameters) - set(inspect.signature(original).parameters):
-        raise TypeError(f"{original.__qualname__} takes no {', '.join(sorted(missing))} in this version of vLLM")
+        raise TypeError(
+            f"{original.__qualname__} takes no {', '.join(sorted(missing))} in this version of vLLM"
+        )
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
@@ -51,13 +59,15 @@ def require_heads(tokens: int | None, heads: Any) -> None:
     """ValueError if there are fewer heads than tokens to draft. Either may be unknown."""
     if isinstance(heads, int) and tokens is not None and tokens > heads:
         raise ValueError(
-            f"speculative_config: num_speculative_tokens is {tokens}, but this MLP speculator has {heads} heads "
-            f"(n_predict in its config.json) and drafts one token with each; ask for {heads} or fewer"
+            f"speculative_config: num_speculative_tokens is {tokens}, but this MLP speculator has"
+            f" {heads} heads (n_predict in its config.json) and drafts one token with each; ask for"
+            f" {heads} or fewer"
         )
 
 
 def _with_heads_counted(post_init: Any) -> Any:
-    """Checks the number of heads before any weight is read; vLLM's own check wants a multiple of n_predict."""
+    """Checks the number of heads before any weight is read; vLLM's own check wants a multiple of
+    n_predict."""
 
     def __post_init__(self: Any) -> None:
         try:
@@ -97,7 +107,10 @@ def _with_recurrence(original: Any) -> Any:
 
             if not version.startswith(TESTED):
                 logger.warning(
-                    "Draftsmith: method %r was tested with vLLM %sx, and this is %s", METHOD, TESTED, version
+                    "Draftsmith: method %r was tested with vLLM %sx, and this is %s",
+                    METHOD,
+                    TESTED,
+                    version,
                 )
             self.drafter = MLPProposer(vllm_config, device)
 
@@ -111,9 +124,13 @@ def _with_sampled_tokens(original: Any) -> Any:
         if self.speculative_config.method != METHOD:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        draft_token_ids, probabilities = self.drafter.propose_after(**{name: given[name] for name in PROPOSING})
+        draft_token_ids, probabilities = self.drafter.propose_after(
+            **{name: given[name] for name in PROPOSING}
+        )
         self._draft_probs = probabilities
-        self._draft_prob_req_ids = None if probabilities is None else self.input_batch.req_ids.copy()
+        self._draft_prob_req_ids = (
+            None if probabilities is None else self.input_batch.req_ids.copy()
+        )
         return draft_token_ids
 
     return propose_draft_token_ids

@@ -14,13 +14,39 @@ LARGEST_NUMBER = 1000
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 BUILTINS = {
     f.__name__: f
-    for f in (len, sum, max, min, sorted, all, any, abs, list, set, str, int, bool, zip, enumerate, range, reversed)
+    for f in (
+        len,
+        sum,
+        max,
+        min,
+        sorted,
+        all,
+        any,
+        abs,
+        list,
+        set,
+        str,
+        int,
+        bool,
+        zip,
+        enumerate,
+        range,
+        reversed,
+    )
 }
 # Nodes that reach outside the function or can grow without limit.
 FORBIDDEN = (
-    ast.Import, ast.ImportFrom, ast.Pow, ast.LShift, ast.Lambda, ast.Global, ast.Try, ast.ClassDef, ast.Attribute,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Pow,
+    ast.LShift,
+    ast.Lambda,
+    ast.Global,
+    ast.Try,
+    ast.ClassDef,
+    ast.Attribute,
     ast.While,
-)  # fmt: skip
+)
 
 
 def is_right(workload: str, expected: Any, answer: str) -> bool:
@@ -49,7 +75,9 @@ def _json(expected: dict[str, Any], answer: str) -> bool:
         value = json.loads(body)
     except ValueError:
         return False
-    return isinstance(value, dict) and json.dumps(value, sort_keys=True) == json.dumps(expected, sort_keys=True)
+    return isinstance(value, dict) and json.dumps(value, sort_keys=True) == json.dumps(
+        expected, sort_keys=True
+    )
 
 
 def _rewrite(expected: str, answer: str) -> bool:
@@ -84,11 +112,16 @@ def _python(expected: dict[str, Any], answer: str) -> bool:
 
 
 def _is_tame(tree: ast.Module) -> bool:
-    """True if there are only definitions and asserts, nothing that reaches outside or grows large."""
+    """True if there are only definitions and asserts, nothing that reaches outside or grows
+    large."""
     for node in ast.walk(tree):
         if isinstance(node, FORBIDDEN) or (isinstance(node, ast.Name) and node.id.startswith("_")):
             return False
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > LARGEST_NUMBER:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, int)
+            and node.value > LARGEST_NUMBER
+        ):
             return False
     only = all(isinstance(node, ast.FunctionDef | ast.Assert) for node in tree.body)
     return only and any(isinstance(node, ast.Assert) for node in tree.body)
@@ -123,5 +156,10 @@ def _within_budget(work: Callable[[], bool]) -> bool:
 
 
 CHECKS: dict[str, Callable[[Any, str], bool]] = {
-    "math": _math, "python": _python, "json": _json, "rewrite": _rewrite, "table": _table, "chat": _chat,
-}  # fmt: skip
+    "math": _math,
+    "python": _python,
+    "json": _json,
+    "rewrite": _rewrite,
+    "table": _table,
+    "chat": _chat,
+}

@@ -1,12 +1,14 @@
-"""A seeded generator of small conversations in six workloads, the training data of the quickstart and of its target.
+"""A seeded generator of small conversations in six workloads, the training data of the quickstart
+and of its target.
 
-All text is in corpus.yaml; this file combines it. A user message that stands alone (the first one, and a task that
-begins after some chat) is hashed into one of a hundred buckets, and each split owns some buckets. Messages are redrawn
-until they fall into the split's, so that no prompt of one split begins a task in another. Follow-ups such as "Call it
-`head` instead." mean nothing on their own and are not hashed.
+All text is in corpus.yaml; this file combines it. A user message that stands alone (the first one,
+and a task that begins after some chat) is hashed into one of a hundred buckets, and each split owns
+some buckets. Messages are redrawn until they fall into the split's, so that no prompt of one split
+begins a task in another. Follow-ups such as "Call it `head` instead." mean nothing on their own and
+are not hashed.
 
-A workload is a function (rng, style) -> (first turn, function that gives one more turn about the same task).
-"""
+A workload is a function (rng, style) -> (first turn, function that gives one more turn about the
+same task)."""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ SYSTEM_SHARE = 0.5
 MULTI_TURN_SHARE = 0.35
 THREE_TURN_SHARE = 0.3
 CHAT_FIRST_SHARE = 0.15
-# The committed files: (seed, conversations) one after the other. The recipes take the first 1140 of train, and the
-# distillation's base the next 1140.
-FILES = {"train": ((11, 1140), (12, 1140), (13, 1920)), "validation": ((0, 300),), "test": ((0, 600),)}
+# The committed files: (seed, conversations) one after the other. The recipes take the first 1140 of
+# train, and the distillation's base the next 1140.
+FILES = {
+    "train": ((11, 1140), (12, 1140), (13, 1920)),
+    "validation": ((0, 300),),
+    "test": ((0, 600),),
+}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A user message, a right answer, and the value that checks other answers (None: they cannot be checked)."""
+    """A user message, a right answer, and the value that checks other answers (None: they cannot be
+    checked)."""
 
     user: str
     answer: str
@@ -70,8 +77,8 @@ def bucket(message: str) -> int:
 def conversations(
     split: str, count: int, seed: int = 0, workloads: Sequence[str] | None = None
 ) -> Iterator[Conversation]:
-    """`count` conversations of a split, the workloads in turn, determined by the seed; a smaller count gives the first
-    of them. ValueError for an unknown split or workload."""
+    """`count` conversations of a split, the workloads in turn, determined by the seed; a smaller
+    count gives the first of them. ValueError for an unknown split or workload."""
     workloads = WORKLOADS if workloads is None else workloads
     if split not in BUCKETS:
         raise ValueError(f"unknown split {split!r}; there are {', '.join(BUCKETS)}")
@@ -80,7 +87,9 @@ def conversations(
         raise ValueError(f"unknown workloads {unknown}; there are {', '.join(WORKLOADS)}")
     for i in range(count):
         workload = workloads[i % len(workloads)]
-        yield _conversation(split, workload, Random(f"{seed}/{split}/{workload}/{i // len(workloads)}"))
+        yield _conversation(
+            split, workload, Random(f"{seed}/{split}/{workload}/{i // len(workloads)}")
+        )
 
 
 def prompts(
@@ -114,7 +123,10 @@ def _conversation(split: str, workload: str, rng: Random) -> Conversation:
         turns_so_far.append(follow())
     messages = [{"role": "system", "content": system}] if system else []
     for turn in turns_so_far:
-        messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer}]
+        messages += [
+            {"role": "user", "content": turn.user},
+            {"role": "assistant", "content": turn.answer},
+        ]
     return Conversation(workload, messages, turns_so_far[-1].expected)
 
 
@@ -148,13 +160,15 @@ def _friend(rng: Random, person: dict[str, str]) -> str:
     return name
 
 
-# -------------------------------------------------------------------------------------------------- math
+# --------------------------------------------------------------------------------------------------
+# math
 
 Numbers = dict[str, int]
 
 
 def _steps(recipe: str, numbers: Numbers) -> list[tuple[str, int]]:
-    """The equation and the result of each step; "1" and "2" in a recipe are results of earlier steps."""
+    """The equation and the result of each step; "1" and "2" in a recipe are results of earlier
+    steps."""
     steps: list[tuple[str, int]] = []
     for step in TEXT["math"]["recipes"][recipe]:
         left, operator, right = step.split()
@@ -188,11 +202,15 @@ def _math(rng: Random, style: str) -> Thread:
         filled = {**slots, **numbers, "r": steps[-1][1]}
         final = rng.choice(text["finals"]).format(**filled)
         if style == "brief":
-            return Turn(user, " ".join(f"{equation}." for equation, _ in steps) + " " + final, steps[-1][1])
+            return Turn(
+                user, " ".join(f"{equation}." for equation, _ in steps) + " " + final, steps[-1][1]
+            )
         opening = "Let us go step by step. " if style == "steps" else rng.choice(text["openings"])
         opening = "Happy to help! " if style == "cheerful" else opening
         named = rng.random() < 0.75
-        labels = (f"{_capital(label.format(**filled))}: " if named else "" for label in story["labels"])
+        labels = (
+            f"{_capital(label.format(**filled))}: " if named else "" for label in story["labels"]
+        )
         lines = [f"{label}{equation}." for label, (equation, _) in zip(labels, steps)]
         gap = "\n" if rng.random() < 0.3 else " "
         closing = story["closing"].format(**filled) + " " if rng.random() < 0.7 else ""
@@ -211,12 +229,18 @@ def _math(rng: Random, style: str) -> Thread:
         change = story["changes"][slot].format(**slots, **numbers)
         return turn(rng.choice(text["changes"]).format(change=change, question=question))
 
-    return turn(
-        rng.choice(text["asks"]).format(story=story["text"].format(**slots, **numbers), question=question)
-    ), follow
+    return (
+        turn(
+            rng.choice(text["asks"]).format(
+                story=story["text"].format(**slots, **numbers), question=question
+            )
+        ),
+        follow,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ python
+# ------------------------------------------------------------------------------------------------
+# python
 
 
 @cache
@@ -228,11 +252,16 @@ def _reference(body: str) -> Callable[..., Any]:
 
 
 def _python(rng: Random, style: str) -> Thread:
-    """A function to write, and follow-ups that change its name, input or constant, or want other tests."""
+    """A function to write, and follow-ups that change its name, input or constant, or want other
+    tests."""
     text = TEXT["python"]
     kind = rng.choice(text["kinds"])
     takes, constants = kind["takes"], kind.get("constants", [0])
-    name, arg, k = rng.choice(kind["names"]), rng.choice(text["arguments"][takes]), rng.choice(constants)
+    name, arg, k = (
+        rng.choice(kind["names"]),
+        rng.choice(text["arguments"][takes]),
+        rng.choice(constants),
+    )
 
     def args() -> str:
         return f"{arg}, {text['second'][arg]}" if takes == "pair" else arg
@@ -245,17 +274,31 @@ def _python(rng: Random, style: str) -> Thread:
         ]
         lines = kind["body"].format(a=arg, b=text["second"].get(arg), k=k).split("\n")
         doc = f'    """{_capital(kind["does"].format(k=k))}."""'
-        code = "\n".join([f"def {name}({args()}):", doc, *(f"    {line}" for line in lines), "", *tests])
+        code = "\n".join(
+            [f"def {name}({args()}):", doc, *(f"    {line}" for line in lines), "", *tests]
+        )
         answer = f"```python\n{code}\n```"
         if style != "brief":
-            opening = "Happy to help!" if style == "cheerful" else rng.choice(text["openings"]).format(name=name)
+            opening = (
+                "Happy to help!"
+                if style == "cheerful"
+                else rng.choice(text["openings"]).format(name=name)
+            )
             answer = f"{opening}\n{answer}"
-            answer += "\n" + rng.choice(text["closings"]).format(args=args()) if rng.random() < 0.4 else ""
-        return Turn(user, answer, {"name": name, "cases": [[case, function(*case)] for case in cases]})
+            answer += (
+                "\n" + rng.choice(text["closings"]).format(args=args())
+                if rng.random() < 0.4
+                else ""
+            )
+        return Turn(
+            user, answer, {"name": name, "cases": [[case, function(*case)] for case in cases]}
+        )
 
     def follow() -> Turn:
         nonlocal name, arg, k
-        change = rng.choice(("name", "tests", "arg", "k", "k") if len(constants) > 1 else ("name", "tests", "arg"))
+        change = rng.choice(
+            ("name", "tests", "arg", "k", "k") if len(constants) > 1 else ("name", "tests", "arg")
+        )
         old = k
         if change == "name":
             name = rng.choice([other for other in kind["names"] if other != name])
@@ -270,11 +313,14 @@ def _python(rng: Random, style: str) -> Thread:
 
     user = rng.choice(text["asks"]).format(name=name, does=kind["does"].format(k=k), args=args())
     if takes == "pair":
-        user = user.replace("the argument", "the arguments").replace("the input is", "the inputs are")
+        user = user.replace("the argument", "the arguments").replace(
+            "the input is", "the inputs are"
+        )
     return turn(user), follow
 
 
-# -------------------------------------------------------------------------------------------------- json
+# --------------------------------------------------------------------------------------------------
+# json
 
 
 def _json(rng: Random, style: str) -> Thread:
@@ -283,14 +329,22 @@ def _json(rng: Random, style: str) -> Thread:
     of_person = rng.random() < 0.45
     record["name"] = f"{rng.sample(WORDS['names'], 1)[0]} {rng.choice(WORDS['surnames'])}"
     if of_person:
-        record |= {"age": rng.randint(18, 70), "job": rng.choice(WORDS["jobs"]), "city": rng.choice(WORDS["cities"])}
+        record |= {
+            "age": rng.randint(18, 70),
+            "job": rng.choice(WORDS["jobs"]),
+            "city": rng.choice(WORDS["cities"]),
+        }
         record |= {"phone": f"555-{rng.randint(1000, 9999)}", "month": rng.choice(WORDS["months"])}
         record |= {"member": rng.random() < 0.5}
         forms = text["people"]
     else:
         record |= {"city": rng.choice(WORDS["cities"]), "product": rng.choice(WORDS["products"])}
         record |= {"colour": rng.choice(WORDS["colours"])}
-        record |= {"quantity": rng.randint(2, 30), "price": rng.randint(3, 99), "day": rng.choice(WORDS["days"])}
+        record |= {
+            "quantity": rng.randint(2, 30),
+            "price": rng.randint(3, 99),
+            "day": rng.choice(WORDS["days"]),
+        }
         record |= {"order": rng.randint(1000, 9999)}
         forms = text["emails"] if rng.random() < 0.55 else text["invoices"]
     article, _, _ = _with_article(record.get("job", "job")).partition(" ")
@@ -302,7 +356,11 @@ def _json(rng: Random, style: str) -> Thread:
         form = rng.choice(forms)
         keys = rng.sample(list(record), rng.randint(2, 6))
         expected, quoted = {key: record[key] for key in keys}, [f'"{key}"' for key in keys]
-        wanted = ", ".join(quoted) if rng.random() < 0.5 else ", ".join(quoted[:-1]) + " and " + quoted[-1]
+        wanted = (
+            ", ".join(quoted)
+            if rng.random() < 0.5
+            else ", ".join(quoted[:-1]) + " and " + quoted[-1]
+        )
         body = json.dumps(expected, indent=2 if layout == 1 else None)
         answer = f"```json\n{body}\n```" if layout == 2 else body
         return Turn(form.format(keys=wanted, text=document), answer, expected)
@@ -310,14 +368,22 @@ def _json(rng: Random, style: str) -> Thread:
     return turn(text["asks"]), lambda: turn(text["again"])
 
 
-# ----------------------------------------------------------------------------------------------- rewrite
+# -----------------------------------------------------------------------------------------------
+# rewrite
 
-POOLS = {"place": "places", "colour": "colours", "product": "products", "food": "foods", "animal": "animals"}
+POOLS = {
+    "place": "places",
+    "colour": "colours",
+    "product": "products",
+    "food": "foods",
+    "animal": "animals",
+}
 POOLS["fruit"] = "fruits"
 
 
 def _passage(rng: Random) -> tuple[list[str], dict[str, str]]:
-    """Three to five sentences about one person, and their slots; no other thing occurs in two sentences."""
+    """Three to five sentences about one person, and their slots; no other thing occurs in two
+    sentences."""
     text, slots = TEXT["rewrite"], _person(rng)
     slots |= {"city": rng.choice(WORDS["cities"]), "job": _with_article(rng.choice(WORDS["jobs"]))}
     slots |= {"day": rng.choice(WORDS["days"])}
@@ -337,7 +403,9 @@ def _passage(rng: Random) -> tuple[list[str], dict[str, str]]:
 def _edit(rng: Random) -> tuple[str, str, str]:
     """(request, passage, edited passage)"""
     sentences, slots = _passage(rng)
-    kind = rng.choice([kind for kind, times in TEXT["rewrite"]["kinds"].items() for _ in range(times)])
+    kind = rng.choice(
+        [kind for kind, times in TEXT["rewrite"]["kinds"].items() for _ in range(times)]
+    )
     passage, old, new = " ".join(sentences), "", ""
     if kind == "rename":  # a name, city or day that occurs
         pools = {"name": [slots["friend"]], "city": WORDS["cities"], "day": WORDS["days"]}
@@ -366,13 +434,22 @@ def _rewrite(rng: Random, style: str) -> Thread:
     def turn(forms: list[str]) -> Turn:
         form = rng.choice(forms)
         ask, passage, edited = _edit(rng)
-        intro = "" if style == "brief" else "Happy to help:" if style == "cheerful" else rng.choice(text["intros"])
-        return Turn(form.format(ask=ask, text=passage), f"{intro}\n{edited}" if intro else edited, edited)
+        intro = (
+            ""
+            if style == "brief"
+            else "Happy to help:"
+            if style == "cheerful"
+            else rng.choice(text["intros"])
+        )
+        return Turn(
+            form.format(ask=ask, text=passage), f"{intro}\n{edited}" if intro else edited, edited
+        )
 
     return turn(text["wraps"]), lambda: turn(text["again"])
 
 
-# ------------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------------
+# table
 
 Table = dict[str, list[str]]  # column -> cells; the first column names the rows
 
@@ -385,7 +462,10 @@ def draw_table(rng: Random) -> tuple[str, Table]:
     for head, form, *bounds in rng.sample(theme["columns"], rng.choice((1, 1, 2))):
         if bounds:  # numbers with different last digits
             digits = rng.sample(range(10), count)
-            cells = [form.format(rng.choice([n for n in range(*bounds) if n % 10 == digit])) for digit in digits]
+            cells = [
+                form.format(rng.choice([n for n in range(*bounds) if n % 10 == digit]))
+                for digit in digits
+            ]
         else:
             cells = rng.sample(WORDS[form], count)
         table[head] = cells
@@ -404,23 +484,38 @@ def _number(cell: str) -> int:
 
 
 def _question(rng: Random, noun: str, table: Table, style: str) -> tuple[str, str, str, str]:
-    """(question, answer, the bold part, column). An answer repeats the rows that it needs before its conclusion."""
+    """(question, answer, the bold part, column). An answer repeats the rows that it needs before
+    its conclusion."""
     text = TEXT["table"]
     col = rng.choice(list(table)[1:])
     names, cells = next(iter(table.values())), table[col]
     compared = ("cell", "cell", "row", "list", "compare", "compare")
-    kind = rng.choice(compared if col in text["compared"] else ("cell", "cell", "row", "row", "list"))
+    kind = rng.choice(
+        compared if col in text["compared"] else ("cell", "cell", "row", "row", "list")
+    )
     slots = {"col": col, "noun": noun}
     if kind == "compare":
         i, j = rng.sample(range(len(cells)), 2)
         higher = rng.random() < 0.5
         both = ((_number(cells[at]), cells[at], names[at]) for at in (i, j))
         (_, big, bigger), (_, small, smaller) = sorted(both, reverse=True)
-        slots |= {"row": names[i], "other": names[j], "x": cells[i], "y": cells[j], "big": big, "bigger": bigger}
+        slots |= {
+            "row": names[i],
+            "other": names[j],
+            "x": cells[i],
+            "y": cells[j],
+            "big": big,
+            "bigger": bigger,
+        }
         slots |= {"small": small, "smaller": smaller, "word": "higher" if higher else "lower"}
         bold = slots["best"] = bigger if higher else smaller
         said = rng.choice(text["compare_says"]).format(**slots)
-        return rng.choice(text["more_asks" if higher else "less_asks"]).format(**slots), said, bold, col
+        return (
+            rng.choice(text["more_asks" if higher else "less_asks"]).format(**slots),
+            said,
+            bold,
+            col,
+        )
     at = rng.randrange(len(cells))
     pairs = [f"{name}: {cell}" for name, cell in zip(names, cells)]
     slots |= {"row": names[at], "v": ", ".join(pairs) if kind == "list" else cells[at]}
@@ -453,11 +548,13 @@ def _table(rng: Random, style: str) -> Thread:
     return turn(text["asks"]), lambda: turn(text["follow"])
 
 
-# -------------------------------------------------------------------------------------------------- chat
+# --------------------------------------------------------------------------------------------------
+# chat
 
 
 def _chat(rng: Random, style: str) -> Thread:
-    """A question about a topic, answered from its few facts, and follow-ups about it or about one like it."""
+    """A question about a topic, answered from its few facts, and follow-ups about it or about one
+    like it."""
     text = TEXT["chat"]
     kind = text["kinds"][rng.choice(text["shares"])]
     used: set[str] = set()  # facts of earlier answers
@@ -471,7 +568,8 @@ def _chat(rng: Random, style: str) -> Thread:
         return slots | {"name": rng.sample(WORDS["names"], 1)[0], "day": rng.choice(WORDS["days"])}
 
     def turn(user: str, focus: str, greeting: str = "") -> Turn:
-        """A greeting or an opener, one to three facts not used yet (`focus` first), and at times a closer."""
+        """A greeting or an opener, one to three facts not used yet (`focus` first), and at times a
+        closer."""
         more = bool(used)
         count = 1 if style == "brief" or more else rng.choice((1, 2, 2, 3))
         parts = [] if more and rng.random() < 0.5 else [rng.choice(kind["openers"])]
@@ -481,9 +579,16 @@ def _chat(rng: Random, style: str) -> Thread:
         used.update(facts[:count])
         parts += [rng.choice(kind["facts"][fact]) for fact in facts[:count]]
         if style != "brief":
-            parts += rng.sample(kind["closers"], rng.choice((1, 2)) if more else rng.choice((0, 1, 1)))
+            parts += rng.sample(
+                kind["closers"], rng.choice((1, 2)) if more else rng.choice((0, 1, 1))
+            )
         cheer, question = [rng.choice(text["cheers"])], [rng.choice(text["questions"])]
-        parts = [greeting] * bool(greeting) + cheer * (style == "cheerful") + parts + question * (style == "curious")
+        parts = (
+            [greeting] * bool(greeting)
+            + cheer * (style == "cheerful")
+            + parts
+            + question * (style == "curious")
+        )
         return Turn(user, " ".join(_capital(part.format(**slots)) for part in parts))
 
     def follow() -> Turn:
@@ -507,7 +612,12 @@ def _chat(rng: Random, style: str) -> Thread:
 
 
 GENERATORS: dict[str, Callable[[Random, str], Thread]] = {
-    "math": _math, "python": _python, "json": _json, "rewrite": _rewrite, "table": _table, "chat": _chat,
-}  # fmt: skip
+    "math": _math,
+    "python": _python,
+    "json": _json,
+    "rewrite": _rewrite,
+    "table": _table,
+    "chat": _chat,
+}
 WORKLOADS = tuple(GENERATORS)
 CHECKABLE = tuple(name for name in WORKLOADS if name != "chat")

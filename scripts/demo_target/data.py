@@ -1,8 +1,8 @@
-"""Training data of the quickstart's target: its tokenizer, token files, batches, and drills generated on the fly.
+"""Training data of the quickstart's target: its tokenizer, token files, batches, and drills
+generated on the fly.
 
-The conversations are those of corpus.py, more of them than are committed; the code is the interpreter's standard
-library.
-"""
+The conversations are those of corpus.py, more of them than are committed; the code is the
+interpreter's standard library."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ from scripts.demo_target.model import VOCAB
 from train.data import stdlib_source
 
 # Conversations of each workload: more of what is harder to learn.
-CONVERSATIONS = {"math": 12_000, "python": 7_000, "json": 7_000, "rewrite": 30_000, "table": 30_000, "chat": 9_000}
-CODE_WEIGHT = 0.15  # of a token of source code, which is far less predictable than an answer and would drown it
+CONVERSATIONS = {
+    "math": 12_000,
+    "python": 7_000,
+    "json": 7_000,
+    "rewrite": 30_000,
+    "table": 30_000,
+    "chat": 9_000,
+}
+# of a token of source code, which is far less predictable than an answer and would drown it
+CODE_WEIGHT = 0.15
 COMPARED = TEXT["table"]["compared"]  # columns of numbers
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>"]
 # Digits stand alone, so that arithmetic is over digits; words keep their leading space.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
-    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] =="
+    " 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n{% else"
+    " %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 PAD = 3
 Pairs = Iterator[tuple[str, str]]  # (shown, completion)
@@ -42,7 +51,8 @@ TARGET = Path("recipes/quickstart/target")
 
 
 def build_tokenizer(texts):
-    """Byte-level BPE of VOCAB tokens with ChatML markers, and a template that marks the assistant's tokens."""
+    """Byte-level BPE of VOCAB tokens with ChatML markers, and a template that marks the assistant's
+    tokens."""
     core = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -52,15 +62,25 @@ def build_tokenizer(texts):
     options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
     core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, **options))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", mask_token="<|mask|>",
-        chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        mask_token="<|mask|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> None:
-    """Makes the tokenizer, unless TARGET has one, and the token files below WORK; `say` gets their sizes."""
+    """Makes the tokenizer, unless TARGET has one, and the token files below WORK; `say` gets their
+    sizes."""
     WORK.mkdir(parents=True, exist_ok=True)
-    training = [c for name, count in CONVERSATIONS.items() for c in conversations("train", count, seed, [name])]
+    training = [
+        c
+        for name, count in CONVERSATIONS.items()
+        for c in conversations("train", count, seed, [name])
+    ]
     code = list(stdlib_source.snippets("train", snippets, seed, max_chars=1500))
     if (TARGET / "tokenizer.json").exists():
         tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -68,11 +88,16 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
         sample = ["\n".join(m["content"] for m in t.messages) for t in training[::10]] + code[:3000]
         tokenizer = build_tokenizer(sample)
         tokenizer.save_pretrained(TARGET)
-    held_out = list(conversations("validation", 300, seed)), list(stdlib_source.snippets("validation", 100, seed, 1500))
+    held_out = (
+        list(conversations("validation", 300, seed)),
+        list(stdlib_source.snippets("validation", 100, seed, 1500)),
+    )
     for split, (talks, texts) in {"train": (training, code), "validation": held_out}.items():
         ids, weights, ends = [], [], []
         for talk in talks:
-            out = tokenizer.apply_chat_template(talk.messages, return_assistant_tokens_mask=True, return_dict=True)
+            out = tokenizer.apply_chat_template(
+                talk.messages, return_assistant_tokens_mask=True, return_dict=True
+            )
             ids += out["input_ids"]
             weights += out["assistant_masks"]
             ends.append(len(ids))
@@ -82,21 +107,40 @@ def write_token_files(snippets: int, seed: int, say: Callable[[str], None]) -> N
             ids += tokens
             weights += [1] * len(tokens)
             ends.append(len(ids))
-        arrays = {"ids": np.array(ids, np.uint16), "weights": np.array(weights, np.uint8), "ends": np.array(ends)}
+        arrays = {
+            "ids": np.array(ids, np.uint16),
+            "weights": np.array(weights, np.uint8),
+            "ends": np.array(ends),
+        }
         np.savez(WORK / f"{split}.npz", talks=len(talks), **arrays)
-        say(f"{split}: {len(talks)} conversations, {of_talks:,} tokens; {len(ids) - of_talks:,} tokens of code")
+        say(
+            f"{split}: {len(talks)} conversations, {of_talks:,} tokens; {len(ids) - of_talks:,}"
+            " tokens of code"
+        )
 
 
 class Batches:
-    """Documents of similar length, about `tokens` per batch, right-padded, so that no attention crosses documents.
+    """Documents of similar length, about `tokens` per batch, right-padded, so that no attention
+    crosses documents.
 
-    `at(step, rank, world)` is a pure function of its arguments, so that a resumed run continues with the same batches.
-    `code_share`, `drill_share`, `table_share`: of the steps, those on code, on drills, on tables alone.
-    """
+    `at(step, rank, world)` is a pure function of its arguments, so that a resumed run continues
+    with the same batches. `code_share`, `drill_share`, `table_share`: of the steps, those on code,
+    on drills, on tables alone."""
 
-    def __init__(self, path: Path, tokens: int, code_share: float, drill_share: float = 0.0, table_share: float = 0.0):
+    def __init__(
+        self,
+        path: Path,
+        tokens: int,
+        code_share: float,
+        drill_share: float = 0.0,
+        table_share: float = 0.0,
+    ):
         file = np.load(path)
-        self.ids, self.weights, ends = file["ids"].astype(np.int64), file["weights"].astype(np.float32), file["ends"]
+        self.ids, self.weights, ends = (
+            file["ids"].astype(np.int64),
+            file["weights"].astype(np.float32),
+            file["ends"],
+        )
         talks = int(file["talks"])
         self.weights[ends[talks - 1] :] *= CODE_WEIGHT
         self.spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], 1)
@@ -109,10 +153,11 @@ class Batches:
         self.table_share, self.tokenizer = table_share, None
 
     def _copy_drill(self, length: int, rng: np.random.Generator):
-        """Rows of random tokens, spans of which are repeated in random order: only looking back predicts them.
+        """Rows of random tokens, spans of which are repeated in random order: only looking back
+        predicts them.
 
-        The six workloads have in common that answers copy from the request; this drill teaches it within minutes.
-        """
+        The six workloads have in common that answers copy from the request; this drill teaches it
+        within minutes."""
         rows = max(self.tokens // (2 * length), 1)
         x, w = np.zeros((rows, 2 * length), np.int64), np.zeros((rows, 2 * length), np.float32)
         for i in range(rows):
@@ -126,7 +171,9 @@ class Batches:
                 at += size
         return torch.from_numpy(x), torch.from_numpy(w)
 
-    def _pair_drill(self, width: int, rng: np.random.Generator, pieces: Callable[[np.random.Generator], Pairs]):
+    def _pair_drill(
+        self, width: int, rng: np.random.Generator, pieces: Callable[[np.random.Generator], Pairs]
+    ):
         """Rows of `width` tokens of (shown, completion) pairs; only the completions have weight."""
         if self.tokenizer is None:
             self.tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -147,7 +194,11 @@ class Batches:
     def _drill(self, step: int, shared: np.random.Generator, rng: np.random.Generator):
         if step % 3 == 0:
             return self._copy_drill(int(shared.integers(24, 120)), rng)
-        return self._pair_drill(120, rng, _sum) if step % 3 == 1 else self._pair_drill(240, rng, _lookups)
+        return (
+            self._pair_drill(120, rng, _sum)
+            if step % 3 == 1
+            else self._pair_drill(240, rng, _lookups)
+        )
 
     def at(self, step: int, rank: int, world: int):
         shared, rng = np.random.default_rng([step, 7]), np.random.default_rng([step, rank, 7])
@@ -162,7 +213,10 @@ class Batches:
         near = np.unique(pool[max(0, centre - 16 * rows) : centre + 16 * rows + 1])
         picked = rng.choice(near, size=min(rows, len(near)), replace=False)
         width = int(self.lengths[picked].max())
-        x, w = np.full((len(picked), width), PAD, np.int64), np.zeros((len(picked), width), np.float32)
+        x, w = (
+            np.full((len(picked), width), PAD, np.int64),
+            np.zeros((len(picked), width), np.float32),
+        )
         for i, doc in enumerate(picked):
             a, b = self.spans[doc]
             x[i, : b - a], w[i, : b - a] = self.ids[a:b], self.weights[a:b]
@@ -180,7 +234,9 @@ def _lookups(rng: np.random.Generator) -> Pairs:
         values = dict(zip(names, table[column]))
         first, second = draw.sample(names, 2)
         yield f"{column}. {first}:", f" {values[first]}"
-        more, less = sorted((first, second), key=lambda name: re.sub(r"\D", "", values[name]).zfill(3), reverse=True)
+        more, less = sorted(
+            (first, second), key=lambda name: re.sub(r"\D", "", values[name]).zfill(3), reverse=True
+        )
         compared = f". {values[more]} ({more}) is more than {values[less]} ({less})."
         yield f", {second}:", f" {values[second]}{compared if column in COMPARED else '.'}"
         yield "\n", ""

@@ -1,4 +1,5 @@
-"""The network of the quickstart's target: its shape, starting weights that copy, and its growth during training."""
+"""The network of the quickstart's target: its shape, starting weights that copy, and its growth
+during training."""
 
 from __future__ import annotations
 
@@ -11,12 +12,28 @@ LAYERS = 16
 
 
 def build_model(layers: int = LAYERS, vocab: int = VOCAB):
-    """A Qwen3 of 16 layers of width 256: deep and narrow, as real targets are relative to their heads."""
+    """A Qwen3 of 16 layers of width 256: deep and narrow, as real targets are relative to their
+    heads."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "max_position_embeddings": 2048}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 10000.0}
-    tokens = {"vocab_size": vocab, "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 3}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 2048,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rope_theta": 10000.0,
+    }
+    tokens = {
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
     config = Qwen3Config(**sizes, **heads, **tokens, bos_token_id=None, initializer_range=0.02)
     model = Qwen3ForCausalLM(config)
     for name, p in model.named_parameters():  # small initial residual updates, for depth
@@ -27,13 +44,14 @@ def build_model(layers: int = LAYERS, vocab: int = VOCAB):
 
 @torch.no_grad()
 def start_with_copying(model) -> None:
-    """Sets induction heads as initial weights: they predict the token that followed the last occurrence of this one.
+    """Sets induction heads as initial weights: they predict the token that followed the last
+    occurrence of this one.
 
-    All workloads copy from the request, and small models learn that late, because it takes two layers that are useless
-    without each other. The first layer begins with two heads that attend to the tokens one and two places back, the
-    second with two that attend to the place where these equal the current ones. Training changes all of them. (Circuit:
-    Olsson et al., arXiv 2209.11895.)
-    """
+    All workloads copy from the request, and small models learn that late, because it takes two
+    layers that are useless without each other. The first layer begins with two heads that attend to
+    the tokens one and two places back, the second with two that attend to the place where these
+    equal the current ones. Training changes all of them. (Circuit: Olsson et al., arXiv
+    2209.11895.)"""
     config, last = model.config, model.config.hidden_size - 1
     D, half = config.head_dim, config.head_dim // 2
     embedding = model.model.embed_tokens.weight
@@ -75,7 +93,8 @@ def start_with_copying(model) -> None:
 
 
 def grow(small):
-    """A model of LAYERS layers that computes the same as `small`: the inserted layers add nothing at first.
+    """A model of LAYERS layers that computes the same as `small`: the inserted layers add nothing
+    at first.
 
     Few layers learn most of the workloads, at a third of the cost of a step.
     """

@@ -1,17 +1,19 @@
-"""One side of scripts/bench_peers.py: a process that runs a training step of a head whenever it is told to.
+"""One side of scripts/bench_peers.py: a process that runs a training step of a head whenever it is
+told to.
 
     python -P scripts/peers/worker.py ours|speculators FOLDER
 
-FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` made) and `weights.safetensors`, the
-head's weights, which our side writes, as it does the anchors that it draws for a row of DFlash
-(`anchors-<tokens>.safetensors`). Each line of stdin is a command, each line of stdout a JSON answer:
+FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` made) and
+`weights.safetensors`, the head's weights, which our side writes, as it does the anchors that it
+draws for a row of DFlash (`anchors-<tokens>.safetensors`). Each line of stdin is a command, each
+line of stdout a JSON answer:
 
-    warm            a step over the first tokens only
-    step            a step: its seconds, its CPU seconds, its loss, and its peak memory if the device is a GPU
-    gradients FILE  writes the gradients of the last step
+    warm            a step over the first tokens only step            a step: its seconds, its CPU
+    seconds, its loss, and its peak memory if the device is a GPU gradients FILE  writes the
+    gradients of the last step
 
-The library `speculators` has the name of a package of this project. So our side alone sees the project's folder.
-"""
+The library `speculators` has the name of a package of this project. So our side alone sees the
+project's folder."""
 
 from __future__ import annotations
 
@@ -50,14 +52,15 @@ def layer_sizes(s: Any) -> dict[str, Any]:
 
 
 class Ours:
-    """This project: the micro-step of its Trainer, which is forward and backward of `unroll` and chunked objective.
+    """This project: the micro-step of its Trainer, which is forward and backward of `unroll` and
+    chunked objective.
 
-    We take a weighted mean of the mean losses of the depths; the library sums them (EAGLE-3), or divides the weighted
-    sum of all terms by their number (DFlash). So its weights decay^k are given as they are, over its normaliser. Over a
-    reduced vocabulary the library renormalises the target's p, we leave it as it is (`forward_kl`). With the weight of
-    a term divided by the mass P of its p the gradients are the same, and the losses differ by the mean of log P, which
-    is taken off.
-    """
+    We take a weighted mean of the mean losses of the depths; the library sums them (EAGLE-3), or
+    divides the weighted sum of all terms by their number (DFlash). So its weights decay^k are given
+    as they are, over its normaliser. Over a reduced vocabulary the library renormalises the
+    target's p, we leave it as it is (`forward_kl`). With the weight of a term divided by the mass P
+    of its p the gradients are the same, and the losses differ by the mean of log P, which is taken
+    off."""
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -75,16 +78,25 @@ class Ours:
         model.get_input_embeddings().weight.data.copy_(given["embed"])
         model.get_output_embeddings().weight.data.copy_(given["lm_head"])
         block = {"block_size": s.depths + 1, "mask_token_id": 0, "anchors_per_row": s.anchors}
-        recipe = make_recipe({
-            "name": "bench",
-            "family": s.family,
-            "target": {"model": "random"},
-            "data": {"train": [{"path": "none.jsonl"}], "max_length": s.tokens},
-            "drafter": {"unroll_steps": s.depths, "draft_vocab_size": s.draft_vocab, "num_layers": s.layers,
-                        "tap_layers": [1, 2, 3]} | (block if s.family == "dflash" else {}),
-            "loss": {"forward_kl": 1.0},
-            "training": {"steps": 1, "batch_size": 1},
-        })  # fmt: skip
+        recipe = make_recipe(
+            {
+                "name": "bench",
+                "family": s.family,
+                "target": {"model": "random"},
+                "data": {"train": [{"path": "none.jsonl"}], "max_length": s.tokens},
+                "drafter": (
+                    {
+                        "unroll_steps": s.depths,
+                        "draft_vocab_size": s.draft_vocab,
+                        "num_layers": s.layers,
+                        "tap_layers": [1, 2, 3],
+                    }
+                    | (block if s.family == "dflash" else {})
+                ),
+                "loss": {"forward_kl": 1.0},
+                "training": {"steps": 1, "batch_size": 1},
+            }
+        )
         accelerator = Accelerator(cpu=s.device == "cpu", mixed_precision="bf16" if half else "no")
         ids = given["input_ids"].cpu().numpy()
         row = TokenRow(ids, given["loss_mask"].cpu().numpy())
@@ -101,12 +113,21 @@ class Ours:
         torch.manual_seed(1)
         with torch.no_grad():
             for weight in self.module.parameters():
-                weight.copy_(torch.randn(weight.shape) * (weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1))
+                weight.copy_(
+                    torch.randn(weight.shape)
+                    * (weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1)
+                )
                 if weight.ndim == 1:
                     weight.add_(1.0)
             if self.module.draft_to_target is not None:
                 self.module.target_ids.copy_(self.given["draft_ids"])
-        save_file({name: weight.detach().cpu().clone() for name, weight in self.module.named_parameters()}, file)
+        save_file(
+            {
+                name: weight.detach().cpu().clone()
+                for name, weight in self.module.named_parameters()
+            },
+            file,
+        )
 
     def features(self, tokens: int) -> Any:
         """The TargetFeatures of the first tokens of the row."""
@@ -114,7 +135,10 @@ class Ours:
 
         given, dtype = self.given, getattr(torch, self.s.dtype)
         return TargetFeatures(
-            **{name: given[name][None, :tokens] for name in ("input_ids", "position_ids", "segment_ids", "loss_mask")},
+            **{
+                name: given[name][None, :tokens]
+                for name in ("input_ids", "position_ids", "segment_ids", "loss_mask")
+            },
             taps=given["taps"][None, :tokens].to(dtype),
             last_hidden=normed(given, tokens)[None].to(dtype),
         )
@@ -138,7 +162,9 @@ class Ours:
         if ids is None:
             return lambda: float(self.trainer._micro_step(features, scales).loss)
         unroll, rows = type(self.module).unroll, features.last_hidden[0].split(128)
-        mass = torch.cat([self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows])
+        mass = torch.cat(
+            [self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows]
+        )
 
         def weighed(*given: Any) -> Any:
             for term in unroll(self.module, *given):
@@ -158,11 +184,11 @@ class Ours:
 class Library:
     """The library: what its Trainer does in a step, over a row that its own collate function made.
 
-    EAGLE-3 asks the mask about the token that a depth reads, we about the one that it predicts: each document's mask is
-    shifted by one. DFlash draws its anchors from all supervised tokens, we from those whose next token is supervised
-    too: it gets ours. Both let the last slots of a document predict tokens of the next, so the documents of a `Setting`
-    begin with tokens that nobody learns.
-    """
+    EAGLE-3 asks the mask about the token that a depth reads, we about the one that it predicts:
+    each document's mask is shifted by one. DFlash draws its anchors from all supervised tokens, we
+    from those whose next token is supervised too: it gets ours. Both let the last slots of a
+    document predict tokens of the next, so the documents of a `Setting` begin with tokens that
+    nobody learns."""
 
     def __init__(self, s: Any, given: Tensors, folder: Path) -> None:
         import transformers
@@ -175,7 +201,11 @@ class Library:
         self.options: dict[str, Any] = {"loss_config": losses.resolve_loss_config("kl_div", fused)}
         if s.family == "dflash":
             name, layers = "DFlash", transformers.Qwen3Config
-            own = {"aux_hidden_state_layer_ids": [1, 2, 3], "block_size": s.depths + 1, "mask_token_id": 0}
+            own = {
+                "aux_hidden_state_layer_ids": [1, 2, 3],
+                "block_size": s.depths + 1,
+                "mask_token_id": 0,
+            }
             self.options |= {"gamma": -1 / math.log(s.decay)}
         else:
             name, layers = "Eagle3", transformers.LlamaConfig
@@ -183,17 +213,27 @@ class Library:
             self.options |= {"ttt_steps": s.depths, "ttt_step_loss_decay": s.decay}
         config = layers(num_hidden_layers=s.layers, **layer_sizes(s))
         config._attn_implementation = s.attention
-        make_config, make = (getattr(self.core, f"{name}{kind}") for kind in ("SpeculatorConfig", "DraftModel"))
-        self.module = make(make_config(transformer_layer_config=config, draft_vocab_size=s.draft_vocab, **own))
+        make_config, make = (
+            getattr(self.core, f"{name}{kind}") for kind in ("SpeculatorConfig", "DraftModel")
+        )
+        self.module = make(
+            make_config(transformer_layer_config=config, draft_vocab_size=s.draft_vocab, **own)
+        )
         head = given["lm_head"][given["draft_ids"]]
-        weights = {"lm_head.weight": head} | load_file(folder / "weights.safetensors") | {
-            "embed_tokens.weight": given["embed"],
-            "verifier_lm_head.weight": head,
-            "verifier_norm.weight": given["norm"],
-        }  # fmt: skip
+        weights = (
+            {"lm_head.weight": head}
+            | load_file(folder / "weights.safetensors")
+            | {
+                "embed_tokens.weight": given["embed"],
+                "verifier_lm_head.weight": head,
+                "verifier_norm.weight": given["norm"],
+            }
+        )
         missing, unknown = self.module.load_state_dict(weights, strict=False)
         if unknown or set(missing) - {"t2d", "d2t"}:
-            raise ValueError(f"the heads have different weights: {missing} are missing, {unknown} are unknown")
+            raise ValueError(
+                f"the heads have different weights: {missing} are missing, {unknown} are unknown"
+            )
         self.module.to(s.device).train()
         self.module.lm_head.weight.requires_grad_(s.head)
         self.whole = self.prepare(s.tokens)
@@ -216,16 +256,29 @@ class Library:
                 "position_ids": torch.arange(len(at)),
             }
             samples.append({name: each.cpu() for name, each in sample.items()})
-        collate = data.CollateFn(tokens, s.hidden, dtype=getattr(torch, s.dtype), preprocess=preprocess)
-        batch = {name: each.to(s.device) for name, each in collate(samples).items() if isinstance(each, Tensor)}
+        collate = data.CollateFn(
+            tokens, s.hidden, dtype=getattr(torch, s.dtype), preprocess=preprocess
+        )
+        batch = {
+            name: each.to(s.device)
+            for name, each in collate(samples).items()
+            if isinstance(each, Tensor)
+        }
         if not eagle3:
-            anchors = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"].to(s.device)
-            anchors = anchors[anchors < tokens - s.depths - 1]  # in front of a row's last tokens it takes none
+            anchors = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"].to(
+                s.device
+            )
+            anchors = anchors[
+                anchors < tokens - s.depths - 1
+            ]  # in front of a row's last tokens it takes none
             options = options | {"max_anchors": len(anchors)}
 
         def step() -> float:
             if not eagle3:
-                self.core.select_anchors = lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool))
+                self.core.select_anchors = lambda *_: (
+                    anchors,
+                    torch.ones_like(anchors, dtype=torch.bool),
+                )
             with torch.autocast(s.device, torch.bfloat16, enabled=s.dtype == "bfloat16"):
                 _, loss, _ = self.module(**batch, **options)
             loss.backward()
@@ -235,11 +288,17 @@ class Library:
 
 
 def normed(given: Tensors, tokens: int) -> Tensor:
-    """The target's last hidden states [T, H]: the library gets them before the target's final norm."""
-    return nn.functional.rms_norm(given["state"][:tokens].float(), given["norm"].shape, given["norm"].float(), 1e-6)
+    """The target's last hidden states [T, H]: the library gets them before the target's final
+    norm."""
+    return nn.functional.rms_norm(
+        given["state"][:tokens].float(), given["norm"].shape, given["norm"].float(), 1e-6
+    )
 
 
-SIDES: dict[str, Callable[[Any, Tensors, Path], Ours | Library]] = {"ours": Ours, "speculators": Library}
+SIDES: dict[str, Callable[[Any, Tensors, Path], Ours | Library]] = {
+    "ours": Ours,
+    "speculators": Library,
+}
 
 
 def answer(side: Ours | Library, command: str, file: str = "") -> dict[str, Any]:
@@ -247,7 +306,9 @@ def answer(side: Ours | Library, command: str, file: str = "") -> dict[str, Any]
     device = side.s.device
     if command == "gradients":
         found = {name: p.grad for name, p in side.module.named_parameters() if p.grad is not None}
-        save_file({name: grad.float().cpu().contiguous() for name, grad in found.items()}, file.strip())
+        save_file(
+            {name: grad.float().cpu().contiguous() for name, grad in found.items()}, file.strip()
+        )
         return {}
     step = side.prepare(WARM_TOKENS) if command == "warm" else side.whole
     side.module.zero_grad(set_to_none=True)
@@ -274,9 +335,13 @@ def main() -> None:
     folder = Path(sys.argv[2])
     s = SimpleNamespace(**json.loads((folder / "setting.json").read_text()))
     torch.set_num_threads(s.threads)
-    given = {name: each.to(s.device) for name, each in load_file(folder / "batch.safetensors").items()}
+    given = {
+        name: each.to(s.device) for name, each in load_file(folder / "batch.safetensors").items()
+    }
     side = SIDES[sys.argv[1]](s, given, folder)
-    print(json.dumps({"version": side.version, "torch": torch.__version__}), file=answers, flush=True)
+    print(
+        json.dumps({"version": side.version, "torch": torch.__version__}), file=answers, flush=True
+    )
     for line in sys.stdin:
         print(json.dumps(answer(side, *line.split(maxsplit=1))), file=answers, flush=True)
 

@@ -1,9 +1,8 @@
 """Drafters as folders that engines load: written whole or not at all, read back strictly.
 
-`export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing, unexpected or
-mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). The contents of a folder are defined by
-one `Layout` per format and family (formats.py).
-"""
+`export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing,
+unexpected or mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). The
+contents of a folder are defined by one `Layout` per format and family (formats.py)."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ def export_drafter(
 ) -> Path:
     """Writes `drafter` to `folder` in its family's layout and returns the folder.
 
-    An export that fails leaves what was there before in place. `provenance` goes into config.json under `draftsmith`;
-    its `target` (`describe_target`) is the attached one unless it says otherwise. `format`: one of `formats.FORMATS`;
-    ConfigError if the family or this drafter has no place in it. `beside`: files that go into the folder too.
-    """
+    An export that fails leaves what was there before in place. `provenance` goes into config.json
+    under `draftsmith`; its `target` (`describe_target`) is the attached one unless it says
+    otherwise. `format`: one of `formats.FORMATS`; ConfigError if the family or this drafter has no
+    place in it. `beside`: files that go into the folder too."""
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = layout_for(format, config.family)
@@ -68,8 +67,8 @@ def export_drafter(
 
 
 def describe_target(target: Any) -> dict[str, Any]:
-    """The fields of an export for its target (or a sketch of it): the name, and the class, of a multimodal model the
-    whole one's."""
+    """The fields of an export for its target (or a sketch of it): the name, and the class, of a
+    multimodal model the whole one's."""
     names = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
     return {"name_or_path": target.name_or_path, "architectures": list(names)}
 
@@ -90,10 +89,14 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 def resolve(
-    path_or_id: str | Path, revision: str | None = None, *, weights: bool = True, what: str = "drafter"
+    path_or_id: str | Path,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    what: str = "drafter",
 ) -> Path:
-    """The local folder, or the JSON and safetensors of `org/name` or `org/name@revision`, downloaded from the Hub.
-    `what`: the first word of its CheckpointError."""
+    """The local folder, or the JSON and safetensors of `org/name` or `org/name@revision`,
+    downloaded from the Hub. `what`: the first word of its CheckpointError."""
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     from huggingface_hub import snapshot_download
@@ -102,18 +105,26 @@ def resolve(
     patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (ValueError, OSError) as error:  # an id that is none; the Hub's errors, and those of files
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # an id that is none; the Hub's errors, and those of files
         raise CheckpointError(
-            f"{what} {path_or_id}: no such folder, and the Hub did not give it: {hub_trouble(error) or error}; "
-            "give a folder that holds it, or a repository id"
+            f"{what} {path_or_id}: no such folder, and the Hub did not give it:"
+            f" {hub_trouble(error) or error}; give a folder that holds it, or a repository id"
         ) from error
 
 
 def _headers(folder: Path) -> dict[str, Header]:
-    """The header of every tensor; CheckpointError for a folder without config.json or safetensors."""
+    """The header of every tensor; CheckpointError for a folder without config.json or
+    safetensors."""
     if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
         pickled = ", ".join(pickled_files(folder))
-        hint = f"; {pickled} is a pickle, which is never opened: convert it to safetensors first" if pickled else ""
+        hint = (
+            f"; {pickled} is a pickle, which is never opened: convert it to safetensors first"
+            if pickled
+            else ""
+        )
         raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
     return read_headers(folder)
 
@@ -123,16 +134,22 @@ def read_drafter_config(
 ) -> DrafterConfig:
     """The configuration of an exported or published drafter, without its weights.
 
-    `num_target_layers` is needed only for heads whose config.json does not say which layers they tap. `config_only`:
-    the tensors need not be there. Right for whole language models; of a head they may say what config.json does not.
-    """
+    `num_target_layers` is needed only for heads whose config.json does not say which layers they
+    tap. `config_only`: the tensors need not be there. Right for whole language models; of a head
+    they may say what config.json does not."""
     folder = resolve(path_or_id, weights=not config_only)
     names = set() if config_only else set(_headers(folder))
     fields, where = read_fields(folder), f"{folder}/config.json"
-    config = layout_of(fields, names, str(folder)).from_config(fields, names, where, num_target_layers)
+    config = layout_of(fields, names, str(folder)).from_config(
+        fields, names, where, num_target_layers
+    )
     if changed := changed_fields(fields, config):
-        words = "; ".join(f"{name} is {now}, the drafter was trained with {then}" for name, now, then in changed)
-        raise CheckpointError(f"{where}: {words}; put back what it was trained with, or export it again")
+        words = "; ".join(
+            f"{name} is {now}, the drafter was trained with {then}" for name, now, then in changed
+        )
+        raise CheckpointError(
+            f"{where}: {words}; put back what it was trained with, or export it again"
+        )
     return config
 
 
@@ -147,12 +164,14 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
 
 
-def load_drafter(path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.dtype | None = None) -> Drafter:
-    """The drafter of an exported folder, attached to `target`, in evaluation mode, in the target's dtype and device.
+def load_drafter(
+    path_or_id: str | Path, target: FrozenTarget, *, dtype: torch.dtype | None = None
+) -> Drafter:
+    """The drafter of an exported folder, attached to `target`, in evaluation mode, in the target's
+    dtype and device.
 
-    CheckpointError names every tensor that is missing, unexpected or of another shape; ConfigError a target it was
-    not made for.
-    """
+    CheckpointError names every tensor that is missing, unexpected or of another shape; ConfigError
+    a target it was not made for."""
     folder = resolve(path_or_id)
     config = read_drafter_config(folder, target.num_layers)
     drafter = family_class(config.family)(config).attach(target)
@@ -166,7 +185,8 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     layout = layout_of(fields, set(headers), str(folder))
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
         raise CheckpointError(
-            f"{folder}/config.json: dtype is {fields.get('dtype')}, but {other[0]} is {headers[other[0]].dtype}"
+            f"{folder}/config.json: dtype is {fields.get('dtype')}, but {other[0]} is"
+            f" {headers[other[0]].dtype}"
             + (f", and {len(other) - 1} more tensors" if len(other) > 1 else "")
             + "; one of the two was changed after the export: export it again"
         )

@@ -1,7 +1,7 @@
 """Converts an exported folder to another format, without a recipe and without the target.
 
-The drafter is loaded strictly and written again: same tensors, same precision. Other files of the folder are copied.
-"""
+The drafter is loaded strictly and written again: same tensors, same precision. Other files of the
+folder are copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_weights, read_drafter_config, read_fields, replace_folder, resolve
+from speculators.export import (
+    export_drafter,
+    load_weights,
+    read_drafter_config,
+    read_fields,
+    replace_folder,
+    resolve,
+)
 from speculators.export.formats import NATIVE
 from speculators.export.headers import PICKLES
 from speculators.export.layouts.base import WEIGHTS
@@ -23,7 +30,8 @@ from speculators.layers.peft_adapter import CONFIG, base_of_adapter, merge_into_
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 
-# Fields of the section `draftsmith` that are kept; the others follow from the drafter and are written anew.
+# Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
+# written anew.
 ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
 
@@ -37,13 +45,12 @@ def redress(
     provenance: dict[str, Any] | None = None,
     num_target_layers: int | None = None,
 ) -> Path:
-    """Writes the drafter of a folder or repository id to `out`; returns it. Of an adapter of a head: the head that it
-    names, with the adapter merged.
+    """Writes the drafter of a folder or repository id to `out`; returns it. Of an adapter of a
+    head: the head that it names, with the adapter merged.
 
-    `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its `target`.
-    `num_target_layers`: for published heads that do not name their taps. CheckpointError for an incomplete folder,
-    ConfigError if the format has no place for the drafter.
-    """
+    `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its
+    `target`. `num_target_layers`: for published heads that do not name their taps. CheckpointError
+    for an incomplete folder, ConfigError if the format has no place for the drafter."""
     folder, out = resolve(path_or_id), Path(out)
     adapter = folder if (base := base_of_adapter(folder)) is not None else None
     folder = folder if base is None else resolve(base)
@@ -52,26 +59,36 @@ def redress(
     config = read_drafter_config(folder, num_target_layers)
     if getattr(config, "other_tokenizer", False):
         raise ConfigError(
-            f"export: other_tokenizer: {folder} drafts by a map to its target's tokens, which no other format has; "
-            "give the folder as it is to the engine"
+            f"export: other_tokenizer: {folder} drafts by a map to its target's tokens, which no"
+            " other format has; give the folder as it is to the engine"
         )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
     if adapter is not None:
         merge_into_head(drafter, adapter)
-    origin = {name: value for name, value in (read_fields(folder).get("draftsmith") or {}).items() if name in ORIGIN}
+    origin = {
+        name: value
+        for name, value in (read_fields(folder).get("draftsmith") or {}).items()
+        if name in ORIGIN
+    }
     exported = as_dtype(config.dtype if dtype == "auto" else dtype)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not any(map(path.match, NOT_COPIED))]
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not any(map(path.match, NOT_COPIED))
+    ]
     origin |= provenance or {}
-    return export_drafter(drafter, out, dtype=exported, format=format, provenance=origin, beside=files)
+    return export_drafter(
+        drafter, out, dtype=exported, format=format, provenance=origin, beside=files
+    )
 
 
 def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
-    """Copies the folder `target` to `out` with the tensors of the folder `export` in place of its own; returns `out`.
+    """Copies the folder `target` to `out` with the tensors of the folder `export` in place of its
+    own; returns `out`.
 
-    Shards, other tensors, dtypes and every other file stay as they are. CheckpointError names the tensors that the
-    target lacks or has in another shape.
-    """
+    Shards, other tensors, dtypes and every other file stay as they are. CheckpointError names the
+    tensors that the target lacks or has in another shape."""
     export, target, out = Path(export), Path(target), Path(out)
     if out.exists() and out.samefile(target):
         raise CheckpointError(f"write_back: {out} is the target itself; name another folder")
@@ -80,8 +97,14 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         with safe_open(shard, "pt") as reader:
-            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys() if name in fresh}  # noqa: SIM118
-    if wrong := sorted(name for name, tensor in fresh.items() if shapes.get(name) != tuple(tensor.shape)):
+            shapes |= {
+                name: tuple(reader.get_slice(name).get_shape())
+                for name in reader.keys()  # noqa: SIM118
+                if name in fresh
+            }
+    if wrong := sorted(
+        name for name, tensor in fresh.items() if shapes.get(name) != tuple(tensor.shape)
+    ):
         raise CheckpointError(
             f"write_back: {target} has no tensor of the same shape for {len(wrong)} of {export}: "
             f"{', '.join(wrong[:3])}; give the folder whose module was trained"
@@ -90,7 +113,10 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         shutil.copytree(
-            target, folder, dirs_exist_ok=True, ignore=lambda _, names: {s.name for s in shards} & set(names)
+            target,
+            folder,
+            dirs_exist_ok=True,
+            ignore=lambda _, names: {s.name for s in shards} & set(names),
         )
         for shard in shards:
             _rewrite(shard, fresh, folder / shard.name)
@@ -109,4 +135,8 @@ def _rewrite(shard: Path, fresh: dict[str, torch.Tensor], into: Path) -> None:
         shutil.copyfile(shard, into)
         return
     tensors = load_file(shard)
-    save_file({n: fresh[n].to(t.dtype) if n in fresh else t for n, t in tensors.items()}, into, metadata=metadata)
+    save_file(
+        {n: fresh[n].to(t.dtype) if n in fresh else t for n, t in tensors.items()},
+        into,
+        metadata=metadata,
+    )

@@ -1,4 +1,5 @@
-"""The faults of a drafter's folder, by kind: engines' reactions to each, and its repair. The table is faults.yaml."""
+"""The faults of a drafter's folder, by kind: engines' reactions to each, and its repair. The table
+is faults.yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from pydantic import BaseModel, ConfigDict
 
 REFUSES, CRASHES, SWALLOWS, HARMLESS = "refuses", "crashes", "swallows", "harmless"
 Reaction = Literal["refuses", "crashes", "swallows", "harmless"]
-IN_SGLANG = ("dflash", "dflash2", "dspark")  # families whose faults SGLang's reactions are known for
+IN_SGLANG = (
+    "dflash",
+    "dflash2",
+    "dspark",
+)  # families whose faults SGLang's reactions are known for
 
 
 class Kind(BaseModel):
@@ -34,7 +39,8 @@ KINDS = {name: Kind(**fields) for name, fields in yaml.safe_load(_TABLE).items()
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one folder: its place in words, and the entry of the table for the drafter's family."""
+    """One fault of one folder: its place in words, and the entry of the table for the drafter's
+    family."""
 
     kind: str
     what: str

@@ -18,7 +18,11 @@ from speculators.export.layouts.dflash import (
     SGLangDFlashLayout,
     SGLangDSparkLayout,
 )
-from speculators.export.layouts.draft_model import DraftModelLayout, SGLangDraftModelLayout, TransformersLayout
+from speculators.export.layouts.draft_model import (
+    DraftModelLayout,
+    SGLangDraftModelLayout,
+    TransformersLayout,
+)
 from speculators.export.layouts.eagle import EagleLayout
 from speculators.export.layouts.eagle3 import Eagle3Layout
 from speculators.export.layouts.medusa import MedusaLayout
@@ -37,19 +41,24 @@ from speculators.export.layouts.speculators import (
 NATIVE = "vllm"
 # Format -> its purpose.
 FORMATS: dict[str, str] = {
-    "vllm": "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise",
-    "speculators": "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all",
+    "vllm": (
+        "what vLLM reads with --speculative-config; what Draftsmith writes unless asked otherwise"
+    ),
+    "speculators": (
+        "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all"
+    ),
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": "a causal language model as transformers writes it; for draft models",
 }
-# A folder that does not name its family belongs to the first layout that recognises it, but for those of SGLang: other
-# tools write its sections with either numbering of taps.
+# A folder that does not name its family belongs to the first layout that recognises it, but for
+# those of SGLang: other tools write its sections with either numbering of taps.
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsPEagleLayout(),
     SpeculatorsDFlashLayout(),
     SpeculatorsDFlash2Layout(),
     SpeculatorsDSparkLayout(),
-    SpeculatorsEagle3Layout(),  # the last of the format: it recognises algorithms that are not known
+    # the last of the format: it recognises algorithms that are not known
+    SpeculatorsEagle3Layout(),
     PEagleLayout(),
     Eagle3Layout(),
     EagleLayout(),
@@ -69,18 +78,21 @@ _TABLE: tuple[Layout, ...] = (
     SGLangDraftModelLayout(),
     TransformersLayout(),
 )
-LAYOUTS: dict[tuple[str, str], Layout] = {(layout.format, layout.family): layout for layout in _TABLE}
+LAYOUTS: dict[tuple[str, str], Layout] = {
+    (layout.format, layout.family): layout for layout in _TABLE
+}
 FAMILIES = tuple(family for format_, family in LAYOUTS if format_ == NATIVE)
 
 
 def layout_for(format_: str, family: str) -> Layout:
-    """The table of a family in a format. ConfigError if there is none, with the formats that the family has."""
+    """The table of a family in a format. ConfigError if there is none, with the formats that the
+    family has."""
     if format_ not in FORMATS:
         raise ConfigError(f"export format {format_!r}: expected one of {', '.join(FORMATS)}")
     if (layout := LAYOUTS.get((format_, family))) is None:
         raise ConfigError(
-            f"export format {format_}: has no place for a drafter of family {family}; this family is written as "
-            f"{', '.join(formats_of(family))}"
+            f"export format {format_}: has no place for a drafter of family {family}; this family"
+            f" is written as {', '.join(formats_of(family))}"
         )
     return layout
 
@@ -95,13 +107,17 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:
-        layout = next((each for each in _TABLE if each.format != "sglang" and each.recognises(fields, names)), None)
+        layout = next(
+            (each for each in _TABLE if each.format != "sglang" and each.recognises(fields, names)),
+            None,
+        )
     else:
         layout = LAYOUTS.get((format_, family))
     if layout is None:
         raise CheckpointError(
-            f"{where}: not a drafter this version reads (architectures {fields.get('architectures')}, "
-            f"family {family}, format {format_}); it reads {', '.join(FAMILIES)}, and targets that carry a module of "
-            "their own; give the folder of one of these, or start from scratch"
+            f"{where}: not a drafter this version reads (architectures"
+            f" {fields.get('architectures')}, family {family}, format {format_}); it reads"
+            f" {', '.join(FAMILIES)}, and targets that carry a module of their own; give the folder"
+            " of one of these, or start from scratch"
         )
     return layout

@@ -1,4 +1,5 @@
-"""Reads names, shapes and precisions of a folder's tensors from the headers of its safetensors files."""
+"""Reads names, shapes and precisions of a folder's tensors from the headers of its safetensors
+files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Header(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Every tensor of a folder by name. CheckpointError for a file that is damaged or no safetensors."""
+    """Every tensor of a folder by name. CheckpointError for a file that is damaged or no
+    safetensors."""
     headers: dict[str, Header] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -44,11 +46,17 @@ def pickled_files(folder: Path) -> list[str]:
     return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
 
 
-def other_dtypes(fields: Mapping[str, Any], headers: Mapping[str, Header], exact: tuple[str, ...] = ()) -> list[str]:
-    """Floating-point tensors in another precision than config.json names; `exact`: endings of names that may be."""
+def other_dtypes(
+    fields: Mapping[str, Any], headers: Mapping[str, Header], exact: tuple[str, ...] = ()
+) -> list[str]:
+    """Floating-point tensors in another precision than config.json names; `exact`: endings of names
+    that may be."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     return sorted(
         name
         for name, header in headers.items()
-        if named and header.dtype in FLOATS.values() and header.dtype != named and not name.endswith(exact or ("\0",))
+        if named
+        and header.dtype in FLOATS.values()
+        and header.dtype != named
+        and not name.endswith(exact or ("\0",))
     )

@@ -1,8 +1,8 @@
 """Inspects any drafter's folder without running it: the family, the sizes, and every fault.
 
-Nothing is unpickled, and no error ends the search: one fault must not hide the next. The layouts that write and read a
-format define what is right; faults.py has the engines' reactions to each fault.
-"""
+Nothing is unpickled, and no error ends the search: one fault must not hide the next. The layouts
+that write and read a format define what is right; faults.py has the engines' reactions to each
+fault."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ COUNT = "num_aux_hidden_states"
 
 @dataclass
 class Inspection:
-    """The contents of a folder and its faults. `layout` and `config` are None where the files do not say enough."""
+    """The contents of a folder and its faults. `layout` and `config` are None where the files do
+    not say enough."""
 
     folder: Path
     faults: list[Fault] = field(default_factory=list)
@@ -77,7 +78,9 @@ class Inspection:
 
     @property
     def dtypes(self) -> list[str]:
-        return sorted({header.dtype for name, header in self.headers.items() if name not in ("d2t", "t2d")})
+        return sorted(
+            {header.dtype for name, header in self.headers.items() if name not in ("d2t", "t2d")}
+        )
 
     @property
     def parameters(self) -> int:
@@ -87,14 +90,17 @@ class Inspection:
 
 
 def inspect_folder(
-    path_or_id: str | Path, target: Any = None, *, num_target_layers: int | None = None, tokenizer: Any = None
+    path_or_id: str | Path,
+    target: Any = None,
+    *,
+    num_target_layers: int | None = None,
+    tokenizer: Any = None,
 ) -> Inspection:
     """Inspects a folder, or a repository on the Hub.
 
-    `target`: a FrozenTarget, or a sketch with its sizes and config. Without one, `num_target_layers` helps with heads
-    that do not name their taps. `tokenizer`: the target's, to which a mask token is held. CheckpointError only if there
-    is no such folder.
-    """
+    `target`: a FrozenTarget, or a sketch with its sizes and config. Without one,
+    `num_target_layers` helps with heads that do not name their taps. `tokenizer`: the target's, to
+    which a mask token is held. CheckpointError only if there is no such folder."""
     result = Inspection(resolve(path_or_id))
     layers = num_target_layers if target is None else target.num_layers
     _read_files(result, path_or_id)
@@ -124,7 +130,9 @@ def _read_files(result: Inspection, path_or_id: str | Path) -> None:
         result.fields = fields
     except (OSError, ValueError) as error:
         result.add("no_config", f"config.json: {error}")
-    pickles = pickled_files(folder) or ([] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id)))
+    pickles = pickled_files(folder) or (
+        [] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id))
+    )
     if pickles:
         result.add("pickled_weights", f"{', '.join(pickles)}: pickled weights, not opened")
     try:
@@ -141,7 +149,8 @@ def _read_files(result: Inspection, path_or_id: str | Path) -> None:
 
 
 def _pickles_on_the_hub(repository: str) -> list[str]:
-    """The pickles of a repository without safetensors; only JSON and safetensors were downloaded."""
+    """The pickles of a repository without safetensors; only JSON and safetensors were
+    downloaded."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -158,18 +167,26 @@ def _pickles_on_the_hub(repository: str) -> list[str]:
 # Family -> the sign of its folders, where config.json does not name it; the first that fits.
 _SIGNS: dict[str, Callable[[set[str], Mapping[str, Any]], bool]] = {
     "mlp": lambda names, fields: any(name.startswith("speculator.") for name in names),
-    "medusa": lambda names, fields: any(name.startswith(("blocks.", "lm_heads.")) for name in names),
-    "mtp": lambda names, fields: any(name.startswith(("model.mtp_layers.", "mtp.")) for name in names),
+    "medusa": lambda names, fields: any(
+        name.startswith(("blocks.", "lm_heads.")) for name in names
+    ),
+    "mtp": lambda names, fields: any(
+        name.startswith(("model.mtp_layers.", "mtp.")) for name in names
+    ),
     "dspark": lambda names, fields: any(name.startswith("markov_head.") for name in names),
     "dflash2": lambda names, fields: any(name.startswith("candidate_selector.") for name in names),
     "dflash": lambda names, fields: "hidden_norm.weight" in names or BLOCK_SECTION in fields,
     "peagle": lambda names, fields: MASK in names or any(name in fields for name in TOKENS),
     "eagle3": lambda names, fields: bool(
         {"d2t", "t2d"} & names
-        or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in names)
+        or any(
+            name.startswith("midlayer.") or name.endswith("hidden_norm.weight") for name in names
+        )
         or any(name in fields for name in (TAPS, "draft_vocab_size", "eagle_config"))
     ),
-    "eagle": lambda names, fields: "fc.weight" in names or "Eagle" in str(fields.get("architectures")),
+    "eagle": lambda names, fields: (
+        "fc.weight" in names or "Eagle" in str(fields.get("architectures"))
+    ),
 }
 
 
@@ -188,19 +205,25 @@ def _recognise(result: Inspection) -> Layout | None:
         layout = LAYOUTS["vllm", family]
     result.layout = layout
     if layout.family in BARE and (prefixed := sorted(n for n in names if n.startswith(PREFIX))):
-        result.add("prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}")
+        result.add(
+            "prefix", f"{prefixed[0]} and {len(prefixed) - 1} more names begin with {PREFIX}"
+        )
     return layout
 
 
 def _bare(names: set[str]) -> set[str]:
-    return {name.removeprefix(PREFIX) if not name.startswith("model.mtp_layers.") else name for name in names}
+    return {
+        name.removeprefix(PREFIX) if not name.startswith("model.mtp_layers.") else name
+        for name in names
+    }
 
 
 # ------------------------------------------------------------------ config.json
 
 
 def _read_config(result: Inspection, layout: Layout, layers: int | None) -> DrafterConfig | None:
-    """The config, read after faults that would hide others were mended in memory; None if it cannot be read."""
+    """The config, read after faults that would hide others were mended in memory; None if it cannot
+    be read."""
     where = "config.json"
     names = _bare(set(result.headers)) if layout.family in BARE else set(result.headers)
     try:
@@ -210,7 +233,10 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
         return None
     usable = _usable_architectures(layout)
     if usable and (plain.get("architectures") or [None])[0] not in usable:
-        result.add("architecture", f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}")
+        result.add(
+            "architecture",
+            f"architectures is {plain.get('architectures')}; expected {' or '.join(usable)}",
+        )
         plain["architectures"] = [usable[0]]
     if layout.family in EAGLE3S:
         _check_taps(result, plain, layers)
@@ -224,7 +250,11 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
     if layout.family in BLOCKS and theirs and wide != theirs:
         result.add("other_width", f"hidden_size is {wide}, target_hidden_size {theirs}")
         return None
-    outputs = plain.get("target_layer_ids") or (plain.get(BLOCK_SECTION) or {}).get("target_layer_ids") or ()
+    outputs = (
+        plain.get("target_layer_ids")
+        or (plain.get(BLOCK_SECTION) or {}).get("target_layer_ids")
+        or ()
+    )
     stand_in = layers or max([*(plain.get(TAPS) or ()), *(i + 1 for i in outputs), 1])
     try:
         # `plain` is in the terms of vLLM's own format, whichever the folder's is
@@ -236,12 +266,23 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
         given: Any = config
         if given.fc_bias:
             result.add("dropped_bias", "fc.bias: vLLM's fc has none")
-        if given.attention_bias and not (result.fields.get("qkv_bias") or result.fields.get("attention_bias")):
-            result.add("dropped_bias", "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only")
+        if given.attention_bias and not (
+            result.fields.get("qkv_bias") or result.fields.get("attention_bias")
+        ):
+            result.add(
+                "dropped_bias",
+                "layers.*.self_attn.*.bias: vLLM reads them with qkv_bias: true only",
+            )
     for name, value, trained in changed_fields(result.fields, config):
         result.add("changed_field", f"{name} is {value}, and was {trained} in training")
-    if layout.family == "medusa" and config.model_dump()["fc_bias"] and not result.fields.get("medusa_fc_bias"):
-        result.add("medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json")
+    if (
+        layout.family == "medusa"
+        and config.model_dump()["fc_bias"]
+        and not result.fields.get("medusa_fc_bias")
+    ):
+        result.add(
+            "medusa_bias", "the blocks have biases, and medusa_fc_bias is not true in config.json"
+        )
     return config
 
 
@@ -252,30 +293,45 @@ def _usable_architectures(layout: Layout) -> tuple[str, ...]:
     if isinstance(layout, DFlashLayout):
         return (layout.architecture,)
     if layout.family == "eagle":
-        return (EAGLE,) if layout.format == "sglang" else ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+        return (
+            (EAGLE,) if layout.format == "sglang" else ("EagleLlamaForCausalLM", "LlamaForCausalLM")
+        )
     return ("MedusaModel",) if layout.family == "medusa" else ()
 
 
 def _check_taps(result: Inspection, plain: dict[str, Any], layers: int | None) -> None:
-    """Compares the tap ids, their number and fc's width; leaves as many ids in `plain` as fc was made for."""
+    """Compares the tap ids, their number and fc's width; leaves as many ids in `plain` as fc was
+    made for."""
     taps, count = list(plain.get(TAPS) or ()), plain.get(COUNT)
     width = plain.get("target_hidden_size") or plain.get("hidden_size")
     fc = result.headers.get("fc.weight") or result.headers.get(f"{PREFIX}fc.weight")
     read = fc.shape[1] // width if fc is not None and len(fc.shape) == 2 and width else None
-    numbers = {f"{COUNT} is {count}": count or 3, f"fc reads {read}": read, f"there are {len(taps)} tap ids": len(taps)}
+    numbers = {
+        f"{COUNT} is {count}": count or 3,
+        f"fc reads {read}": read,
+        f"there are {len(taps)} tap ids": len(taps),
+    }
     numbers = {text: number for text, number in numbers.items() if number}
     if len(set(numbers.values())) > 1:
         result.add("tap_count", "; ".join(numbers))
     if not taps:
         result.add("missing_taps", f"{TAPS} is not in config.json")
-    elif not result.fields.get(TAPS) and result.layout is not None and result.layout.format == "vllm":
-        result.add("ambiguous_taps", f"{SECTION}.{TAPS} is {[tap - 1 for tap in taps]}, taken for taps {taps}")
+    elif (
+        not result.fields.get(TAPS) and result.layout is not None and result.layout.format == "vllm"
+    ):
+        result.add(
+            "ambiguous_taps",
+            f"{SECTION}.{TAPS} is {[tap - 1 for tap in taps]}, taken for taps {taps}",
+        )
     wanted = read or len(taps) or 3
     if len(taps) != wanted:
         default = default_tap_layers(layers or 32)
         plain[TAPS] = default if len(default) == wanted else list(range(wanted))
     if layers is not None and (beyond := [tap for tap in taps if not 0 <= tap <= layers]):
-        result.add("taps_out_of_range", f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target")
+        result.add(
+            "taps_out_of_range",
+            f"taps {taps}: {beyond} outside 0..{layers}, the layers of the target",
+        )
         plain[TAPS] = default_tap_layers(layers) if wanted == 3 else list(range(wanted))
     if layers is not None and result.own.get("num_target_layers", layers) != layers:
         plain["draftsmith"] = {**result.own, "num_target_layers": layers}
@@ -293,10 +349,16 @@ def _check_window(result: Inspection, plain: dict[str, Any]) -> None:
 
 
 def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) -> None:
-    """What engines take from config.json without a word; mends what would hide further faults in `plain`."""
+    """What engines take from config.json without a word; mends what would hide further faults in
+    `plain`."""
     section = dict(plain.get(BLOCK_SECTION) or {})
-    if (sizes := {size for size in (plain.get("block_size"), section.get("block_size")) if size}) and len(sizes) > 1:
-        result.add("block_size", f"block_size is {plain['block_size']}, below {BLOCK_SECTION} {section['block_size']}")
+    if (
+        sizes := {size for size in (plain.get("block_size"), section.get("block_size")) if size}
+    ) and len(sizes) > 1:
+        result.add(
+            "block_size",
+            f"block_size is {plain['block_size']}, below {BLOCK_SECTION} {section['block_size']}",
+        )
     if isinstance(result.layout, DSparkLayout):
         fields = (*DSparkLayout.own, "block_size")
         if nested := [name for name in fields if name in section and plain.get(name) is None]:
@@ -306,11 +368,21 @@ def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) 
         section[ANCHOR] = plain[ANCHOR] = False
     sliding = SLIDING in (plain.get("layer_types") or [])
     if result.fields.get(NON_CAUSAL) is False and not (sliding or result.own):
-        result.add("causal_implied", f"{NON_CAUSAL} is false: in vLLM the block is causal, in speculators it is not")
+        result.add(
+            "causal_implied",
+            f"{NON_CAUSAL} is false: in vLLM the block is causal, in speculators it is not",
+        )
     _check_causality(result, plain.get("is_causal"), section.get("causal"), sliding)
     window = plain.get("sliding_window")
-    if sliding and window and not plain.get("use_sliding_window") and not section.get("swa_window_size"):
-        result.add("window_dropped", f"sliding_window is {window}, and use_sliding_window is not true")
+    if (
+        sliding
+        and window
+        and not plain.get("use_sliding_window")
+        and not section.get("swa_window_size")
+    ):
+        result.add(
+            "window_dropped", f"sliding_window is {window}, and use_sliding_window is not true"
+        )
     where = section if section.get("target_layer_ids") else plain
     ids = list(where.get("target_layer_ids") or ())
     if (others := plain.get(TAPS)) and list(others) != [i + 1 for i in ids]:
@@ -318,7 +390,10 @@ def _check_block(result: Inspection, plain: dict[str, Any], layers: int | None) 
     said = plain.get("num_target_layers") or result.own.get("num_target_layers")
     known = layers or said
     if known is not None and (beyond := [i for i in ids if not -1 <= i < known]):
-        result.add("taps_out_of_range", f"target_layer_ids {ids}: {beyond} outside 0..{known - 1}, the target's layers")
+        result.add(
+            "taps_out_of_range",
+            f"target_layer_ids {ids}: {beyond} outside 0..{known - 1}, the target's layers",
+        )
         where["target_layer_ids"] = list(range(len(ids)))
         plain["num_target_layers"] = max(said or known, len(ids))
     elif known is not None and known - 1 in ids:
@@ -331,7 +406,9 @@ def _check_causality(result: Inspection, top: Any, nested: Any, sliding: bool) -
     """`sliding`: layers are, for which engines take a causal block where nothing is said."""
     if top is None and nested is None:
         kind = "causal" if sliding else "bidirectional"
-        result.add("causal_implied", f"neither is_causal nor {BLOCK_SECTION}.causal: taken for {kind}")
+        result.add(
+            "causal_implied", f"neither is_causal nor {BLOCK_SECTION}.causal: taken for {kind}"
+        )
     elif top is None and bool(nested) != sliding:
         what = f"{BLOCK_SECTION}.causal is {nested}, and is_causal, which SGLang reads, missing"
         result.add("causal_disagrees", what)
@@ -365,18 +442,32 @@ def _check_drafts(result: Inspection, config: Any, tokenizer: Any) -> None:
     if tokenizer is not None and (word := _word_in_texts(tokenizer, config.mask_token_id)):
         result.add("mask_token_in_text", f"mask_token_id {config.mask_token_id} is {word!r}")
     if config.family in BLOCKS and config.reduced_vocabulary:
-        result.add("reduced_vocabulary", f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size}")
+        result.add(
+            "reduced_vocabulary",
+            f"draft_vocab_size is {config.draft_vocab_size} of {config.vocab_size}",
+        )
 
 
 def _word_in_texts(tokenizer: Any, token: int) -> str | None:
-    """The token's text, if prompts and responses contain it: an ordinary token, one that ends or fills texts, or one
-    of the chat template's. None for a mask token, a reserved one and a row that no token uses."""
+    """The token's text, if prompts and responses contain it: an ordinary token, one that ends or
+    fills texts, or one of the chat template's. None for a mask token, a reserved one and a row that
+    no token uses."""
     word = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     if word is None or token == tokenizer.mask_token_id:
         return None
     added = tokenizer.added_tokens_decoder.get(token)
-    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-    used = added is None or not added.special or token in named or word in str(tokenizer.chat_template or "")
+    named = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    )
+    used = (
+        added is None
+        or not added.special
+        or token in named
+        or word in str(tokenizer.chat_template or "")
+    )
     return word if used else None
 
 
@@ -384,9 +475,13 @@ def _word_in_texts(tokenizer: Any, token: int) -> str | None:
 
 
 def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:
-    if (others := other_dtypes(result.fields, result.headers, layout.exact)) and layout.family != "draft_model":
+    if (
+        others := other_dtypes(result.fields, result.headers, layout.exact)
+    ) and layout.family != "draft_model":
         named = result.fields.get("dtype") or result.fields.get("torch_dtype")
-        result.add("other_dtype", f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}")
+        result.add(
+            "other_dtype", f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}"
+        )
     faults: list[WeightFault] = []
     if config.family == "draft_model":
         try:  # a whole language model, by loading it under transformers' names
@@ -402,7 +497,9 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
             result.add("unexpected_tensor", str(error))
             return
         if config.family in BARE:
-            tensors = layout.canonical({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config)
+            tensors = layout.canonical(
+                {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, config
+            )
         result.tensors, faults = tensors, layout.faults(tensors, config)
     for weight in faults:
         result.add(_kind_of(weight, config), weight.text)
@@ -430,12 +527,19 @@ def _kind_of(weight: WeightFault, config: DrafterConfig) -> str:
 
 
 def _check_values(result: Inspection, config: DrafterConfig) -> None:
-    """Finds values that no training leaves behind: matrices of zeros, norms of ones, impossible maps of ids."""
-    tensors = {name: tensor for name, tensor in result.tensors.items() if tensor.is_floating_point()}
+    """Finds values that no training leaves behind: matrices of zeros, norms of ones, impossible
+    maps of ids."""
+    tensors = {
+        name: tensor for name, tensor in result.tensors.items() if tensor.is_floating_point()
+    }
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and not name.startswith("blocks.") and not bool(tensor.any()):
             result.add("all_zero", f"{name} is all zeros")
-    if ones := [name for name, tensor in tensors.items() if name.endswith("norm.weight") and bool((tensor == 1).all())]:
+    if ones := [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith("norm.weight") and bool((tensor == 1).all())
+    ]:
         result.add("norm_ones", f"{', '.join(ones)}: all ones")
     d2t = result.tensors.get("d2t")
     if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
@@ -444,7 +548,11 @@ def _check_values(result: Inspection, config: DrafterConfig) -> None:
 
 def _check_d2t(result: Inspection, d2t: Tensor, vocabulary: int) -> None:
     listed = result.tensors.get("t2d")
-    known = None if listed is None or listed.shape != (vocabulary,) else listed.bool().nonzero().flatten()
+    known = (
+        None
+        if listed is None or listed.shape != (vocabulary,)
+        else listed.bool().nonzero().flatten()
+    )
     as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
     try:
         ids = from_offsets(d2t, vocabulary, "d2t")
@@ -472,10 +580,16 @@ def _compare(result: Inspection, config: DrafterConfig, target: Any) -> None:
         wide, theirs = config.target_hidden_size, target.hidden_size
         result.add("wrong_width", f"it reads states {wide} wide; the target's are {theirs}")
     if config.vocab_size != target.vocab_size:
-        result.add("wrong_vocabulary", f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}")
+        result.add(
+            "wrong_vocabulary",
+            f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}",
+        )
     made_for = config.num_target_layers if config.family in BLOCKS else target.num_layers
     if (layers := result.own.get("num_target_layers", made_for)) != target.num_layers:
-        result.add("wrong_depth", f"it was made for a target of {layers} layers; this one has {target.num_layers}")
+        result.add(
+            "wrong_depth",
+            f"it was made for a target of {layers} layers; this one has {target.num_layers}",
+        )
     if isinstance(config, DecoderConfig) and getattr(config, "target_fields", None) is None:
         _compare_positions(result, config, target.config)
 

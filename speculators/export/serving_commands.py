@@ -1,8 +1,8 @@
-"""The commands that serve a drafter: vLLM's --speculative-config, SGLang's flags, this runtime's options.
+"""The commands that serve a drafter: vLLM's --speculative-config, SGLang's flags, this runtime's
+options.
 
-A training-free method has no folder, but commands too. Where an engine cannot serve a drafter, or would serve another
-one, the note gives the reason and the remedy.
-"""
+A training-free method has no folder, but commands too. Where an engine cannot serve a drafter, or
+would serve another one, the note gives the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -18,28 +18,41 @@ from speculators.export.formats import layout_for
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from speculators.families.dflash import DFlashConfig
 
-DEPTHS = ("max_depth", "num_depths", "num_heads", "n_predict")  # fields of a config that limit the drafts of a round
-# The options of vLLM's speculative_config for a training-free method; None: vLLM has no such method.
+DEPTHS = (
+    "max_depth",
+    "num_depths",
+    "num_heads",
+    "n_predict",
+)  # fields of a config that limit the drafts of a round
+# The options of vLLM's speculative_config for a training-free method; None: vLLM has no such
+# method.
 TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
     "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix": {},
     "lookahead": None,
 }
-# Family -> the options by which vLLM's speculative_config names it, where `method` is not the family's name.
+# Family -> the options by which vLLM's speculative_config names it, where `method` is not the
+# family's name.
 VLLM_METHODS: dict[str, dict[str, Any]] = {
     "mlp": {"method": "mlp_speculator"},
     "dflash2": {"method": "dflash"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
 SGLANG_ALGORITHMS = {
-    "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "EAGLE", "draft_model": "STANDALONE", "dflash": "DFLASH",
-    "dflash2": "DFLASH", "dspark": "DSPARK",
-}  # fmt: skip
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "mtp": "EAGLE",
+    "draft_model": "STANDALONE",
+    "dflash": "DFLASH",
+    "dflash2": "DFLASH",
+    "dspark": "DSPARK",
+}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One engine. `options`: of its speculative_config, or its flags; None where it cannot serve the drafter."""
+    """One engine. `options`: of its speculative_config, or its flags; None where it cannot serve
+    the drafter."""
 
     engine: str
     command: str = ""
@@ -58,12 +71,15 @@ def serving(
 ) -> list[Way]:
     """The command of every engine.
 
-    `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free method. `target`:
-    folder or id, if known. `tokens`: drafts per round. ConfigError for neither a folder nor such a method.
-    """
+    `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
+    method. `target`: folder or id, if known. `tokens`: drafts per round. ConfigError for neither a
+    folder nor such a method."""
     if (config is None) != (method in TRAINING_FREE):
         known = ", ".join(TRAINING_FREE)
-        raise ConfigError(f"serving {method!r}: expected the folder of a drafter, or a training-free method: {known}")
+        raise ConfigError(
+            f"serving {method!r}: expected the folder of a drafter, or a training-free method:"
+            f" {known}"
+        )
     most = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
     tokens = tokens or most or NUM_SPECULATIVE_TOKENS
     tokens = min(tokens, most) if most else tokens
@@ -97,24 +113,48 @@ def _vllm(drafter: _Served) -> Way:
     if config is None:
         defaults = TRAINING_FREE[drafter.method]
         if defaults is None:
-            return Way("vLLM", note=f"vLLM has no {drafter.method} decoding; ngram and suffix are the nearest")
+            return Way(
+                "vLLM",
+                note=f"vLLM has no {drafter.method} decoding; ngram and suffix are the nearest",
+            )
         options |= defaults
         note = "needs the package arctic-inference" if drafter.method == "suffix" else ""
     elif drafter.format == "sglang" and drafter.method in ("eagle", "eagle3"):
-        why = "refuses its architecture" if drafter.method == "eagle" else "would read every tap one layer too early"
-        return Way("vLLM", note=f"this folder is in SGLang's format, and vLLM {why}: {drafter.again('vllm')}")
+        why = (
+            "refuses its architecture"
+            if drafter.method == "eagle"
+            else "would read every tap one layer too early"
+        )
+        return Way(
+            "vLLM",
+            note=f"this folder is in SGLang's format, and vLLM {why}: {drafter.again('vllm')}",
+        )
     elif drafter.format == "speculators":
         command = f"vllm serve {shlex.quote(drafter.folder)}"
-        return Way("vLLM", command, options, "config.json names the target; with other options: --speculative-config")
+        return Way(
+            "vLLM",
+            command,
+            options,
+            "config.json names the target; with other options: --speculative-config",
+        )
     elif drafter.method == "mtp":
         if getattr(config, "layout", "mimo") != "mimo":
-            note = "vLLM reads such a module from the target's own checkpoint: write_back puts it there"
+            note = (
+                "vLLM reads such a module from the target's own checkpoint: write_back puts it"
+                " there"
+            )
             return Way("vLLM", note=note)
         extra = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
     elif drafter.method == "mlp":
-        note = "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the extra `vllm`)"
+        note = (
+            "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the"
+            " extra `vllm`)"
+        )
     elif getattr(config, "adapter_of", None):
-        return Way("vLLM", note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)")
+        return Way(
+            "vLLM",
+            note="the folder holds an adapter, not a model: export it merged (drafter.peft_export)",
+        )
     elif (kind := getattr(config, "markov_head_type", "vanilla")) != "vanilla":
         return Way("vLLM", note=f"vLLM runs vanilla Markov heads alone, and this one is {kind}")
     elif drafter.method in ("dspark", "dflash2"):
@@ -132,7 +172,9 @@ def vllm_method(family: str) -> dict[str, Any]:
 def vllm_command(target: str, options: Mapping[str, Any]) -> str:
     """`options`: of this runtime or of vLLM."""
     options = {**options, **vllm_method(options["method"])}
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}"
+    return (
+        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}"
+    )
 
 
 def draftsmith_snippet(target: str, options: Mapping[str, Any]) -> str:
@@ -148,7 +190,10 @@ def draftsmith_snippet(target: str, options: Mapping[str, Any]) -> str:
 def _sglang(drafter: _Served) -> Way:
     head = f"python -m sglang.launch_server --model-path {shlex.quote(drafter.target)}"
     if drafter.method == "ngram":
-        flags: dict[str, Any] = {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": drafter.tokens + 1}
+        flags: dict[str, Any] = {
+            "speculative-algorithm": "NGRAM",
+            "speculative-num-draft-tokens": drafter.tokens + 1,
+        }
         note = "SGLang keeps a tree of n-grams of all requests, not the latest match"
         return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
     if drafter.config is None or drafter.method not in SGLANG_ALGORITHMS:
@@ -160,8 +205,12 @@ def _sglang(drafter: _Served) -> Way:
     except ConfigError as error:
         return Way("SGLang", note=str(error).removeprefix("export format sglang: "))
     if drafter.format != "sglang" and drafter.method in ("eagle", "eagle3"):
-        return Way("SGLang", note=f"its tap numbers and names are others: {drafter.again('sglang')}")
-    if getattr(drafter.config, "adapter_of", None) or getattr(drafter.config, "other_tokenizer", False):
+        return Way(
+            "SGLang", note=f"its tap numbers and names are others: {drafter.again('sglang')}"
+        )
+    if getattr(drafter.config, "adapter_of", None) or getattr(
+        drafter.config, "other_tokenizer", False
+    ):
         return Way("SGLang", note="STANDALONE wants a whole model with the target's own tokenizer")
     chain = {"speculative-num-steps": drafter.tokens, "speculative-eagle-topk": 1}
     flags = {
@@ -177,7 +226,10 @@ def _draftsmith(drafter: _Served) -> Way:
     options = drafter.base
     if getattr(drafter.config, "other_tokenizer", False):
         options["use_heterogeneous_vocab"] = True
-    given = f"--model {shlex.quote(drafter.target)} --speculative-config {shlex.quote(json.dumps(options))}"
+    given = (
+        f"--model {shlex.quote(drafter.target)} --speculative-config"
+        f" {shlex.quote(json.dumps(options))}"
+    )
     return Way("Draftsmith", f"draftsmith generate PROMPT {given}", options)
 
 

@@ -1,7 +1,8 @@
-"""Uploads a folder to a repository of the Hub, which is created private; failures are resumed, errors hide the token.
+"""Uploads a folder to a repository of the Hub, which is created private; failures are resumed,
+errors hide the token.
 
-Files that are there already are not sent again: they are compared by content, large ones also before a commit.
-"""
+Files that are there already are not sent again: they are compared by content, large ones also
+before a commit."""
 
 from __future__ import annotations
 
@@ -45,11 +46,11 @@ class Pushed:
 
 
 def upload(folder: Path, to: Destination, message: str, *, own: tuple[str, ...] = ()) -> Pushed:
-    """Makes the repository hold the files of `folder`. `own`: files that are removed there if `folder` lacks them.
+    """Makes the repository hold the files of `folder`. `own`: files that are removed there if
+    `folder` lacks them.
 
-    ConfigError before anything is sent if the repository is public and `to` is private, or if it holds other weights;
-    HubError in all other cases, with what to do.
-    """
+    ConfigError before anything is sent if the repository is public and `to` is private, or if it
+    holds other weights; HubError in all other cases, with what to do."""
     from huggingface_hub import HfApi
 
     token = usable_token(to.token)
@@ -69,10 +70,14 @@ def upload(folder: Path, to: Destination, message: str, *, own: tuple[str, ...] 
                 )
             break
         except _Transient:
-            if attempt == ATTEMPTS or to.create_pr:  # a second attempt would open another pull request
+            if (
+                attempt == ATTEMPTS or to.create_pr
+            ):  # a second attempt would open another pull request
                 raise
             time.sleep(2.0**attempt)
-    return Pushed(commit.pr_url or commit.commit_url, bool(before.private), commit.oid != before.sha)
+    return Pushed(
+        commit.pr_url or commit.commit_url, bool(before.private), commit.oid != before.sha
+    )
 
 
 def usable_token(token: str | None) -> str:
@@ -106,8 +111,8 @@ def _prepare(api: Any, to: Destination, folder: Path) -> Any:
     whole = api.model_info(to.repository)
     if to.private and whole.private is False:
         raise ConfigError(
-            f"push to {to.repository}: it is public already, and a push is private unless told otherwise; pass "
-            "--public (export.hub_private_repo: false) or name another repository"
+            f"push to {to.repository}: it is public already, and a push is private unless told"
+            " otherwise; pass --public (export.hub_private_repo: false) or name another repository"
         )
     if to.revision is None or to.create_pr or to.revision == MAIN:
         state = whole
@@ -116,26 +121,32 @@ def _prepare(api: Any, to: Destination, folder: Path) -> Any:
             api.create_branch(to.repository, branch=to.revision, exist_ok=True)
         state = api.model_info(to.repository, revision=to.revision)
     weights = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
-    remote = {file.rfilename for file in state.siblings or () if file.rfilename.endswith(".safetensors")}
+    remote = {
+        file.rfilename for file in state.siblings or () if file.rfilename.endswith(".safetensors")
+    }
     if others := sorted(remote - weights):
         raise ConfigError(
-            f"push to {to.repository}: it holds other weights, which would be loaded along with these "
-            f"({', '.join(others[:3])}); remove them there, or name another repository"
+            f"push to {to.repository}: it holds other weights, which would be loaded along with"
+            f" these ({', '.join(others[:3])}); remove them there, or name another repository"
         )
     return state
 
 
 @contextmanager
 def _lfs_without_xet(api: Any, to: Destination, token: str) -> Iterator[None]:
-    """Sends large files by LFS where the endpoint does not speak xet, which the client takes for granted."""
+    """Sends large files by LFS where the endpoint does not speak xet, which the client takes for
+    granted."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     before = constants.HF_HUB_DISABLE_XET
     if not before:
-        url = f"{api.endpoint}/api/models/{to.repository}/xet-write-token/{quote(to.revision or MAIN, safe='')}"
+        revision = quote(to.revision or MAIN, safe="")
+        url = f"{api.endpoint}/api/models/{to.repository}/xet-write-token/{revision}"
         answer = get_session().get(
-            url, headers=build_hf_headers(token=token), params={"create_pr": "1"} if to.create_pr else None
+            url,
+            headers=build_hf_headers(token=token),
+            params={"create_pr": "1"} if to.create_pr else None,
         )
         if answer.status_code in (404, 405, 501):
             constants.HF_HUB_DISABLE_XET = True
@@ -149,7 +160,8 @@ def _lfs_without_xet(api: Any, to: Destination, token: str) -> Iterator[None]:
 
 @contextmanager
 def _as_hub_error(what: str, token: str) -> Iterator[None]:
-    """Raises the client's exceptions as HubError, without the token and without their causes, which may quote it."""
+    """Raises the client's exceptions as HubError, without the token and without their causes, which
+    may quote it."""
     try:
         yield
     except DraftsmithError:
@@ -158,7 +170,10 @@ def _as_hub_error(what: str, token: str) -> Iterator[None]:
         words = hub_trouble(error) or f"{type(error).__name__}: {str(error).strip()}"
         kind: type[HubError] = HubError
         if is_transient(error):
-            kind, words = _Transient, f"{words}. What arrived stays there: the same command sends only what is missing"
+            kind, words = (
+                _Transient,
+                f"{words}. What arrived stays there: the same command sends only what is missing",
+            )
         failure = kind(f"{what}: {words.replace(token, '***')}")
     else:
         return

@@ -1,10 +1,10 @@
 """Heads without attention: Medusa, the MLP speculator.
 
-Slot t of such a head reads what the target computed at t and no other slot, so that depth k, which predicts x_{t+2+k},
-is a function of that one state and, if the family wants them, of the tokens x_{t+1} .. x_{t+1+k}. `unroll` does that
-for all slots that have a term, `draft_steps` for the newest slot of each row; both run the family's `start`, `advance`
-and `read`. The cache of such a head holds no keys, only the lengths of its rows. Knows no tensor of any family.
-"""
+Slot t of such a head reads what the target computed at t and no other slot, so that depth k, which
+predicts x_{t+2+k}, is a function of that one state and, if the family wants them, of the tokens
+x_{t+1} .. x_{t+1+k}. `unroll` does that for all slots that have a term, `draft_steps` for the
+newest slot of each row; both run the family's `start`, `advance` and `read`. The cache of such a
+head holds no keys, only the lengths of its rows. Knows no tensor of any family."""
 
 from __future__ import annotations
 
@@ -14,17 +14,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, host_batch, term_paths
+from speculators.drafter import (
+    Drafter,
+    DraftInput,
+    DraftLogits,
+    DraftStep,
+    DraftSteps,
+    Grow,
+    host_batch,
+    term_paths,
+)
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.precision import on_device, to_device
 from speculators.target.frozen_target import TargetFeatures
 
 
 class SlotwiseDrafter(Drafter):
-    """A family gives its first state, how a token moves the state on, and what its head reads of it; and `max_depth`.
+    """A family gives its first state, how a token moves the state on, and what its head reads of
+    it; and `max_depth`.
 
-    As written here the heads are independent: the state is the target's at every depth, and `read` is all they do.
-    """
+    As written here the heads are independent: the state is the target's at every depth, and `read`
+    is all they do."""
 
     reads_last_hidden: ClassVar[bool] = True
     one_head: ClassVar[bool] = False
@@ -36,7 +46,8 @@ class SlotwiseDrafter(Drafter):
         return last_hidden.to(next(self.parameters()).dtype)
 
     def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
-        """State before `depth` [N, S] and the tokens x_{t+1+depth} [N] -> state of that depth [N, S]."""
+        """State before `depth` [N, S] and the tokens x_{t+1+depth} [N] -> state of that depth [N,
+        S]."""
         return state
 
     def read(self, state: Tensor, depth: int) -> Tensor:
@@ -46,10 +57,17 @@ class SlotwiseDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is to come."""
-        ids, (B, T), device = features.input_ids.flatten(), features.input_ids.shape, features.input_ids.device
+        """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is
+        to come."""
+        ids, (B, T), device = (
+            features.input_ids.flatten(),
+            features.input_ids.shape,
+            features.input_ids.device,
+        )
         batch = host_batch(features)
-        found = [term_paths(batch, depth) for depth in range(steps)]  # in the host's memory, as all indices
+        found = [
+            term_paths(batch, depth) for depth in range(steps)
+        ]  # in the host's memory, as all indices
         valid = torch.stack([each for each, _ in found]).flatten(1)  # [K, B·T]
         rows = T * torch.arange(B)[:, None]
         paths = [(path + rows).flatten() for _, path in found]  # each [B·T], flat slots
@@ -64,7 +82,9 @@ class SlotwiseDrafter(Drafter):
             anchors = slots[terms]
             yield DraftStep(
                 depth=depth,
-                hidden=kept_or_recomputed(self.recomputes, self.read, state[to_device(terms, device)], depth),
+                hidden=kept_or_recomputed(
+                    self.recomputes, self.read, state[to_device(terms, device)], depth
+                ),
                 target_index=to_device(paths[depth][anchors], device),
                 anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
@@ -73,7 +93,8 @@ class SlotwiseDrafter(Drafter):
     # -------------------------------------------------------------- inference
 
     def step(self, state: Tensor, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """State before `depth` [b, S] and the tokens before it [b] -> its state, and its draft logits [b, V]."""
+        """State before `depth` [b, S] and the tokens before it [b] -> its state, and its draft
+        logits [b, V]."""
         state = self.advance(state, token_ids, depth)
         return state, self.head(self.read(state, depth), depth)
 

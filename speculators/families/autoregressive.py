@@ -1,10 +1,10 @@
 """Heads that feed their own state back: EAGLE, EAGLE-3, multi-token prediction.
 
-Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts x_{t+2}; depth k of the
-slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and predicts x_{t+2+k}. `unroll` does that for
-all slots at once (training-time test, arXiv 2503.01840), `draft_steps` for the newest slot of each row with a cache;
-both run the family's `run`. The tokens that deeper depths read may be drafts that were rejected (`term_paths`).
-"""
+Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts
+x_{t+2}; depth k of the slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and
+predicts x_{t+2+k}. `unroll` does that for all slots at once (training-time test, arXiv 2503.01840),
+`draft_steps` for the newest slot of each row with a cache; both run the family's `run`. The tokens
+that deeper depths read may be drafts that were rejected (`term_paths`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftStep, DraftSteps, Grow, host_batch, term_paths
+from speculators.drafter import (
+    Drafter,
+    DraftInput,
+    DraftLogits,
+    DraftStep,
+    DraftSteps,
+    Grow,
+    host_batch,
+    term_paths,
+)
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
@@ -26,7 +35,8 @@ WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll d
 
 
 class ChainDrafter(Drafter):
-    """A family gives its first state, its embedding, its layers, and the `positions` at which they rotate."""
+    """A family gives its first state, its embedding, its layers, and the `positions` at which they
+    rotate."""
 
     positions: RotaryTable
     selects_queries = True  # whether `run` can leave out the queries that nobody asks for
@@ -44,24 +54,33 @@ class ChainDrafter(Drafter):
         return None
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
-        """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B, T, H]."""
+        """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B,
+        T, H]."""
         raise NotImplementedError
 
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """token_ids and the positions of their slots [B, T] -> [B, T, H] from the own table, or the target's."""
+        """token_ids and the positions of their slots [B, T] -> [B, T, H] from the own table, or the
+        target's."""
         table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
         return table(token_ids)
 
     def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below it."""
+        """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below
+        it."""
         if length is None:
             return self.positions(like, position_ids)
         return self.positions.lookup(position_ids, length, like)
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        queries: Tensor | None = None,
     ) -> Tensor:
-        """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T, H], or [B, M, H]."""
+        """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T,
+        H], or [B, M, H]."""
         raise NotImplementedError
 
     def feed_back(self, state: Tensor) -> Tensor:
@@ -75,7 +94,8 @@ class ChainDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Per depth, the terms of an unroll, bool [B, T], and the paths of its slots (`term_paths`)."""
+        """Per depth, the terms of an unroll, bool [B, T], and the paths of its slots
+        (`term_paths`)."""
         valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
         return list(valid), list(paths)
 
@@ -85,9 +105,9 @@ class ChainDrafter(Drafter):
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
 
-        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest, from the last layer's
-        queries on, runs over slots that have a term at some depth, which in chat data is the smaller part of a row.
-        """
+        Every slot gives keys and values at depth 0, since later slots attend to it. All the rest,
+        from the last layer's queries on, runs over slots that have a term at some depth, which in
+        chat data is the smaller part of a row."""
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         (B, T), device = ids.shape, ids.device
         valid, paths = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
@@ -95,11 +115,15 @@ class ChainDrafter(Drafter):
         rows = T * torch.arange(B)[:, None]
         asking = present  # those whose states are wanted
         if self.selects_queries:
-            asking = PackedQueries(segments, to_device(slots_in_use(torch.stack(valid).any(0)), device))
+            asking = PackedQueries(
+                segments, to_device(slots_in_use(torch.stack(valid).any(0)), device)
+            )
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
         causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
-        own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(layers)]  # per layer: those of each later depth
+        own: list[list[tuple[Tensor, Tensor]]] = [
+            [] for _ in range(layers)
+        ]  # per layer: those of each later depth
         for depth in range(steps):
             if depth and self.selects_queries and self.samples_terms:
                 fewer = to_device(slots_in_use(torch.stack(valid[depth:]).any(0)), device)
@@ -110,29 +134,43 @@ class ChainDrafter(Drafter):
             tokens = self.tokens_read(ids.gather(1, read), depth)  # x_{t+1+depth}
             queries = asking.slots if depth == 0 and self.selects_queries else None
             attends = [
-                self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking) for i in range(layers)
+                self._unrolled(i, depth, causal, own[i], present if i < layers - 1 else asking)
+                for i in range(layers)
             ]
             places = positions.gather(1, present.slots) + depth
             state = self.feed_back(state) if depth else state
-            state = kept_or_recomputed(self.recomputes, self._depth, tokens, places, state, attends, queries)
+            state = kept_or_recomputed(
+                self.recomputes, self._depth, tokens, places, state, attends, queries
+            )
             present, slots = asking, on_host(asking.slots)  # [B, M]
-            terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # [N] of the flat [B·M]
+            terms = (
+                valid[depth].gather(1, slots).flatten().nonzero().flatten()
+            )  # [N] of the flat [B·M]
             anchors = (slots + rows).flatten()[terms]
             yield DraftStep(
                 depth=depth,
                 hidden=state.flatten(0, 1)[to_device(terms, device)],
-                target_index=to_device((paths[depth].gather(1, slots) + rows).flatten()[terms], device),
+                target_index=to_device(
+                    (paths[depth].gather(1, slots) + rows).flatten()[terms], device
+                ),
                 anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
             )
 
-    def _unrolled(self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries) -> Callable:
-        before = tuple(own)  # of the depths 1..depth - 1, which a window always holds: no chain is longer
+    def _unrolled(
+        self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries
+    ) -> Callable:
+        before = tuple(
+            own
+        )  # of the depths 1..depth - 1, which a window always holds: no chain is longer
         if self.window is not None:
-            queries = queries.within(self.window - depth)  # depth k stands k positions behind its slot
+            queries = queries.within(
+                self.window - depth
+            )  # depth k stands k positions behind its slot
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            """Keeps its keys and values for later depths. A recomputed forward calls it a second time."""
+            """Keeps its keys and values for later depths. A recomputed forward calls it a second
+            time."""
             if depth == 0:
                 if len(causal) == layer:
                     causal.append((k, v))
@@ -144,9 +182,16 @@ class ChainDrafter(Drafter):
         return attend
 
     def _depth(
-        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Sequence[Attend], queries: Tensor | None
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        state: Tensor,
+        attends: Sequence[Attend],
+        queries: Tensor | None,
     ) -> Tensor:
-        return self.run(self.embed(tokens, places), state, self.rotary(places, state), attends, queries)
+        return self.run(
+            self.embed(tokens, places), state, self.rotary(places, state), attends, queries
+        )
 
     # -------------------------------------------------------------- inference
 
@@ -180,7 +225,12 @@ class ChainDrafter(Drafter):
             position_ids = on_device(base, states.device)[:, None] + depth
             position_ids = position_ids.expand_as(level.token_ids)
             states = self._extend(
-                cache, start, stop, level.token_ids, level.of_parents(states), placed=(position_ids, mask)
+                cache,
+                start,
+                stop,
+                level.token_ids,
+                level.of_parents(states),
+                placed=(position_ids, mask),
             )
             depth += 1
             for row in range(start, stop):
@@ -189,9 +239,12 @@ class ChainDrafter(Drafter):
             cache.truncate(row, length)
 
     def _append(self, inputs: DraftInput, queries: Tensor | None = None) -> Tensor:
-        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is empty."""
+        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is
+        empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
-        states = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, queries)
+        states = self._extend(
+            inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, queries
+        )
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
         if states.shape[1] <= 1:
@@ -200,14 +253,27 @@ class ChainDrafter(Drafter):
         return states[torch.arange(len(last), device=states.device), last][:, None]
 
     def _extend(
-        self, cache, start: int, stop: int, token_ids: Tensor, state: Tensor, queries: Tensor | None = None, placed=None
+        self,
+        cache,
+        start: int,
+        stop: int,
+        token_ids: Tensor,
+        state: Tensor,
+        queries: Tensor | None = None,
+        placed=None,
     ) -> Tensor:
-        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or of the queries.
-        `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where they are no text."""
+        """One pass over M new slots per row, written at each row's own length: states [b, M, H], or
+        of the queries. `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where
+        they are no text."""
         M = token_ids.shape[1]
-        position_ids, mask = placed or (cache.position_ids(start, stop, M), cache.mask(start, stop, M))
+        position_ids, mask = placed or (
+            cache.position_ids(start, stop, M),
+            cache.mask(start, stop, M),
+        )
         first = 0
-        if self.window is not None and (queries is None or queries.shape[1] or self.attention_layers > 1):
+        if self.window is not None and (
+            queries is None or queries.shape[1] or self.attention_layers > 1
+        ):
             lengths = None if placed or cache.static else cache.lengths[start:stop]
             mask, first = self._in_window(lengths, position_ids, mask)
         attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers, first)
@@ -217,8 +283,8 @@ class ChainDrafter(Drafter):
     def _in_window(
         self, lengths: Sequence[int] | None, position_ids: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, int]:
-        """What `_extend` masks within the window, and the first key that any row reads. `lengths`: of the rows before
-        it; None: not known here, or the slots are those of a tree."""
+        """What `_extend` masks within the window, and the first key that any row reads. `lengths`:
+        of the rows before it; None: not known here, or the slots are those of a tree."""
         window, M = self.window, position_ids.shape[1]
         assert window is not None
         first = 0 if lengths is None else max(0, min(lengths) - window + 1)
@@ -226,7 +292,11 @@ class ChainDrafter(Drafter):
             assert lengths is not None
             if M == 1 or lengths[0] + M <= window:
                 return None, first
-        keys = torch.arange(first, mask.shape[-1] if mask is not None else lengths[0] + M, device=position_ids.device)
+        keys = torch.arange(
+            first,
+            mask.shape[-1] if mask is not None else lengths[0] + M,
+            device=position_ids.device,
+        )
         seen = in_window(position_ids, keys, window)[:, None]
         causal = (keys <= position_ids[..., None])[:, None] if mask is None else mask[..., first:]
         return seen & causal, first
@@ -251,7 +321,8 @@ class DecoderChain(ChainDrafter):
 
     @torch.no_grad()
     def start_small(self) -> None:
-        """Random weights of half the usual size outside the head, and layers that hardly add to their input."""
+        """Random weights of half the usual size outside the head, and layers that hardly add to
+        their input."""
         apart = {id(parameter) for parameter in self.head_parameters()}
         for module in self.modules():
             if isinstance(module, nn.Linear) and id(module.weight) not in apart:
@@ -274,17 +345,20 @@ class DecoderChain(ChainDrafter):
 
 
 def slots_in_use(wanted: Tensor) -> Tensor:
-    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the most a row wants.
+    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the
+    most a row wants.
 
-    A row that wants fewer is filled up with slots that are not wanted: they have no term, and nobody reads them.
-    """
+    A row that wants fewer is filled up with slots that are not wanted: they have no term, and
+    nobody reads them."""
     M = max(int(wanted.sum(1).max()), 1)
     return torch.argsort(~wanted, dim=1, stable=True)[:, :M]
 
 
-def _narrowed(slots: Tensor, fewer: Tensor, T: int, state: Tensor, own: list) -> tuple[Tensor, list]:
-    """State [B, M, H] and keys and values [B, g, M, d] of `slots` [B, M] -> those of `fewer` [B, M'], some of them. A
-    slot that is not among `slots` has no term and gets any."""
+def _narrowed(
+    slots: Tensor, fewer: Tensor, T: int, state: Tensor, own: list
+) -> tuple[Tensor, list]:
+    """State [B, M, H] and keys and values [B, g, M, d] of `slots` [B, M] -> those of `fewer` [B,
+    M'], some of them. A slot that is not among `slots` has no term and gets any."""
     B, M = slots.shape
     place = torch.zeros(B, T, dtype=torch.long, device=slots.device)
     place.scatter_(1, slots, torch.arange(M, device=slots.device).expand(B, M))

@@ -1,14 +1,15 @@
-"""DFlash (arXiv 2602.06036): a whole block of drafts in one forward, and the backbone of the other block families.
+"""DFlash (arXiv 2602.06036): a whole block of drafts in one forward, and the backbone of the other
+block families.
 
-With a the position of the newest committed token, the anchor, slots 0..Q-1 stand at rotary positions a..a+Q-1. Slot 0
-holds the embedding of the anchor, the others that of a mask token. In every layer a slot reads the context, keys and
-values that the layer's own projections make of c_i = norm(fc(taps at i)) for i < a, and the slots of its block: all of
-them, or in a causal block those up to itself (JetSpec). Layouts: `fill_in`, slot j >= 1 predicts the token at a + j and
-slot 0 nothing; `anchor_first` (`sample_from_anchor`), slot j predicts the token at a + j + 1.
+With a the position of the newest committed token, the anchor, slots 0..Q-1 stand at rotary
+positions a..a+Q-1. Slot 0 holds the embedding of the anchor, the others that of a mask token. In
+every layer a slot reads the context, keys and values that the layer's own projections make of c_i =
+norm(fc(taps at i)) for i < a, and the slots of its block: all of them, or in a causal block those
+up to itself (JetSpec). Layouts: `fill_in`, slot j >= 1 predicts the token at a + j and slot 0
+nothing; `anchor_first` (`sample_from_anchor`), slot j predicts the token at a + j + 1.
 
-The context's keys and values depend on no block: drafting computes them once per committed token and keeps them in the
-ragged cache. Tensor names are those of vLLM's loader.
-"""
+The context's keys and values depend on no block: drafting computes them once per committed token
+and keeps them in the ragged cache. Tensor names are those of vLLM's loader."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ ANCHORS = 512  # blocks trained per row, as published
 
 
 def block_tap_layers(num_layers: int, taps: int) -> list[int]:
-    """The published taps of `taps` of them, as `hidden_states` numbers: outputs of layers spread over the target, none
-    of the last two, whose states are close to the logits."""
+    """The published taps of `taps` of them, as `hidden_states` numbers: outputs of layers spread
+    over the target, none of the last two, whose states are close to the logits."""
     if taps == 1:
         return [num_layers // 2 + 1]
     wanted = np.linspace(1, max(num_layers - 3, 1), taps).round().astype(int) + 1
@@ -63,16 +64,25 @@ class DFlashConfig(DecoderConfig):
 
     qk_norm: bool = Field(True, description="normalise queries and keys per head (the Qwen3 layer)")
     block_size: int = Field(ge=2, description="slots of a block as trained, the anchor's included")
-    mask_token_id: int = Field(ge=0, description="token whose embedding fills the slots without a known token")
-    sample_from_anchor: bool = Field(False, description="slot j predicts the token after its own position")
+    mask_token_id: int = Field(
+        ge=0, description="token whose embedding fills the slots without a known token"
+    )
+    sample_from_anchor: bool = Field(
+        False, description="slot j predicts the token after its own position"
+    )
     is_causal: bool = Field(False, description="a slot sees only the slots before it in its block")
 
     @model_validator(mode="after")
     def _block(self) -> Self:
         if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is not a token of the target's {self.vocab_size}")
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} is not a token of the target's"
+                f" {self.vocab_size}"
+            )
         if self.sample_from_anchor and self.family in ("dflash", "dflash2"):
-            raise ValueError(f"sample_from_anchor: {self.family} fills in; no engine serves another layout of it")
+            raise ValueError(
+                f"sample_from_anchor: {self.family} fills in; no engine serves another layout of it"
+            )
         if self.attention_bias:
             raise ValueError("attention_bias: the layers of block families have no biases here")
         return self
@@ -92,37 +102,62 @@ class DFlashConfig(DecoderConfig):
 
     def describe(self) -> str:
         kind = "causal" if self.is_causal else "bidirectional"
-        return f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}"
+        return (
+            f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}"
+        )
 
 
 class DFlashOptions(DecoderOptions, TapOptions):
     """The trained head. Sizes left null are the target's own."""
 
-    num_layers: PositiveInt = Field(5, description="decoder layers of the head, all run once per round")
-    block_size: Annotated[int, Field(ge=2)] = Field(
-        16, description="slots of a block, the anchor's included; drafts per round are at most one fewer (fill_in)"
+    num_layers: PositiveInt = Field(
+        5, description="decoder layers of the head, all run once per round"
     )
-    is_causal: bool = Field(False, description="true: a slot sees only the slots before it in its block (JetSpec)")
+    block_size: Annotated[int, Field(ge=2)] = Field(
+        16,
+        description=(
+            "slots of a block, the anchor's included; drafts per round are at most one fewer"
+            " (fill_in)"
+        ),
+    )
+    is_causal: bool = Field(
+        False, description="true: a slot sees only the slots before it in its block (JetSpec)"
+    )
     mask_token_id: Count | None = Field(
         None,
-        description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
-        "first embedding row that no token uses",
+        description=(
+            "token for unknown slots, one that no text contains; null: the tokenizer's mask token,"
+            " or the first embedding row that no token uses"
+        ),
     )
-    anchors_per_row: PositiveInt = Field(ANCHORS, description="blocks trained per row, drawn anew at every step")
+    anchors_per_row: PositiveInt = Field(
+        ANCHORS, description="blocks trained per row, drawn anew at every step"
+    )
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="reduced vocabulary with an output head of its own; null: the target's head, frozen"
+        None,
+        description=(
+            "reduced vocabulary with an output head of its own; null: the target's head, frozen"
+        ),
     )
     tap_layers: list[Count] | None = Field(
         None,
         min_length=1,
-        description="target hidden states read by the head (0: embedding output, i: output of layer i); null: one per "
-        "layer of the head, spread from the second layer's output to that of the third from the end",
+        description=(
+            "target hidden states read by the head (0: embedding output, i: output of layer i);"
+            " null: one per layer of the head, spread from the second layer's output to that of the"
+            " third from the end"
+        ),
     )
-    unroll_steps: PositiveInt = Field(15, description="depths trained; left out, all that a block has")
+    unroll_steps: PositiveInt = Field(
+        15, description="depths trained; left out, all that a block has"
+    )
     init: Literal["taps", "least_squares"] = Field(
         "taps",
-        description="start from the mean of the taps and small layers, or from values fitted to features of some "
-        "training rows under fixed attention patterns, which saves a briefly trained head many of its steps",
+        description=(
+            "start from the mean of the taps and small layers, or from values fitted to features of"
+            " some training rows under fixed attention patterns, which saves a briefly trained head"
+            " many of its steps"
+        ),
     )
 
     @model_validator(mode="before")
@@ -141,7 +176,9 @@ class DFlashOptions(DecoderOptions, TapOptions):
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         wanted = super().shape(fields, target)
         if target is not None:
-            wanted["tap_layers"] = wanted["tap_layers"] or tuple(block_tap_layers(target.num_layers, self.num_layers))
+            wanted["tap_layers"] = wanted["tap_layers"] or tuple(
+                block_tap_layers(target.num_layers, self.num_layers)
+            )
             wanted["draft_vocab_size"] = wanted["draft_vocab_size"] or target.vocab_size
         return wanted
 
@@ -171,7 +208,8 @@ class BlockBatch:
 
 
 class DFlash(Drafter):
-    """The backbone. A family over it says in `read` what its head reads of a slot's state and the token before it."""
+    """The backbone. A family over it says in `read` what its head reads of a slot's state and the
+    token before it."""
 
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     options: ClassVar[type[DFlashOptions]] = DFlashOptions
@@ -182,7 +220,9 @@ class DFlash(Drafter):
     }
     reads_taps = True
     samples_terms: ClassVar[bool] = True
-    reads_drafts: ClassVar[bool] = False  # a draft's distribution does not depend on the drafts before it
+    reads_drafts: ClassVar[bool] = (
+        False  # a draft's distribution does not depend on the drafts before it
+    )
     whole_blocks: ClassVar[bool] = True
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -210,7 +250,8 @@ class DFlash(Drafter):
     def max_depth(self) -> int:
         return self.config.max_depth
 
-    # -------------------------------------------------------------- starting weights, and how it is trained
+    # -------------------------------------------------------------- starting weights, and how it is
+    # trained
 
     def prepare_training(self, options: DFlashOptions) -> DFlash:
         self.max_anchors = options.anchors_per_row
@@ -226,15 +267,16 @@ class DFlash(Drafter):
         options: DFlashOptions | None = None,
         features: Sequence[TargetFeatures] | None = None,
     ) -> DFlash:
-        """See `start_weights`; with `init: least_squares`, fitted to `features` from there. None: weights of a
-        checkpoint will follow."""
+        """See `start_weights`; with `init: least_squares`, fitted to `features` from there. None:
+        weights of a checkpoint will follow."""
         self.start_weights(target)
         if options is not None and options.init == "least_squares" and features is not None:
             self.start_reading(target, *start_from_least_squares(self, target, features))
         return self
 
     def start_weights(self, target: FrozenTarget) -> None:
-        """Layers that hardly add to their input, the mean of the taps as context, and the target's norm and head."""
+        """Layers that hardly add to their input, the mean of the taps as context, and the target's
+        norm and head."""
         width, taps = self.config.hidden_size, len(self.config.tap_layers)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -243,7 +285,9 @@ class DFlash(Drafter):
             layer.self_attn.o_proj.weight.mul_(0.2)
             layer.mlp.down_proj.weight.mul_(0.2)
         if width == self.config.target_hidden_size:
-            self.fc.weight.mul_(0.5).add_(torch.eye(width, device=self.fc.weight.device).repeat(1, taps) / taps)
+            self.fc.weight.mul_(0.5).add_(
+                torch.eye(width, device=self.fc.weight.device).repeat(1, taps) / taps
+            )
         if (norm := target.final_norm_weight) is not None and len(norm) == width:
             self.norm.weight.copy_(norm)
         if self.config.reduced_vocabulary:
@@ -251,18 +295,20 @@ class DFlash(Drafter):
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
-        """Starts what `read` makes of the token before each prediction [N], given what the block leaves of the wanted
-        state [N, H]."""
+        """Starts what `read` makes of the token before each prediction [N], given what the block
+        leaves of the wanted state [N, H]."""
 
     # -------------------------------------------------------------- the family's part
 
     def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, Any]:
-        """State of one slot [..., H] and the token before the one it predicts [...] -> what `head` reads [..., D], and
-        what the next slot needs of this one ([..., ·] or None). `carry`: that of the slot before."""
+        """State of one slot [..., H] and the token before the one it predicts [...] -> what `head`
+        reads [..., D], and what the next slot needs of this one ([..., ·] or None). `carry`: that
+        of the slot before."""
         return state, None
 
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
-        """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if they are known."""
+        """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if they are
+        known."""
         return self.base_logits(hidden) if base is None else base
 
     def base_logits(self, state: Tensor) -> Tensor:
@@ -272,30 +318,44 @@ class DFlash(Drafter):
         return self.target.logits(state.to(self.target.dtype))
 
     def head_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.lm_head.parameters() if p.requires_grad] if self.config.reduced_vocabulary else []
+        return (
+            [p for p in self.lm_head.parameters() if p.requires_grad]
+            if self.config.reduced_vocabulary
+            else []
+        )
 
-    def run_layer(self, layer: DecoderLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:
+    def run_layer(
+        self, layer: DecoderLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int
+    ) -> Tensor:
         """One layer over blocks of `slots` slots: state [B, A·slots, H] -> the same."""
         return layer(state, rotary, attend)
 
     # -------------------------------------------------------------- shared by training and drafting
 
     def context(self, taps: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
-        """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T, d]."""
-        return self._project_context(self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype))), rotary)
+        """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T,
+        d]."""
+        return self._project_context(
+            self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype))), rotary
+        )
 
     def _project_context(self, c: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         if self._context is None:
             nobody = torch.zeros(len(c), 0, dtype=torch.long, device=c.device)
             return [layer.self_attn.project(c, rotary, nobody)[1:] for layer in self.layers]
         parts = self._context(c).chunk(len(self.layers), dim=-1)
-        return [layer.self_attn.rotated_context(part, rotary) for layer, part in zip(self.layers, parts)]
+        return [
+            layer.self_attn.rotated_context(part, rotary) for layer, part in zip(self.layers, parts)
+        ]
 
     def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
-        """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A, slots, H]."""
+        """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A,
+        slots, H]."""
         state = embeds.to(self.fc.weight.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
-            state = kept_or_recomputed(self.recomputes, self.run_layer, layer, state, rotary, attend, slots)
+            state = kept_or_recomputed(
+                self.recomputes, self.run_layer, layer, state, rotary, attend, slots
+            )
         return self.norm(state).unflatten(1, (-1, slots))
 
     def block_ids(self, anchor_ids: Tensor, slots: int) -> Tensor:
@@ -309,10 +369,9 @@ class DFlash(Drafter):
     def anchors(self, batch: Any, first: Tensor) -> tuple[Tensor, Tensor]:
         """(slots [B, A], bool [B, A] whether there is a block) of the blocks of a batch.
 
-        first bool [B, T]: slots with a term at depth 0. In training at most `anchors_per_row` of those whose anchor is
-        supervised itself, as drafting starts from no other; drawn from the seed of the row, so that they do not depend
-        on the rows beside it. Otherwise every slot.
-        """
+        first bool [B, T]: slots with a term at depth 0. In training at most `anchors_per_row` of
+        those whose anchor is supervised itself, as drafting starts from no other; drawn from the
+        seed of the row, so that they do not depend on the rows beside it. Otherwise every slot."""
         if not self.training:
             slots = slots_in_use(first)
             return slots, first.gather(1, slots)
@@ -324,7 +383,8 @@ class DFlash(Drafter):
         return slots, wanted.gather(1, slots)
 
     def _terms(self, batch: Any, steps: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """(slots [B, A], terms bool [K, B, A], blocks bool [B, A], paths K x [B, T]): whether there is one.
+        """(slots [B, A], terms bool [K, B, A], blocks bool [B, A], paths K x [B, T]): whether there
+        is one.
 
         Supervision is closed under prefixes: a depth has a term only if all depths before it have.
         """
@@ -341,9 +401,14 @@ class DFlash(Drafter):
         """The blocks of `steps` predicting slots that a batch trains."""
         ids, positions = features.input_ids, features.position_ids
         slots, terms, kept, paths = self._terms(host_batch(features), steps)
-        Q, path = steps + self.config.first_slot, [to_device(p.gather(1, slots), ids.device) for p in paths]
+        Q, path = (
+            steps + self.config.first_slot,
+            [to_device(p.gather(1, slots), ids.device) for p in paths],
+        )
         slots, terms, kept = (to_device(each, ids.device) for each in (slots, terms, kept))
-        places = positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)  # [B, A, Q]
+        places = (
+            positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)
+        )  # [B, A, Q]
         embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
         last = torch.where(kept, slots, -1)
         return BlockBatch(
@@ -355,7 +420,12 @@ class DFlash(Drafter):
             context=self.hidden_norm(self.fc(features.taps.to(self.fc.weight.dtype))),
             context_rotary=self.positions(self._like(features.taps), positions),
             blocks=Blocks(
-                last, places, positions, features.segment_ids, self.config.is_causal, self.config.sliding_window
+                last,
+                places,
+                positions,
+                features.segment_ids,
+                self.config.is_causal,
+                self.config.sliding_window,
             ),
         )
 
@@ -365,12 +435,16 @@ class DFlash(Drafter):
         rows = ids.shape[1] * torch.arange(len(ids))[:, None]
         context = self._project_context(batch.context, batch.context_rotary)
         attends = [self.attend_blocks(each, batch.blocks) for each in context]
-        states = self.run(batch.embeds, batch.rotary, attends, batch.slots_per_block)  # [B, A, Q, H]
+        states = self.run(
+            batch.embeds, batch.rotary, attends, batch.slots_per_block
+        )  # [B, A, Q, H]
         carry = None
         for depth in range(steps):
             tokens = ids.gather(1, batch.path[depth])
             hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
-            chosen = on_host(batch.terms)[depth].flatten().nonzero().flatten()  # [N] of the flat [B·A]
+            chosen = (
+                on_host(batch.terms)[depth].flatten().nonzero().flatten()
+            )  # [N] of the flat [B·A]
             anchors = (on_host(batch.slots) + rows).flatten()[chosen]
             targets = (on_host(batch.path[depth]) + rows).flatten()[chosen]
             yield DraftStep(
@@ -383,7 +457,8 @@ class DFlash(Drafter):
 
     @staticmethod
     def attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
-        """Attention of blocks to a layer's keys and values of the context, and to their own slots."""
+        """Attention of blocks to a layer's keys and values of the context, and to their own
+        slots."""
         return lambda q, k, v, scale: block_attention(q, (k, v), context, blocks, scale)
 
     def _like(self, x: Tensor) -> Tensor:
@@ -403,18 +478,21 @@ class DFlash(Drafter):
             cache.advance(row, count)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
-        """See `Drafter.draft_steps`. All `k` states come from one forward of k slots, or k + 1 with `fill_in`."""
+        """See `Drafter.draft_steps`. All `k` states come from one forward of k slots, or k + 1 with
+        `fill_in`."""
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
         base = self._base_of(states)
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            tokens = yield DraftLogits(self.head(hidden, depth, base[:, depth]), self.confidence(hidden))
+            tokens = yield DraftLogits(
+                self.head(hidden, depth, base[:, depth]), self.confidence(hidden)
+            )
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
-        """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not read, otherwise the
-        distribution after each parent."""
+        """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not
+        read, otherwise the distribution after each parent."""
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)[:, None]  # [b, w]
         states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k), None
@@ -431,22 +509,27 @@ class DFlash(Drafter):
             carry = None if carry is None else level.of_parents(carry)
 
     def _base_of(self, states: Tensor) -> Tensor:
-        """[b, k, H] -> [b, k, V_draft]: the head's weights are read once for all slots. As rows of one matrix, because
-        a product of more dimensions copies the weights."""
+        """[b, k, H] -> [b, k, V_draft]: the head's weights are read once for all slots. As rows of
+        one matrix, because a product of more dimensions copies the weights."""
         return self.base_logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
     def _block(self, cache, start: int, stop: int, anchor_ids: Tensor, k: int) -> Tensor:
-        """Normed states of the slots that predict the next `k` tokens [b, k, H]. The cache stays as it is: the block's
-        keys are written behind each row's end, where the next ones overwrite them."""
+        """Normed states of the slots that predict the next `k` tokens [b, k, H]. The cache stays as
+        it is: the block's keys are written behind each row's end, where the next ones overwrite
+        them."""
         Q = k + self.config.first_slot
         ids = self.block_ids(anchor_ids, Q)
         view, mask = cache.view(start, stop, Q), self._mask(cache, start, stop, Q)
         attends = cached_attends(view, mask, Q, len(self.layers))
         rotary = self._rotary(cache, start, stop, Q, anchor_ids)
-        return self.run(self.target.embed_tokens(ids), rotary, attends, Q)[:, 0, self.config.first_slot :]
+        return self.run(self.target.embed_tokens(ids), rotary, attends, Q)[
+            :, 0, self.config.first_slot :
+        ]
 
     def _rotary(self, cache, start: int, stop: int, tokens: int, like: Tensor) -> Rotary:
-        return self.positions.lookup(cache.position_ids(start, stop, tokens), cache.capacity, self._like(like))
+        return self.positions.lookup(
+            cache.position_ids(start, stop, tokens), cache.capacity, self._like(like)
+        )
 
     def _mask(self, cache, start: int, stop: int, Q: int) -> Tensor:
         """bool [b, 1, Q, S], True = attend: the row's context and its block behind it."""
@@ -466,7 +549,9 @@ class DFlash(Drafter):
         super().freeze()
         for layer in self.layers:
             layer.fuse()
-        self._context = FrozenLinear(*(p for layer in self.layers for p in layer.self_attn.context_projections()))
+        self._context = FrozenLinear(
+            *(p for layer in self.layers for p in layer.self_attn.context_projections())
+        )
         return self
 
     def thaw(self) -> None:

@@ -1,11 +1,12 @@
-"""DFlash 2: a DFlash block with convolutions along its slots and a selector that chooses among the likeliest tokens.
+"""DFlash 2: a DFlash block with convolutions along its slots and a selector that chooses among the
+likeliest tokens.
 
-Before and after the attention and the MLP of a layer, the slots of a block are mixed by a causal convolution of `taps`
-slots, z'[t, c] = Σ_τ (base[τ, c] + d[t, τ, c // group]) · z[t - τ, c], whose dynamic part d is a projection of the
-normed input. The selector adds to the logits U of the top-k tokens c a score for following the token before, y:
-S(c) = U(c) + ⟨A[y] ⊙ H h, B[c]⟩. Drafts are drawn from softmax(S) on these k tokens, and q is 0 elsewhere. Names and
-maths as in z-lab's reference and in vLLM.
-"""
+Before and after the attention and the MLP of a layer, the slots of a block are mixed by a causal
+convolution of `taps` slots, z'[t, c] = Σ_τ (base[τ, c] + d[t, τ, c // group]) · z[t - τ, c], whose
+dynamic part d is a projection of the normed input. The selector adds to the logits U of the top-k
+tokens c a score for following the token before, y: S(c) = U(c) + ⟨A[y] ⊙ H h, B[c]⟩. Drafts are
+drawn from softmax(S) on these k tokens, and q is 0 elsewhere. Names and maths as in z-lab's
+reference and in vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from speculators.target.frozen_target import FrozenTarget
 class DFlash2Config(DFlashConfig):
     """The block, its convolutions and its selector."""
 
-    conv_kernel_size: int = Field(2, ge=1, description="slots that a convolution mixes, its own included")
+    conv_kernel_size: int = Field(
+        2, ge=1, description="slots that a convolution mixes, its own included"
+    )
     conv_group_size: int = Field(16, ge=1, description="channels that share a dynamic kernel")
     selector_rank: int = Field(256, ge=1)
     selector_top_k: int = Field(16, ge=1, description="tokens that the selector chooses among")
@@ -35,22 +38,31 @@ class DFlash2Config(DFlashConfig):
         if self.hidden_size % self.conv_group_size:
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of conv_group_size")
         if self.reduced_vocabulary:
-            raise ValueError("draft_vocab_size: the selector's codebooks are over the target's whole vocabulary")
+            raise ValueError(
+                "draft_vocab_size: the selector's codebooks are over the target's whole vocabulary"
+            )
         return self
 
     def describe(self) -> str:
-        return f"{super().describe()}; selector of rank {self.selector_rank} over the top {self.selector_top_k}"
+        return (
+            f"{super().describe()}; selector of rank {self.selector_rank} over the top"
+            f" {self.selector_top_k}"
+        )
 
 
 class DFlash2Options(DFlashOptions):
     """The trained head. Sizes left null are the target's own."""
 
     block_size: int = Field(8, ge=2, description="slots of a block, the anchor's included")
-    conv_kernel_size: PositiveInt = Field(2, description="slots that a convolution mixes, its own included")
+    conv_kernel_size: PositiveInt = Field(
+        2, description="slots that a convolution mixes, its own included"
+    )
     conv_group_size: PositiveInt = Field(16, description="channels that share a dynamic kernel")
     selector_rank: PositiveInt = Field(256, description="rank of the selector's codebooks")
     selector_top_k: PositiveInt = Field(16, description="tokens that the selector chooses among")
-    selector_loss: float = Field(1.0, gt=0, description="weight of the selector's cross-entropy beside `loss`")
+    selector_loss: float = Field(
+        1.0, gt=0, description="weight of the selector's cross-entropy beside `loss`"
+    )
 
 
 class BlockConv(nn.Module):
@@ -65,7 +77,11 @@ class BlockConv(nn.Module):
 
     def kernels(self, u: Tensor) -> Tensor:
         """u [B, A, Q, H] -> the kernels of every slot [2, B, A, Q, taps, H]."""
-        dynamic = self.kernel_projection(u).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
+        dynamic = (
+            self.kernel_projection(u)
+            .unflatten(-1, (2, self.taps, -1))
+            .repeat_interleave(self.group, dim=-1)
+        )
         return self.base_kernel[:, None, None, None] + dynamic.movedim(-3, 0)
 
     @staticmethod
@@ -79,7 +95,8 @@ class BlockConv(nn.Module):
 
 
 class ConvLayer(DecoderLayer):
-    """The decoder layer with convolutions along the slots of each block. `slots`: those of a block."""
+    """The decoder layer with convolutions along the slots of each block. `slots`: those of a
+    block."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
@@ -109,14 +126,17 @@ class Selector(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.predecessor_codebook = nn.Parameter(
+            torch.empty(config.vocab_size, config.selector_rank)
+        )
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
         self.start()
 
     @torch.no_grad()
     def start(self) -> None:
-        """Small codebooks of predecessors, and successors of 0: the selector begins as the block's own choice."""
+        """Small codebooks of predecessors, and successors of 0: the selector begins as the block's
+        own choice."""
         nn.init.normal_(self.predecessor_codebook, std=0.25)
         nn.init.zeros_(self.successor_codebook)
 
@@ -156,7 +176,9 @@ class DFlash2(DFlash):
                 nn.init.zeros_(conv.kernel_projection.weight)
         self.candidate_selector.start()
 
-    def run_layer(self, layer: ConvLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int) -> Tensor:
+    def run_layer(
+        self, layer: ConvLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int
+    ) -> Tensor:
         return layer(state, rotary, attend, slots)
 
     def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, None]:
@@ -171,9 +193,15 @@ class DFlash2(DFlash):
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         """[N, D] -> [N, V], minus infinity outside the top k of `unary_logits`."""
         unary = (self.unary_logits(hidden) if base is None else base).float()
-        best, candidates = unary.topk(min(self.config.selector_top_k, unary.shape[-1]), dim=-1)  # [N, k]
-        following = nn.functional.embedding(candidates, self.candidate_selector.successor_codebook)  # [N, k, r]
-        scores = best + (following.float() @ hidden[..., self.config.hidden_size :, None].float()).squeeze(-1)
+        best, candidates = unary.topk(
+            min(self.config.selector_top_k, unary.shape[-1]), dim=-1
+        )  # [N, k]
+        following = nn.functional.embedding(
+            candidates, self.candidate_selector.successor_codebook
+        )  # [N, k, r]
+        scores = best + (
+            following.float() @ hidden[..., self.config.hidden_size :, None].float()
+        ).squeeze(-1)
         return torch.full_like(unary, float("-inf")).scatter(-1, candidates, scores)
 
     def head_parameters(self) -> list[nn.Parameter]:
@@ -185,6 +213,7 @@ class DFlash2(DFlash):
         return [p for p in super().weight_matrices() if p.ndim == 2 and id(p) not in tables]
 
     def trained_heads(self, loss: Any) -> list[TrainedHead]:
-        """See `Drafter.trained_heads`: the block's own logits by the recipe's loss, the selector by cross-entropy."""
+        """See `Drafter.trained_heads`: the block's own logits by the recipe's loss, the selector by
+        cross-entropy."""
         chosen = TrainedHead(self.head, {"cross_entropy": self.selector_loss})
         return [TrainedHead(self.unary_logits, loss), chosen]

@@ -1,12 +1,12 @@
 """Starting weights of a block head, fitted in closed form to features of some training rows.
 
-A head that starts at random spends its first hundreds of steps on finding out that the end of the context matters.
-Here every attention head gets a fixed pattern first: it looks back a given number of positions, by rotary frequencies
-alone. With fixed patterns a layer is linear in its values, so that the best values and output projection are a
-least-squares problem over all slots of many blocks. Each layer is fitted to what the layers before it leave. Slots
-differ only in position, hence in what the patterns show them. Only starting weights are made here: nothing is read
-again once training begins.
-"""
+A head that starts at random spends its first hundreds of steps on finding out that the end of the
+context matters. Here every attention head gets a fixed pattern first: it looks back a given number
+of positions, by rotary frequencies alone. With fixed patterns a layer is linear in its values, so
+that the best values and output projection are a least-squares problem over all slots of many
+blocks. Each layer is fitted to what the layers before it leave. Slots differ only in position,
+hence in what the patterns show them. Only starting weights are made here: nothing is read again
+once training begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from speculators.layers.decoder import Attention, DecoderLayer
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
-SHARPNESS = 1.2  # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
+# weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
+SHARPNESS = 1.2
 NOISE = 0.2  # share of the random projections that stays, as heads must differ
 
 
@@ -41,26 +42,31 @@ class BlockHead(Protocol):
 
     def attend_blocks(self, context: tuple[Tensor, Tensor], blocks: Any) -> Any: ...
 
-    def run_layer(self, layer: Any, state: Tensor, rotary: Any, attend: Any, slots: int) -> Tensor: ...
+    def run_layer(
+        self, layer: Any, state: Tensor, rotary: Any, attend: Any, slots: int
+    ) -> Tensor: ...
 
 
 @torch.no_grad()
 def start_from_least_squares(
     head: BlockHead, target: FrozenTarget, features: Sequence[TargetFeatures]
 ) -> tuple[Tensor, Tensor]:
-    """Writes patterns and fitted values into every layer, and scales the final norm to the size of the fitted states.
+    """Writes patterns and fitted values into every layer, and scales the final norm to the size of
+    the fitted states.
 
-    The wanted output of a slot is the target's last state for its token, at unit size and before the final norm's
-    weight. Returns, of all N slots with a term, the token before the one that each predicts [N] and what is left of
-    the wanted output [N, H]. ConfigError if no row has a whole block, or the head's width is not the target's.
-    """
+    The wanted output of a slot is the target's last state for its token, at unit size and before
+    the final norm's weight. Returns, of all N slots with a term, the token before the one that each
+    predicts [N] and what is left of the wanted output [N, H]. ConfigError if no row has a whole
+    block, or the head's width is not the target's."""
     if head.config.hidden_size != target.hidden_size:
-        raise ConfigError("drafter.init: least_squares needs the target's hidden_size; set drafter.init: taps")
+        raise ConfigError(
+            "drafter.init: least_squares needs the target's hidden_size; set drafter.init: taps"
+        )
     batches = [_Slots(head, target, each) for each in features]
     if not sum(len(each.wanted) for each in batches):
         raise ConfigError(
-            f"drafter.init: least_squares needs responses of more than {head.config.max_depth} tokens; "
-            "set drafter.init: taps"
+            f"drafter.init: least_squares needs responses of more than {head.config.max_depth}"
+            " tokens; set drafter.init: taps"
         )
     for layer in head.layers:
         _look_back(head, layer.self_attn, torch.cat([each.inputs(layer) for each in batches]))
@@ -70,7 +76,9 @@ def start_from_least_squares(
             each.advance(layer)
     states = torch.cat([each.states() for each in batches])
     head.norm.weight.mul_(states.square().mean(-1).sqrt().mean())
-    return torch.cat([each.before for each in batches]), torch.cat([each.left() for each in batches])
+    return torch.cat([each.before for each in batches]), torch.cat(
+        [each.left() for each in batches]
+    )
 
 
 class _Slots:
@@ -80,8 +88,13 @@ class _Slots:
         self.head, depths = head, head.config.max_depth
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
-        terms, path = self.batch.terms.permute(1, 2, 0), torch.stack(self.batch.path, dim=-1)  # [B, A, K]
-        chosen = torch.zeros(*terms.shape[:2], self.batch.slots_per_block, dtype=torch.bool, device=terms.device)
+        terms, path = (
+            self.batch.terms.permute(1, 2, 0),
+            torch.stack(self.batch.path, dim=-1),
+        )  # [B, A, K]
+        chosen = torch.zeros(
+            *terms.shape[:2], self.batch.slots_per_block, dtype=torch.bool, device=terms.device
+        )
         chosen[..., head.config.first_slot :] = terms
         self.chosen = chosen.flatten(1)  # [B, A·Q]
         rows = torch.arange(len(path), device=path.device)[:, None, None]
@@ -100,7 +113,9 @@ class _Slots:
     def inputs(self, layer: DecoderLayer) -> Tensor:
         """[·, H]: all that the layer's keys are made of, context and slots."""
         assert layer.input_layernorm is not None
-        return torch.cat([self.batch.context.flatten(0, 1), layer.input_layernorm(self.state).flatten(0, 1)]).float()
+        return torch.cat(
+            [self.batch.context.flatten(0, 1), layer.input_layernorm(self.state).flatten(0, 1)]
+        ).float()
 
     def attended(self, layer: DecoderLayer) -> Tensor:
         """[N, h, H]: the mean input that each attention head sees."""
@@ -108,25 +123,34 @@ class _Slots:
         attention, x = layer.self_attn, layer.input_layernorm(self.state)
         key = attention.project(self.batch.context, self.batch.context_rotary)[1]
         query, own, _ = attention.project(x, self.batch.rotary)
-        values = [each[:, None].expand(-1, attention.kv_heads, -1, -1) for each in (x, self.batch.context)]
-        seen = block_attention(query, (own, values[0]), (key, values[1]), self.batch.blocks, attention.scale)
+        values = [
+            each[:, None].expand(-1, attention.kv_heads, -1, -1) for each in (x, self.batch.context)
+        ]
+        seen = block_attention(
+            query, (own, values[0]), (key, values[1]), self.batch.blocks, attention.scale
+        )
         return seen.transpose(1, 2)[self.chosen].float()
 
     def advance(self, layer: DecoderLayer) -> None:
         context = layer.self_attn.project(self.batch.context, self.batch.context_rotary)[1:]
         attend = self.head.attend_blocks(context, self.batch.blocks)
-        self.state = self.head.run_layer(layer, self.state, self.batch.rotary, attend, self.batch.slots_per_block)
+        self.state = self.head.run_layer(
+            layer, self.state, self.batch.rotary, attend, self.batch.slots_per_block
+        )
 
 
 def _look_back(head: BlockHead, attention: Attention, inputs: Tensor) -> None:
-    """Keys that are nearly the same for all inputs [N, H], and queries that match them some positions back."""
+    """Keys that are nearly the same for all inputs [N, H], and queries that match them some
+    positions back."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
     constant = ridge(inputs, inputs.new_ones(len(inputs), 1))[:, 0]  # inputs @ constant is about 1
     frequencies = head.positions.rotary_emb.inv_freq.to(inputs)
     ones = torch.ones(D // 2, device=inputs.device)
     key = torch.cat([ones, torch.zeros_like(ones)])
     for group in range(g):
-        attention.k_proj.weight[group * D : (group + 1) * D].mul_(NOISE).add_(key[:, None] * constant)
+        attention.k_proj.weight[group * D : (group + 1) * D].mul_(NOISE).add_(
+            key[:, None] * constant
+        )
     for one in range(h):
         group, within = divmod(one, h // g)
         turned = (BACK[group % len(BACK)] + within) * frequencies
@@ -138,15 +162,17 @@ def _look_back(head: BlockHead, attention: Attention, inputs: Tensor) -> None:
 
 
 def _fit_values(attention: Attention, attended: Tensor, wanted: Tensor) -> None:
-    """Values and output projection that write the best linear map of `attended` [N, h, H] to `wanted` [N, H], at the
-    rank that the values of each group have."""
+    """Values and output projection that write the best linear map of `attended` [N, h, H] to
+    `wanted` [N, H], at the rank that the values of each group have."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
     H, shared = wanted.shape[1], h // g
     fitted = ridge(attended.flatten(1), wanted).view(g, shared, -1, H)  # of each attention head
     values = []
     for group in range(g):
         seen = attended[:, group * shared : (group + 1) * shared]  # [N, r, H]
-        basis, _ = reduced_rank(seen.flatten(0, 1), fitted[group].transpose(0, 1).flatten(1), D)  # [H, ≤ D]
+        basis, _ = reduced_rank(
+            seen.flatten(0, 1), fitted[group].transpose(0, 1).flatten(1), D
+        )  # [H, ≤ D]
         rows = attention.v_proj.weight[group * D : (group + 1) * D].zero_()
         rows[: basis.shape[1]] = basis.T
         values.append(pad(seen @ basis, (0, D - basis.shape[1])))

@@ -1,10 +1,11 @@
-"""DSpark (arXiv 2607.05147): a DFlash block whose drafts depend on the draft before them, with a confidence head.
+"""DSpark (arXiv 2607.05147): a DFlash block whose drafts depend on the draft before them, with a
+confidence head.
 
-The logits of a slot are those of the block plus a low-rank bias of the token before it, y: `vanilla`
-W2 e with e = W1[y]; `gated` W2 (σ(G [h; e]) ⊙ e); `rnn` W2 tanh(o), where a state s runs along the block:
-[g; c; o] = J [s; e; h], s <- σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). The confidence head σ(w·[h; e] + b) is trained on the
-probability that the draft is accepted, Σ min(p, q). One forward serves all slots; drawing them is what remains
-sequential. Tensor names are those of vLLM's loader.
+The logits of a slot are those of the block plus a low-rank bias of the token before it, y:
+`vanilla` W2 e with e = W1[y]; `gated` W2 (σ(G [h; e]) ⊙ e); `rnn` W2 tanh(o), where a state s runs
+along the block: [g; c; o] = J [s; e; h], s <- σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). The confidence head
+σ(w·[h; e] + b) is trained on the probability that the draft is accepted, Σ min(p, q). One forward
+serves all slots; drawing them is what remains sequential. Tensor names are those of vLLM's loader.
 """
 
 from __future__ import annotations
@@ -26,30 +27,53 @@ MarkovType = Literal["vanilla", "gated", "rnn"]
 class DSparkConfig(DFlashConfig):
     """The block, its Markov head and its confidence head."""
 
-    sample_from_anchor: bool = Field(True, description="slot j predicts the token after its own position")
+    sample_from_anchor: bool = Field(
+        True, description="slot j predicts the token after its own position"
+    )
     markov_rank: int = Field(256, ge=1, description="rank of the bias of the token before")
-    markov_head_type: MarkovType = Field("vanilla", description="how the bias depends on the slot's state")
-    enable_confidence_head: bool = Field(True, description="the head knows how likely a draft is to be accepted")
-    confidence_head_with_markov: bool = Field(True, description="that head reads the token before, too")
+    markov_head_type: MarkovType = Field(
+        "vanilla", description="how the bias depends on the slot's state"
+    )
+    enable_confidence_head: bool = Field(
+        True, description="the head knows how likely a draft is to be accepted"
+    )
+    confidence_head_with_markov: bool = Field(
+        True, description="that head reads the token before, too"
+    )
 
     def describe(self) -> str:
-        return f"{super().describe()}; {self.markov_head_type} Markov head of rank {self.markov_rank}"
+        return (
+            f"{super().describe()}; {self.markov_head_type} Markov head of rank {self.markov_rank}"
+        )
 
 
 class DSparkOptions(DFlashOptions):
     """The trained head. Sizes left null are the target's own."""
 
-    block_size: int = Field(7, ge=2, description="slots of a block, the anchor's included; each gives a draft")
-    sample_from_anchor: bool = Field(True, description="true: a slot predicts the token after it; false: fill_in")
+    block_size: int = Field(
+        7, ge=2, description="slots of a block, the anchor's included; each gives a draft"
+    )
+    sample_from_anchor: bool = Field(
+        True, description="true: a slot predicts the token after it; false: fill_in"
+    )
     markov_rank: PositiveInt = Field(256, description="rank of the bias of the token before")
-    markov_head_type: MarkovType = Field("vanilla", description="vanilla is what vLLM runs; SGLang runs all three")
-    enable_confidence_head: bool = Field(True, description="train a head for the probability that a draft is accepted")
-    confidence_head_with_markov: bool = Field(True, description="that head reads the token before, too")
-    confidence_loss: float = Field(1.0, ge=0, description="weight of the confidence head's cross-entropy beside `loss`")
+    markov_head_type: MarkovType = Field(
+        "vanilla", description="vanilla is what vLLM runs; SGLang runs all three"
+    )
+    enable_confidence_head: bool = Field(
+        True, description="train a head for the probability that a draft is accepted"
+    )
+    confidence_head_with_markov: bool = Field(
+        True, description="that head reads the token before, too"
+    )
+    confidence_loss: float = Field(
+        1.0, ge=0, description="weight of the confidence head's cross-entropy beside `loss`"
+    )
 
 
 class MarkovHead(nn.Module):
-    """Bias of the token before, [..., V_draft], in two steps: features of rank r here, `markov_w2` in the head."""
+    """Bias of the token before, [..., V_draft], in two steps: features of rank r here, `markov_w2`
+    in the head."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -62,8 +86,11 @@ class MarkovHead(nn.Module):
         elif self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=False)
 
-    def features(self, state: Tensor, embedded: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """State [..., H], W1[y] [..., r], recurrent state [..., r] -> what W2 reads [..., r], and the next state."""
+    def features(
+        self, state: Tensor, embedded: Tensor, carry: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """State [..., H], W1[y] [..., r], recurrent state [..., r] -> what W2 reads [..., r], and
+        the next state."""
         if self.kind == "vanilla":
             return embedded, None
         if self.kind == "gated":
@@ -83,12 +110,16 @@ class ConfidenceHead(nn.Module):
 
 
 class DSpark(DFlash):
-    """`head` reads [h; W1[y]; Markov features], of which `vanilla` leaves the third out: there it is the second."""
+    """`head` reads [h; W1[y]; Markov features], of which `vanilla` leaves the third out: there it
+    is the second."""
 
     config_class = DSparkConfig
     options = DSparkOptions
     defaults: ClassVar[dict[str, Any]] = {
-        "loss": {"cross_entropy": 0.1, "tv": 1.8},  # 0.9 Σ|p - q|, which is twice the total variation
+        "loss": {
+            "cross_entropy": 0.1,
+            "tv": 1.8,
+        },  # 0.9 Σ|p - q|, which is twice the total variation
         "position_weights": {"gamma": 4.0},
         "training": {"learning_rate": 6e-4},
     }
@@ -102,7 +133,9 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config.hidden_size + read)
 
     def prepare_training(self, options: DSparkOptions) -> DSpark:
-        self.confidence_loss = options.confidence_loss if self.config.enable_confidence_head else 0.0
+        self.confidence_loss = (
+            options.confidence_loss if self.config.enable_confidence_head else 0.0
+        )
         return super().prepare_training(options)
 
     @torch.no_grad()
@@ -116,24 +149,33 @@ class DSpark(DFlash):
             nn.init.zeros_(self.confidence_head.proj.bias)
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
-        """A `vanilla` bias becomes the target's head on the best linear map from the embedding of the token before to
-        `left`, at the bias's rank."""
+        """A `vanilla` bias becomes the target's head on the best linear map from the embedding of
+        the token before to `left`, at the bias's rank."""
         if self.config.markov_head_type != "vanilla":
             return
         embeds = unit(target.embed_tokens(token_ids).float())
-        basis, written = reduced_rank(embeds, ridge(embeds, left), self.config.markov_rank)  # [H_t, r], [r, H]
+        basis, written = reduced_rank(
+            embeds, ridge(embeds, left), self.config.markov_rank
+        )  # [H_t, r], [r, H]
         first, second = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
         every = torch.arange(self.config.vocab_size, device=first.device)
         rows = target.head_weight
         rows = rows[self.target_ids] if self.config.reduced_vocabulary else rows[: len(second)]
         if target.final_norm_weight is not None:
             rows = rows * target.final_norm_weight
-        read, bias = unit(target.embed_tokens(every).float()) @ basis, rows @ written.T  # [V, r], [V_draft, r]
-        balance = (read.square().mean() / bias.square().mean().clamp_min(1e-12)) ** 0.25  # both of one size
+        read, bias = (
+            unit(target.embed_tokens(every).float()) @ basis,
+            rows @ written.T,
+        )  # [V, r], [V_draft, r]
+        balance = (
+            read.square().mean() / bias.square().mean().clamp_min(1e-12)
+        ) ** 0.25  # both of one size
         first[:, : read.shape[1]] = read / balance
         second[:, : bias.shape[1]] = bias * balance
 
-    def read(self, state: Tensor, token_ids: Tensor, carry: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def read(
+        self, state: Tensor, token_ids: Tensor, carry: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         embedded = self.markov_head.markov_w1(token_ids)
         features, carry = self.markov_head.features(state, embedded, carry)
         parts = [state, embedded] if features is embedded else [state, embedded, features]
@@ -142,7 +184,9 @@ class DSpark(DFlash):
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         if base is None:
             base = self.base_logits(hidden[..., : self.config.hidden_size])
-        return base + self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :]).to(base.dtype)
+        return base + self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :]).to(
+            base.dtype
+        )
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*super().head_parameters(), self.markov_head.markov_w2.weight]
@@ -151,6 +195,10 @@ class DSpark(DFlash):
         """See `Drafter.confidence`."""
         if not self.config.enable_confidence_head:
             return None
-        read = self.config.hidden_size + (self.config.markov_rank if self.config.confidence_head_with_markov else 0)
+        read = self.config.hidden_size + (
+            self.config.markov_rank if self.config.confidence_head_with_markov else 0
+        )
         proj = self.confidence_head.proj
-        return nn.functional.linear(hidden[..., :read].float(), proj.weight.float(), proj.bias.float()).squeeze(-1)
+        return nn.functional.linear(
+            hidden[..., :read].float(), proj.weight.float(), proj.bias.float()
+        ).squeeze(-1)

@@ -1,10 +1,10 @@
 """EAGLE-1 (arXiv 2401.15077), and HASS (arXiv 2408.15766) as a way of training it.
 
-Slot t joins the embedding of x_{t+1} with the target's last state h_t, runs both through `fc` and a decoder layer whose
-input is not normed, and gives a guess of h_{t+1}: the target's own head makes the distribution of x_{t+2} of it, and
-`fc` takes it in place of the target's state to draft further (speculators/families/autoregressive.py). It has no final
-norm, no head and no vocabulary of its own. Tensor names are those of vLLM's EAGLE loader.
-"""
+Slot t joins the embedding of x_{t+1} with the target's last state h_t, runs both through `fc` and a
+decoder layer whose input is not normed, and gives a guess of h_{t+1}: the target's own head makes
+the distribution of x_{t+2} of it, and `fc` takes it in place of the target's state to draft further
+(speculators/families/autoregressive.py). It has no final norm, no head and no vocabulary of its
+own. Tensor names are those of vLLM's EAGLE loader."""
 
 from __future__ import annotations
 
@@ -33,20 +33,27 @@ FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as
 class EagleConfig(DecoderConfig):
     """The decoder layers; the vocabulary and the width are the target's."""
 
-    fc_bias: bool = Field(False, description="fc has a bias, as some published heads have; vLLM drops it silently")
+    fc_bias: bool = Field(
+        False, description="fc has a bias, as some published heads have; vLLM drops it silently"
+    )
 
     @model_validator(mode="after")
     def _as_the_target(self) -> Self:
         if self.reduced_vocabulary:
             raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size}: the head is the target's, of {self.vocab_size} tokens"
+                f"draft_vocab_size {self.draft_vocab_size}: the head is the target's, of"
+                f" {self.vocab_size} tokens"
             )
         if self.hidden_size != self.target_hidden_size:
             raise ValueError(
-                f"hidden_size {self.hidden_size}: the head's states are the target's, {self.target_hidden_size} wide"
+                f"hidden_size {self.hidden_size}: the head's states are the target's,"
+                f" {self.target_hidden_size} wide"
             )
         if self.sliding_window is not None:
-            raise ValueError("sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3 head")
+            raise ValueError(
+                "sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3"
+                " head"
+            )
         if self.qk_norm:
             raise ValueError("qk_norm: this format has no norms of queries and keys")
         return self
@@ -61,38 +68,55 @@ class EagleOptions(DecoderOptions):
     feature_noise: float = Field(
         0.1,
         ge=0,
-        description="uniform noise on the target's states in training, +-feature_noise x 512 / tokens of a row, as a "
-        "drafted state is never exact; 0: none",
+        description=(
+            "uniform noise on the target's states in training, +-feature_noise x 512 / tokens of a"
+            " row, as a drafted state is never exact; 0: none"
+        ),
     )
     detach: bool = Field(
-        False, description="HASS: no gradient flows from a depth into the one whose state it reads; with unroll_steps 3"
+        False,
+        description=(
+            "HASS: no gradient flows from a depth into the one whose state it reads; with"
+            " unroll_steps 3"
+        ),
     )
     init: Literal["least_squares", "pass_through"] = Field(
         "least_squares",
-        description="start from scratch as the best linear guess of the next state on features of some training rows, "
-        "or as the state passed on, which accepts next to nothing",
+        description=(
+            "start from scratch as the best linear guess of the next state on features of some"
+            " training rows, or as the state passed on, which accepts next to nothing"
+        ),
     )
     own_embeddings: bool = Field(
         False,
-        description="train a copy of the target's embeddings; off: share the frozen ones, or leave those of init_from "
-        "as they are",
+        description=(
+            "train a copy of the target's embeddings; off: share the frozen ones, or leave those of"
+            " init_from as they are"
+        ),
     )
     fc_bias: bool = Field(
-        False, description="bias of fc, as some published heads have; vLLM drops it silently, so it must be asked for"
+        False,
+        description=(
+            "bias of fc, as some published heads have; vLLM drops it silently, so it must be"
+            " asked for"
+        ),
     )
 
     @model_validator(mode="after")
     def _no_window(self) -> Self:
         if self.sliding_window is not None:
-            raise ValueError("sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3 head")
+            raise ValueError(
+                "sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3"
+                " head"
+            )
         return self
 
     def accept(self, head: Any) -> None:
         if head.fc_bias and not self.fc_bias:
             raise ConfigError(
-                f"drafter.init_from: the head of {self.init_from} has a bias in fc, which vLLM drops without a word: "
-                "trained on, it would accept less there than it does here. Set drafter.fc_bias: true to train it all "
-                "the same, or start from another head"
+                f"drafter.init_from: the head of {self.init_from} has a bias in fc, which vLLM"
+                " drops without a word: trained on, it would accept less there than it does here."
+                " Set drafter.fc_bias: true to train it all the same, or start from another head"
             )
 
 
@@ -111,13 +135,16 @@ class Eagle(DecoderChain):
         super().__init__(config)
         width = config.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        self.layers = nn.ModuleList(DecoderLayer(config, input_norm=i > 0) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, input_norm=i > 0) for i in range(config.num_layers)
+        )
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.positions = RotaryTable(config)
         self.feature_noise, self.detach = 0.0, False
 
-    # -------------------------------------------------------------- starting weights, and how it is trained
+    # -------------------------------------------------------------- starting weights, and how it is
+    # trained
 
     def prepare_training(self, options: EagleOptions) -> Eagle:
         self.feature_noise, self.detach = options.feature_noise, options.detach
@@ -130,13 +157,19 @@ class Eagle(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Eagle:
-        """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the first guess."""
+        """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the
+        first guess."""
         self.start_small()
         if self.config.own_embeddings:
             ids = torch.arange(target.vocab_size, device=target.device)
-            self.embed_tokens.weight.copy_(target.embed_tokens(ids))  # with the scale of targets that have one
+            self.embed_tokens.weight.copy_(
+                target.embed_tokens(ids)
+            )  # with the scale of targets that have one
         if self.config.fc_bias:
             self.fc.bias.zero_()
         if features is None:
@@ -144,21 +177,28 @@ class Eagle(DecoderChain):
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, width:] += torch.eye(width, device=self.fc.weight.device)
         else:
-            self.fc.weight.copy_(self._linear_guess(features, options.unroll_steps if options else 1).T)
+            self.fc.weight.copy_(
+                self._linear_guess(features, options.unroll_steps if options else 1).T
+            )
         return self
 
     def _linear_guess(self, features: Sequence[TargetFeatures], depths: int) -> Tensor:
-        """W [2H, H] with [embedding of x_{t+1}; s_t] W ≈ h_{t+1}: at depth 0 s_t is the target's h_t, at deeper ones
-        the guess itself, to which W is fitted again."""
+        """W [2H, H] with [embedding of x_{t+1}; s_t] W ≈ h_{t+1}: at depth 0 s_t is the target's
+        h_t, at deeper ones the guess itself, to which W is fitted again."""
         embeds: list[list[Tensor]] = [[] for _ in range(depths)]
         states: list[list[Tensor]] = [[] for _ in range(depths + 1)]
         for f in features:
-            rows, slots = valid_terms(f, depths + 1).nonzero(as_tuple=True)  # with a term at every depth
+            rows, slots = valid_terms(f, depths + 1).nonzero(
+                as_tuple=True
+            )  # with a term at every depth
             for k in range(depths):
                 embeds[k].append(self.embed(f.input_ids[rows, slots + k + 1]).float())
             for k in range(depths + 1):
                 states[k].append(f.last_hidden[rows, slots + k].float())
-        e, h = [torch.cat(each) for each in embeds], [torch.cat(each) for each in states]  # each [N, H]
+        e, h = (
+            [torch.cat(each) for each in embeds],
+            [torch.cat(each) for each in states],
+        )  # each [N, H]
         if not len(h[0]):
             raise ConfigError(
                 f"drafter.init: least_squares needs responses longer than {depths} tokens; "
@@ -177,7 +217,9 @@ class Eagle(DecoderChain):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         if self.training and self.feature_noise:
-            features = replace(features, last_hidden=_with_noise(features, self.feature_noise * FULL_NOISE_LENGTH))
+            features = replace(
+                features, last_hidden=_with_noise(features, self.feature_noise * FULL_NOISE_LENGTH)
+            )
         return super().unroll(features, steps)
 
     def feed_back(self, state: Tensor) -> Tensor:
@@ -190,7 +232,12 @@ class Eagle(DecoderChain):
         return last_hidden.to(self.fc.weight.dtype)
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        queries: Tensor | None = None,
     ) -> Tensor:
         """The guess of the target's next state."""
         state = self.fc(torch.cat([embeds.to(state.dtype), state], dim=-1))
@@ -205,11 +252,11 @@ class Eagle(DecoderChain):
 
 
 def _with_noise(features: TargetFeatures, reach: float) -> Tensor:
-    """last_hidden [B, T, H] plus uniform noise in [-reach, reach] / the row's tokens, in float32 on whatever device.
+    """last_hidden [B, T, H] plus uniform noise in [-reach, reach] / the row's tokens, in float32 on
+    whatever device.
 
-    A row's noise follows from its seed and length, whatever rows it is padded and computed with; without seeds from
-    torch's global random state.
-    """
+    A row's noise follows from its seed and length, whatever rows it is padded and computed with;
+    without seeds from torch's global random state."""
     states = features.last_hidden.float()
     seeds = torch.randint(2**62, (len(states),)) if features.seeds is None else features.seeds
     lengths = (on_host(features.segment_ids) >= 0).sum(1)

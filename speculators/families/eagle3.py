@@ -1,10 +1,9 @@
 """EAGLE-3 (arXiv 2503.01840) and the switches of EAGLE-3.1.
 
-Slot t pairs the embedding of x_{t+1} with g_t, a projection of the target's taps at t, runs them through one decoder
-layer and predicts x_{t+2}; further tokens come from the head's own state in place of g
-(speculators/families/autoregressive.py). The vocabulary may be reduced. Tensor names are those of vLLM's EAGLE-3
-loader, so an export is this module's state under its own names.
-"""
+Slot t pairs the embedding of x_{t+1} with g_t, a projection of the target's taps at t, runs them
+through one decoder layer and predicts x_{t+2}; further tokens come from the head's own state in
+place of g (speculators/families/autoregressive.py). The vocabulary may be reduced. Tensor names are
+those of vLLM's EAGLE-3 loader, so an export is this module's state under its own names."""
 
 from __future__ import annotations
 
@@ -27,7 +26,9 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 class Eagle3Config(DecoderConfig):
     """The decoder layer, and EAGLE-3's switches."""
 
-    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMS norm over the concatenated taps")
+    norm_before_fc: bool = Field(
+        False, description="EAGLE-3.1: RMS norm over the concatenated taps"
+    )
     fc_norm: bool = Field(False, description="EAGLE-3.1: an RMS norm per tap")
     norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back")
     norm_before_residual: bool = Field(False, description="the residual is the normed state")
@@ -49,25 +50,42 @@ class Eagle3Options(DecoderOptions, TapOptions):
 
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
         None,
-        description="reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
-        "or the whole vocabulary if that is smaller",
+        description=(
+            "reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
+            "or the whole vocabulary if that is smaller"
+        ),
     )
     qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
     unroll_steps: PositiveInt = Field(
-        7, description="depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
+        7,
+        description=(
+            "depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
+        ),
     )
-    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc")
+    norm_before_fc: bool = Field(
+        False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc"
+    )
     fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm per tap, before fc")
-    norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one")
-    norm_before_residual: bool = Field(False, description="the residual carries the normed taps' projection")
+    norm_output: bool = Field(
+        False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one"
+    )
+    norm_before_residual: bool = Field(
+        False, description="the residual carries the normed taps' projection"
+    )
     init: Literal["taps", "least_squares"] = Field(
         "taps",
-        description="start from scratch as the deepest tap passed through, or as the best linear recursion on features "
-        "of some training rows with one copying head, which saves a briefly trained head most of its steps; the "
-        "latter needs norm_before_residual",
+        description=(
+            "start from scratch as the deepest tap passed through, or as the best linear recursion"
+            " on features of some training rows with one copying head, which saves a briefly"
+            " trained head most of its steps; the latter needs norm_before_residual"
+        ),
     )
     init_lm_head_from_target: bool = Field(
-        True, description="start the head's vocabulary projection as the target's rows, which saves it learning them"
+        True,
+        description=(
+            "start the head's vocabulary projection as the target's rows, which saves it learning"
+            " them"
+        ),
     )
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"
@@ -79,11 +97,15 @@ class Eagle3Options(DecoderOptions, TapOptions):
             raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
         if self.sliding_window is not None and self.sliding_window < self.unroll_steps:
             raise ValueError(
-                f"sliding_window ({self.sliding_window}) is below unroll_steps ({self.unroll_steps}): a draft "
-                "reads its own chain; set it to unroll_steps at least"
+                f"sliding_window ({self.sliding_window}) is below unroll_steps"
+                f" ({self.unroll_steps}): a draft reads its own chain; set it to unroll_steps at"
+                " least"
             )
         if self.init == "least_squares" and not self.norm_before_residual:
-            raise ValueError("init: least_squares needs norm_before_residual: true; its recursion is on normed states")
+            raise ValueError(
+                "init: least_squares needs norm_before_residual: true; its recursion is on normed"
+                " states"
+            )
         return self
 
 
@@ -96,16 +118,24 @@ class FirstLayer(DecoderLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def read(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """embeds, state [B, T, H] -> [B, T, H], or of `queries`."""
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.finish(x, normed if self.norm_before_residual else state, rotary, attend, queries)
+        return self.finish(
+            x, normed if self.norm_before_residual else state, rotary, attend, queries
+        )
 
 
 class Eagle3(DecoderChain):
-    """The EAGLE-3 head: three (or n) taps, a shared or own embedding, one or more layers, an own output head."""
+    """The EAGLE-3 head: three (or n) taps, a shared or own embedding, one or more layers, an own
+    output head."""
 
     config_class = Eagle3Config
     options = Eagle3Options
@@ -119,8 +149,12 @@ class Eagle3(DecoderChain):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(taps * config.target_hidden_size, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size, eps=eps) for _ in range(taps))
-        self.layers = nn.ModuleList([FirstLayer(config), *(DecoderLayer(config) for _ in range(config.num_layers - 1))])
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, eps=eps) for _ in range(taps)
+            )
+        self.layers = nn.ModuleList(
+            [FirstLayer(config), *(DecoderLayer(config) for _ in range(config.num_layers - 1))]
+        )
         self.norm = RMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         if config.own_embeddings:
@@ -140,10 +174,14 @@ class Eagle3(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Eagle3:
-        """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the target's own where
-        the widths agree; `features` fit the rest in closed form (eagle3_init.py)."""
+        """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the
+        target's own where the widths agree; `features` fit the rest in closed form
+        (eagle3_init.py)."""
         if self.config.own_embeddings and self.config.hidden_size == self.config.target_hidden_size:
             self.embed_tokens.weight.copy_(target.embed_tokens.weight)
         if features is None:
@@ -176,11 +214,19 @@ class Eagle3(DecoderChain):
         return taps
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        queries: Tensor | None = None,
     ) -> Tensor:
-        """The state that is fed back and, after `norm` unless it is already normed, read by the head."""
+        """The state that is fed back and, after `norm` unless it is already normed, read by the
+        head."""
         last = len(self.layers) - 1
-        state = self.layers[0].read(embeds.to(state.dtype), state, rotary, attends[0], queries if last == 0 else None)
+        state = self.layers[0].read(
+            embeds.to(state.dtype), state, rotary, attends[0], queries if last == 0 else None
+        )
         for i in range(1, last + 1):
             state = self.layers[i](state, rotary, attends[i], queries if i == last else None)
         return self.norm(state) if self.config.norm_output else state

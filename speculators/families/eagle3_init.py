@@ -1,11 +1,11 @@
 """Starting weights of an EAGLE-3 head: what it knows before its first training step.
 
-`start_from_taps` measures next to nothing: the deepest tap passes through to the target's own output rows.
-`start_from_least_squares` fits the head to features of some training rows in closed form, in seconds. A head that
-starts at random spends its first hundred steps on finding out that its own slot matters and what a target's state
-looks like; this one starts from the best linear recursion there is, and from one attention head that copies.
-Only starting weights are made here: nothing is read again once training begins.
-"""
+`start_from_taps` measures next to nothing: the deepest tap passes through to the target's own
+output rows. `start_from_least_squares` fits the head to features of some training rows in closed
+form, in seconds. A head that starts at random spends its first hundred steps on finding out that
+its own slot matters and what a target's state looks like; this one starts from the best linear
+recursion there is, and from one attention head that copies. Only starting weights are made here:
+nothing is read again once training begins."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ if TYPE_CHECKING:
 
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions
 ROUNDS = 3  # of refitting it to them
-OWN_SLOT_SCORE = 12.0  # logit of a query for the key of its own slot: nearly all of the softmax over some hundred keys
+# logit of a query for the key of its own slot: nearly all of the softmax over some hundred keys
+OWN_SLOT_SCORE = 12.0
 COPY_SCORE = 20.0  # logit of a query for a slot whose token is the query's
 COPY_WEIGHT = 0.6  # of what is copied, beside a state of unit size
 COPY_REACH = 256  # tokens over which a copying key must not turn away
-SHARPNESS = 0.8  # of the first distributions, as a factor on the logits: a linear guess deserves less than the target's
+# of the first distributions, as a factor on the logits: a linear guess deserves less than the
+# target's
+SHARPNESS = 0.8
 
 
 @torch.no_grad()
@@ -48,9 +51,9 @@ def start_from_taps(head: DecoderChain, target: FrozenTarget) -> None:
 def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
     """[n·H] typical size of each tap's values, seen on a few tokens; 1 where a norm comes first.
 
-    A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but a layer whose
-    output is added to it would have to grow to that size before it counted for anything.
-    """
+    A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but
+    a layer whose output is added to it would have to grow to that size before it counted for
+    anything."""
     config, width = head.config, head.config.target_hidden_size
     if tuple(target.tap_layers) != tuple(config.tap_layers):
         raise ConfigError(
@@ -66,16 +69,19 @@ def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
 
 
 @torch.no_grad()
-def start_from_least_squares(head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures]) -> None:
-    """Fits a linear recursion to `features` and writes it, and a copying head, into the first layer.
+def start_from_least_squares(
+    head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures]
+) -> None:
+    """Fits a linear recursion to `features` and writes it, and a copying head, into the first
+    layer.
 
-    With n(x) = x / rms(x), s_t = fc(taps_t) and y_t the target's last state before its norm's weight, the fit is one
-    matrix [G; B] with  n(s_t) G + n(e_{t+1}) B ≈ y_{t+1}  at depth 0, and deeper the same on its own results in place
-    of s. The residual stream carries n(s); what is left, G - 1 and B, goes through the values of attention heads that
-    look at their own slot. The last group of heads instead looks for the slot behind an earlier occurrence of the
-    newest token and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv 2503.01840;
-    copying circuit: Olsson et al., arXiv 2209.11895.)
-    """
+    With n(x) = x / rms(x), s_t = fc(taps_t) and y_t the target's last state before its norm's
+    weight, the fit is one matrix [G; B] with  n(s_t) G + n(e_{t+1}) B ≈ y_{t+1}  at depth 0, and
+    deeper the same on its own results in place of s. The residual stream carries n(s); what is
+    left, G - 1 and B, goes through the values of attention heads that look at their own slot. The
+    last group of heads instead looks for the slot behind an earlier occurrence of the newest token
+    and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv
+    2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.)"""
     config, first = head.config, head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
         raise ConfigError(
@@ -103,14 +109,19 @@ def start_from_least_squares(head: DecoderChain, target: FrozenTarget, features:
 
 
 def _terms(
-    head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures], scale: Tensor | None
+    head: DecoderChain,
+    target: FrozenTarget,
+    features: Sequence[TargetFeatures],
+    scale: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions from each slot on
-    the target's states y [N, H] and normed token embeddings [N, H]."""
+    """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions
+    from each slot on the target's states y [N, H] and normed token embeddings [N, H]."""
     taps, states, embeds = [], [[] for _ in range(DEPTHS + 1)], [[] for _ in range(DEPTHS + 1)]
     for f in features:
         T = f.input_ids.shape[1]
-        chosen = torch.stack([valid_terms(f, depth + 2) for depth in range(DEPTHS)]).all(0)  # [B, T]
+        chosen = torch.stack([valid_terms(f, depth + 2) for depth in range(DEPTHS)]).all(
+            0
+        )  # [B, T]
         chosen[:, T - DEPTHS - 1 :] = False
         rows, slots = chosen.nonzero(as_tuple=True)
         taps.append(head.read_taps(f.taps[rows, slots].to(head.fc.weight.dtype)))
@@ -120,7 +131,9 @@ def _terms(
             embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
     found = torch.cat(taps)
     if len(found) == 0:
-        raise ConfigError("a start from least squares needs responses of a few tokens; set drafter.init: taps")
+        raise ConfigError(
+            "a start from least squares needs responses of a few tokens; set drafter.init: taps"
+        )
     y = [torch.cat(each) for each in states]
     if scale is None:  # any architecture's: of unit size on the whole
         size = y[0].square().mean().sqrt()
@@ -131,8 +144,8 @@ def _terms(
 def _recursion(
     taps: Tensor, states: list[Tensor], embeds: list[Tensor], fed_through: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(P [F, H] of `fc`, [G; B] [2H, H]). `fed_through`: the weight of a norm that a result passes before it is fed
-    back, if one does."""
+    """(P [F, H] of `fc`, [G; B] [2H, H]). `fed_through`: the weight of a norm that a result passes
+    before it is fed back, if one does."""
 
     def fed(result: Tensor) -> Tensor:
         return unit(result if fed_through is None else result * fed_through)
@@ -147,15 +160,19 @@ def _recursion(
             inputs.append(torch.cat([state, embeds[k + 1]], 1))
             state = fed(inputs[-1] @ step)
         step = ridge(torch.cat(inputs), torch.cat(states[1:]))
-        # of the states that are nearly as good to feed, the one that predicts best: min |sG + eB - y|² + |s - s₀|²/10
+        # of the states that are nearly as good to feed, the one that predicts best: min |sG + eB -
+        # y|² + |s - s₀|²/10
         G, B = step[:H], step[H:]
         best = ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
-        P = torch.linalg.solve(G @ G.T + 0.1 * torch.eye(H, device=G.device), (best @ G.T + 0.1 * direct).T).T
+        P = torch.linalg.solve(
+            G @ G.T + 0.1 * torch.eye(H, device=G.device), (best @ G.T + 0.1 * direct).T
+        ).T
     return P / (taps @ P).square().mean().sqrt(), step
 
 
 def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor:
-    """[H, H]: reads from a normed state s_t the normed embedding of x_t; fitted to all text, prompts included."""
+    """[H, H]: reads from a normed state s_t the normed embedding of x_t; fitted to all text,
+    prompts included."""
     states, embeds = [], []
     for f in features:
         text = f.segment_ids >= 0
@@ -165,20 +182,28 @@ def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor
 
 
 def _attend_to_own_slot(head: DecoderChain, groups: int) -> None:
-    """Queries and keys of the first `groups` are the same projection of the newest token's embedding."""
+    """Queries and keys of the first `groups` are the same projection of the newest token's
+    embedding."""
     attention, config = head.layers[0].self_attn, head.config
-    D, H, repeat = config.head_dim, config.hidden_size, config.num_attention_heads // config.num_key_value_heads
+    D, H, repeat = (
+        config.head_dim,
+        config.hidden_size,
+        config.num_attention_heads // config.num_key_value_heads,
+    )
     size = math.sqrt(OWN_SLOT_SCORE / (H * math.sqrt(D)))
     attention.q_proj.weight.zero_()
     attention.k_proj.weight.zero_()
     for group in range(groups):
         key = torch.randn(D, H, device=attention.k_proj.weight.device) * size
         attention.k_proj.weight[group * D : (group + 1) * D, :H] = key
-        attention.q_proj.weight[group * repeat * D : (group + 1) * repeat * D, :H] = key.repeat(repeat, 1)
+        attention.q_proj.weight[group * repeat * D : (group + 1) * repeat * D, :H] = key.repeat(
+            repeat, 1
+        )
 
 
 def _write_linear(attention, matrix: Tensor, groups: int) -> None:
-    """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups, at the best rank they have."""
+    """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups, at the
+    best rank they have."""
     D, repeat = attention.head_dim, attention.heads // attention.kv_heads
     U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = min(groups * D, len(S))
@@ -190,20 +215,32 @@ def _write_linear(attention, matrix: Tensor, groups: int) -> None:
     written[:, :rank] = (root[:, None] * Vh[:rank]).T
     for group in range(groups):  # the heads of a group share its values, and the work
         block = written[:, group * D : (group + 1) * D] / repeat
-        attention.o_proj.weight[:, group * repeat * D : (group + 1) * repeat * D] = block.repeat(1, repeat)
+        attention.o_proj.weight[:, group * repeat * D : (group + 1) * repeat * D] = block.repeat(
+            1, repeat
+        )
 
 
-def _copy(head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Tensor | None, group: int) -> None:
-    """Group `group` asks for slots whose own token is the newest token, and writes the token they pair it with.
+def _copy(
+    head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Tensor | None, group: int
+) -> None:
+    """Group `group` asks for slots whose own token is the newest token, and writes the token they
+    pair it with.
 
-    identity [H, H] reads a slot's own token from its state. Matching uses rotary pairs that hardly turn within
-    COPY_REACH tokens: it is about what a token is, not where.
-    """
+    identity [H, H] reads a slot's own token from its state. Matching uses rotary pairs that hardly
+    turn within COPY_REACH tokens: it is about what a token is, not where."""
     attention, config = head.layers[0].self_attn, head.config
-    D, H, repeat = config.head_dim, config.hidden_size, config.num_attention_heads // config.num_key_value_heads
+    D, H, repeat = (
+        config.head_dim,
+        config.hidden_size,
+        config.num_attention_heads // config.num_key_value_heads,
+    )
     device, half = identity.device, D // 2
     slow = (head.positions.rotary_emb.inv_freq * COPY_REACH <= 1).nonzero()[:, 0].to(device)
-    slow = slow if len(slow) >= min(8, half) else torch.arange(half - min(8, half), half, device=device)
+    slow = (
+        slow
+        if len(slow) >= min(8, half)
+        else torch.arange(half - min(8, half), half, device=device)
+    )
     places = torch.cat([slow, slow + half])[:H]
     match = torch.linalg.qr(torch.randn(H, len(places), device=device)).Q.T  # [m, H]
     match = match * math.sqrt(COPY_SCORE * math.sqrt(D) / len(places))

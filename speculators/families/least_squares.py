@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-3  # of the mean square of the inputs
-LEAST_TERMS = 8_192  # terms that a fit should see; more than there are unknowns where the target is wide
+LEAST_TERMS = (
+    8_192  # terms that a fit should see; more than there are unknowns where the target is wide
+)
 
 
 def terms_for(inputs: int) -> int:
@@ -15,7 +17,8 @@ def terms_for(inputs: int) -> int:
 
 
 def ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] with the least |inputs W - wanted|² + ridge |W|²; columns weigh by their own size."""
+    """[N, I], [N, O] -> [I, O] with the least |inputs W - wanted|² + ridge |W|²; columns weigh by
+    their own size."""
     size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
     scaled = inputs / size
     gram = scaled.T @ scaled
@@ -24,14 +27,18 @@ def ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def reduced_rank(inputs: Tensor, matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [I, r], [r, O] of the product of that rank that is closest to `matrix` [I, O] on inputs [N, I], in the
-    mean square; inputs @ first factor has unit covariance. (Reduced-rank regression: Izenman, 1975.)"""
+    """Factors [I, r], [r, O] of the product of that rank that is closest to `matrix` [I, O] on
+    inputs [N, I], in the mean square; inputs @ first factor has unit covariance. (Reduced-rank
+    regression: Izenman, 1975.)"""
     gram = inputs.T @ inputs / len(inputs)
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())
     factor = torch.linalg.cholesky(gram)
     U, S, Vh = torch.linalg.svd(factor.T @ matrix, full_matrices=False)
     rank = min(rank, len(S))
-    return torch.linalg.solve_triangular(factor.T, U[:, :rank], upper=True), S[:rank, None] * Vh[:rank]
+    return (
+        torch.linalg.solve_triangular(factor.T, U[:, :rank], upper=True),
+        S[:rank, None] * Vh[:rank],
+    )
 
 
 def unit(x: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Medusa (arXiv 2401.10774): independent heads on the target's last hidden state.
 
-Head k reads h_t, the state that gave x_{t+1}, through residual SiLU blocks x + silu(W x + b), and projects it onto the
-vocabulary: x_{t+2+k}. Medusa-1 trains them against the frozen target; with a recipe's `joint:` section the target gets
-a LoRA that is trained along (Medusa-2).
-"""
+Head k reads h_t, the state that gave x_{t+1}, through residual SiLU blocks x + silu(W x + b), and
+projects it onto the vocabulary: x_{t+2+k}. Medusa-1 trains them against the frozen target; with a
+recipe's `joint:` section the target gets a LoRA that is trained along (Medusa-2)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,10 @@ class MedusaConfig(DrafterConfig):
         return 1 if self.shared_lm_head else self.num_heads
 
     def describe(self) -> str:
-        return f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary projection(s)"
+        return (
+            f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary"
+            " projection(s)"
+        )
 
 
 class MedusaOptions(DrafterOptions):
@@ -50,8 +52,11 @@ class MedusaOptions(DrafterOptions):
     unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
     init: Literal["target", "least_squares"] = Field(
         "target",
-        description="projections start as the target's, or as the target's after the best linear map from a state to "
-        "the one to be predicted, which saves a briefly trained head most of its steps",
+        description=(
+            "projections start as the target's, or as the target's after the best linear map from a"
+            " state to the one to be predicted, which saves a briefly trained head most of its"
+            " steps"
+        ),
     )
 
 
@@ -94,10 +99,13 @@ class Medusa(SlotwiseDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Medusa:
-        """Blocks begin as the identity and projections as the target's, or with `features` as the target's after the
-        ridge regression of the state of t + 1 + k on that of t."""
+        """Blocks begin as the identity and projections as the target's, or with `features` as the
+        target's after the ridge regression of the state of t + 1 + k on that of t."""
         for blocks in self.blocks:
             for block in blocks:
                 nn.init.zeros_(block.linear.weight)
@@ -111,7 +119,8 @@ class Medusa(SlotwiseDrafter):
         return self
 
     def _next_state(self, features: Sequence[TargetFeatures], depth: int) -> Tensor:
-        """[H, H]: from the state of a slot to the one that depth `depth` must match (of all depths, if they share)."""
+        """[H, H]: from the state of a slot to the one that depth `depth` must match (of all depths,
+        if they share)."""
         states, wanted = [], []
         for f in features:
             for k in range(self.config.num_heads) if self.config.shared_lm_head else (depth,):

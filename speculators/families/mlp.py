@@ -1,14 +1,15 @@
-"""The MLP speculator (arXiv 2404.19124): a recurrence over the drafted tokens that starts from the last hidden state.
+"""The MLP speculator (arXiv 2404.19124): a recurrence over the drafted tokens that starts from the
+last hidden state.
 
-State i mixes the state before it with an embedding of the newest token, and a vocabulary projection of its own reads
-it:
+State i mixes the state before it with an embedding of the newest token, and a vocabulary projection
+of its own reads it:
 
     s_i = gelu(norm_i(w · P_i s_{i-1} + v · E_i[x_{t+1+i}])),   logits_i = U_i s_i,   s_{-1} = h_t
 
-with w = 2^(-1/(2n)) and v = sqrt((1 - w²) · width / 2) for n heads, so that h_t still makes up half of the last state.
-Slots do not attend to one another (speculators/families/attention_free.py). Nothing is shared with the target. Tensor
-names are those of IBM's `MLPSpeculatorPreTrainedModel`, without its prefix; tensors that are tied are kept once.
-"""
+with w = 2^(-1/(2n)) and v = sqrt((1 - w²) · width / 2) for n heads, so that h_t still makes up half
+of the last state. Slots do not attend to one another (speculators/families/attention_free.py).
+Nothing is shared with the target. Tensor names are those of IBM's `MLPSpeculatorPreTrainedModel`,
+without its prefix; tensors that are tied are kept once."""
 
 from __future__ import annotations
 
@@ -30,12 +31,17 @@ EPS = 1e-6  # of the published norms; their config.json has no field for it
 
 
 class MLPConfig(DrafterConfig):
-    """Heads and width. `inner_dim` and `hidden_size` are the same number: the first is the published name."""
+    """Heads and width. `inner_dim` and `hidden_size` are the same number: the first is the
+    published name."""
 
     n_predict: int = Field(3, ge=1, description="heads, one per drafted token")
     inner_dim: int = Field(ge=1, description="width of the state and of the embeddings")
-    tie_weights: bool = Field(False, description="all heads share their tensors, but for the first projection")
-    scale_input: bool = Field(False, description="bring the target's state to a root mean square of sqrt(1/2)")
+    tie_weights: bool = Field(
+        False, description="all heads share their tensors, but for the first projection"
+    )
+    scale_input: bool = Field(
+        False, description="bring the target's state to a root mean square of sqrt(1/2)"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -46,7 +52,10 @@ class MLPConfig(DrafterConfig):
     @model_validator(mode="after")
     def _something_to_tie(self) -> Self:
         if self.tie_weights and self.n_predict < 2:
-            raise ValueError("tie_weights shares tensors between heads, and n_predict is 1; set one of them otherwise")
+            raise ValueError(
+                "tie_weights shares tensors between heads, and n_predict is 1; set one of them"
+                " otherwise"
+            )
         return self
 
     def describe(self) -> str:
@@ -58,17 +67,28 @@ class MLPOptions(DrafterOptions):
     """The trained head. Its first projection reads the target's last hidden state."""
 
     n_predict: PositiveInt = Field(
-        3, description="heads, each for one depth: no more tokens than that can be drafted per round"
+        3,
+        description="heads, each for one depth: no more tokens than that can be drafted per round",
     )
     inner_dim: PositiveInt | None = Field(
         None, description="width of the state, the embeddings and the heads; null: the target's"
     )
     tie_weights: bool = Field(
-        False, description="all depths share one embedding, head, norm and later projection; about 1/n_predict the size"
+        False,
+        description=(
+            "all depths share one embedding, head, norm and later projection; about 1/n_predict the"
+            " size"
+        ),
     )
-    scale_input: bool = Field(False, description="norm the target's state first; for targets whose states are large")
-    unroll_steps: PositiveInt = Field(3, description="depths trained; if not given, n_predict: all of them")
-    step_decay: float = Field(1.0, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation")
+    scale_input: bool = Field(
+        False, description="norm the target's state first; for targets whose states are large"
+    )
+    unroll_steps: PositiveInt = Field(
+        3, description="depths trained; if not given, n_predict: all of them"
+    )
+    step_decay: float = Field(
+        1.0, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -83,11 +103,13 @@ class MLPOptions(DrafterOptions):
     def _heads_there_are(self) -> Self:
         if self.unroll_steps > self.n_predict:
             raise ValueError(
-                f"unroll_steps ({self.unroll_steps}) is above n_predict ({self.n_predict}): a depth without a head "
-                "cannot be trained; raise n_predict or leave unroll_steps out"
+                f"unroll_steps ({self.unroll_steps}) is above n_predict ({self.n_predict}): a depth"
+                " without a head cannot be trained; raise n_predict or leave unroll_steps out"
             )
         if self.init_from is not None and "n_predict" not in self.model_fields_set:
-            raise ValueError("n_predict is missing: say how many heads the drafter of init_from has")
+            raise ValueError(
+                "n_predict is missing: say how many heads the drafter of init_from has"
+            )
         return self
 
 
@@ -108,7 +130,12 @@ class MLPSpeculator(SlotwiseDrafter):
     config_class = MLPConfig
     options = MLPOptions
     defaults: ClassVar[dict[str, Any]] = {
-        "training": {"learning_rate": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "max_grad_norm": 1.0},
+        "training": {
+            "learning_rate": 1e-3,
+            "betas": [0.9, 0.95],
+            "weight_decay": 0.1,
+            "max_grad_norm": 1.0,
+        },
         "evaluation": {"num_speculative_tokens": 3},
     }
 
@@ -119,7 +146,8 @@ class MLPSpeculator(SlotwiseDrafter):
         later = min(copies, config.n_predict - 1)
         self.emb = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(copies))
         self.proj = nn.ModuleList(
-            nn.Linear(size, width, bias=False) for size in (config.target_hidden_size, *[width] * later)
+            nn.Linear(size, width, bias=False)
+            for size in (config.target_hidden_size, *[width] * later)
         )
         self.ln = nn.ModuleList(ShiftedRMSNorm(width) for _ in range(copies))
         self.heads = nn.ModuleList(nn.Linear(width, vocabulary, bias=False) for _ in range(copies))
@@ -132,14 +160,19 @@ class MLPSpeculator(SlotwiseDrafter):
 
     @property
     def one_head(self) -> bool:
-        """True if the vocabulary projections are tied, so that the loss can take all depths at once."""
+        """True if the vocabulary projections are tied, so that the loss can take all depths at
+        once."""
         return self.config.tie_weights
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> MLPSpeculator:
-        """The published start, on whose scale the weights of state and embedding rest: deviation 1/sqrt(width)."""
+        """The published start, on whose scale the weights of state and embedding rest: deviation
+        1/sqrt(width)."""
         for module in (*self.emb, *self.proj, *self.heads):
             nn.init.trunc_normal_(module.weight, std=self.config.inner_dim**-0.5)
         return self
@@ -155,7 +188,9 @@ class MLPSpeculator(SlotwiseDrafter):
 
     def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
         """s_{depth-1} [N, H or width] and tokens [N] -> s_depth [N, width]."""
-        mixed = self.state_weight * _of(self.proj, depth)(state) + self.emb_weight * _of(self.emb, depth)(token_ids)
+        mixed = self.state_weight * _of(self.proj, depth)(state) + self.emb_weight * _of(
+            self.emb, depth
+        )(token_ids)
         return nn.functional.gelu(_of(self.ln, depth)(mixed))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
@@ -167,5 +202,6 @@ class MLPSpeculator(SlotwiseDrafter):
 
 
 def _of(modules: nn.ModuleList, depth: int) -> nn.Module:
-    """The module of a depth; the last one serves all further depths, which is how tied ones are kept."""
+    """The module of a depth; the last one serves all further depths, which is how tied ones are
+    kept."""
     return modules[min(depth, len(modules) - 1)]

@@ -1,11 +1,12 @@
-"""Multi-token prediction: one more layer of the target, run again and again (DeepSeek-V3, arXiv 2412.19437).
+"""Multi-token prediction: one more layer of the target, run again and again (DeepSeek-V3, arXiv
+2412.19437).
 
-Slot t joins the target's state at t with the embedding of x_{t+1}, runs them through one decoder layer and a norm, and
-asks the target's own head for x_{t+2}; the normed state takes the place of the target's for the next token
-(speculators/families/autoregressive.py). One module serves all depths (FastMTP, arXiv 2509.18362). Three wirings, those
-of published modules: `mimo` brings a dense layer of its own and can be added to any target; `deepseek_v3` and
-`qwen3_next` use a layer of the target's own kind (speculators/layers/target_layer.py).
-"""
+Slot t joins the target's state at t with the embedding of x_{t+1}, runs them through one decoder
+layer and a norm, and asks the target's own head for x_{t+2}; the normed state takes the place of
+the target's for the next token (speculators/families/autoregressive.py). One module serves all
+depths (FastMTP, arXiv 2509.18362). Three wirings, those of published modules: `mimo` brings a dense
+layer of its own and can be added to any target; `deepseek_v3` and `qwen3_next` use a layer of the
+target's own kind (speculators/layers/target_layer.py)."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use
-SIZES = (  # what vLLM takes from the target for the mimo layout, whatever the module's own config.json says
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
-)  # fmt: skip
+# what vLLM takes from the target for the mimo layout, whatever the module's own config.json says
+SIZES = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 PROBE_TOKENS = 64  # on which the start of the final norm is fitted
 
 
@@ -51,10 +58,15 @@ class MtpConfig(DecoderConfig):
 
     layout: LayoutName = "mimo"
     hidden_state: Literal["normed", "residual"] = Field(
-        "normed", description="what the target hands over: its last state after the final norm, or before it"
+        "normed",
+        description="what the target hands over: its last state after the final norm, or before it",
     )
     target_fields: dict[str, Any] | None = Field(
-        None, description="the target's configuration, where the layer is of its kind (borrowed_layer.layer_fields)"
+        None,
+        description=(
+            "the target's configuration, where the layer is of its kind"
+            " (borrowed_layer.layer_fields)"
+        ),
     )
 
     @model_validator(mode="before")
@@ -75,8 +87,13 @@ class MtpConfig(DecoderConfig):
     def _fits(self) -> Self:
         taps = (self.num_target_layers,) if self.hidden_state == "residual" else ()
         if self.tap_layers != taps:
-            raise ValueError(f"tap_layers {list(self.tap_layers)}: hidden_state {self.hidden_state} reads {list(taps)}")
-        fixed = dict(num_layers=1, qk_norm=False, own_embeddings=False, draft_vocab_size=self.vocab_size)
+            raise ValueError(
+                f"tap_layers {list(self.tap_layers)}: hidden_state {self.hidden_state} reads"
+                f" {list(taps)}"
+            )
+        fixed = dict(
+            num_layers=1, qk_norm=False, own_embeddings=False, draft_vocab_size=self.vocab_size
+        )
         fixed["hidden_size"] = self.target_hidden_size
         for name, only in fixed.items():
             if getattr(self, name) != only:
@@ -84,7 +101,8 @@ class MtpConfig(DecoderConfig):
         found = (self.target_fields or {}).get("model_type")
         if self.layout in BORROWED and found != self.layout:
             raise ValueError(
-                f"layout {self.layout} needs a target of model_type {self.layout}, this one's is {found}; use mimo"
+                f"layout {self.layout} needs a target of model_type {self.layout}, this one's is"
+                f" {found}; use mimo"
             )
         return self
 
@@ -95,46 +113,65 @@ class MtpConfig(DecoderConfig):
         turned = (getattr(c, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
         if turned != 1 and not own:
             raise ConfigError(
-                f"drafter of family mtp: target {target.name_or_path!r} rotates {turned:g} of each head, and vLLM "
-                "would rotate an added module likewise, which this one does not; use another family, such as eagle3"
+                f"drafter of family mtp: target {target.name_or_path!r} rotates {turned:g} of each"
+                " head, and vLLM would rotate an added module likewise, which this one does not;"
+                " use another family, such as eagle3"
             )
         return super().for_target(target, family) | dict(
             layout=c.model_type if own else "mimo",
             target_fields=layer_fields(c) if own else None,
-            head_dim=c.hidden_size // c.num_attention_heads,  # as vLLM divides, whatever the target's own head is
+            head_dim=c.hidden_size
+            // c.num_attention_heads,  # as vLLM divides, whatever the target's own head is
         )
 
     def describe(self) -> str:
         kind = f"one {self.layout} layer" if self.target_fields else super().describe()
-        return f"{kind}; reads the state {'after' if self.hidden_state == 'normed' else 'before'} the final norm"
+        return (
+            f"{kind}; reads the state {'after' if self.hidden_state == 'normed' else 'before'} the"
+            " final norm"
+        )
 
 
 class MtpOptions(DrafterOptions):
     """The trained module. Its sizes are the target's."""
 
     layout: LayoutName | None = Field(
-        None, description="wiring and names; null: the target's own kind if it is one of these, else mimo"
+        None,
+        description=(
+            "wiring and names; null: the target's own kind if it is one of these, else mimo"
+        ),
     )
     hidden_state: Literal["normed", "residual"] | None = Field(
         None,
-        description="the target's state that the module reads, after or before the final norm; null: normed, which is "
-        "what vLLM hands over (before the norm by MiMo's own targets only)",
+        description=(
+            "the target's state that the module reads, after or before the final norm; null:"
+            " normed, which is what vLLM hands over (before the norm by MiMo's own targets only)"
+        ),
     )
-    unroll_steps: PositiveInt = Field(3, description="depths trained through the one module; 3 is FastMTP's")
-    step_decay: float = Field(0.6, gt=0, le=1, description="weight of depth k is step_decay**k; 0.6 is FastMTP's")
+    unroll_steps: PositiveInt = Field(
+        3, description="depths trained through the one module; 3 is FastMTP's"
+    )
+    step_decay: float = Field(
+        0.6, gt=0, le=1, description="weight of depth k is step_decay**k; 0.6 is FastMTP's"
+    )
     init_from: Text | None = Field(
         None,
-        description="exported module (directory or id) to start from, or `target`: the one in the target's own folder; "
-        "null: a new one",
+        description=(
+            "exported module (directory or id) to start from, or `target`: the one in the target's"
+            " own folder; null: a new one"
+        ),
     )
 
 
 class Mtp(ChainDrafter):
-    """One module: two norms, their joint projection, a decoder layer, a final norm. The head is the target's."""
+    """One module: two norms, their joint projection, a decoder layer, a final norm. The head is the
+    target's."""
 
     config_class = MtpConfig
     options = MtpOptions
-    defaults: ClassVar = {"training": {"learning_rate": 5e-5, "warmup_ratio": 0.05}}  # FastMTP's script
+    defaults: ClassVar = {
+        "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05}
+    }  # FastMTP's script
     reads_last_hidden = True
 
     def __init__(self, config: MtpConfig) -> None:
@@ -161,14 +198,16 @@ class Mtp(ChainDrafter):
         return 1
 
     def attach(self, target: FrozenTarget) -> Mtp:
-        """See `Drafter.attach`. ConfigError also if the layer is not what vLLM would build for this target."""
+        """See `Drafter.attach`. ConfigError also if the layer is not what vLLM would build for this
+        target."""
         super().attach(target)
         for name, expected in target_sizes(target, self.config.layout).items():
             if (found := getattr(self.config, name)) != expected:
                 raise ConfigError(
-                    f"drafter of family mtp: {name} is {found}, but an MTP module ({self.config.layout} layout) for "
-                    f"target {target.name_or_path!r} has {expected}: its layer follows the target's configuration, "
-                    "not its own; use the target it was made for"
+                    f"drafter of family mtp: {name} is {found}, but an MTP module"
+                    f" ({self.config.layout} layout) for target {target.name_or_path!r} has"
+                    f" {expected}: its layer follows the target's configuration, not its own; use"
+                    " the target it was made for"
                 )
         return self
 
@@ -186,10 +225,14 @@ class Mtp(ChainDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: MtpOptions | None = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: MtpOptions | None = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Mtp:
-        """The target's state passes through, so that a new module says what the target just said, one token late. The
-        final norm's weight is fitted channel by channel to give that state back its size."""
+        """The target's state passes through, so that a new module says what the target just said,
+        one token late. The final norm's weight is fitted channel by channel to give that state back
+        its size."""
         self._reset()
         width = self.config.hidden_size
         hidden = slice(0, width) if self.wiring.hidden_first else slice(width, None)
@@ -197,8 +240,9 @@ class Mtp(ChainDrafter):
         self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
         if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
             raise ConfigError(
-                f"initialise_from: the target taps layers {list(target.tap_layers)}, the module reads "
-                f"{list(self.config.tap_layers)}; load the target with the module's tap_layers"
+                f"initialise_from: the target taps layers {list(target.tap_layers)}, the module"
+                f" reads {list(self.config.tap_layers)}; load the target with the module's"
+                " tap_layers"
             )
         ids = torch.arange(PROBE_TOKENS, device=target.device)[None] * 7919 % target.vocab_size
         taps, last = target(ids)
@@ -235,7 +279,12 @@ class Mtp(ChainDrafter):
         return embeds.masked_fill((position_ids == 0)[..., None], 0)
 
     def run(
-        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Sequence[Attend], queries: Tensor | None = None
+        self,
+        embeds: Tensor,
+        state: Tensor,
+        rotary: Rotary,
+        attends: Sequence[Attend],
+        queries: Tensor | None = None,
     ) -> Tensor:
         """The normed state, which is fed back and read by the target's head."""
         parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]

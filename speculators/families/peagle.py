@@ -1,9 +1,9 @@
 """P-EAGLE (arXiv 2602.01469): an EAGLE-3 head that drafts all of its tokens in one forward.
 
-Depth 0 is EAGLE-3's. Where a deeper depth of EAGLE-3 reads a drafted token and its own state, this head reads a mask
-token's embedding and one learnt state, `mask_hidden`, so that no depth waits for another. Training unrolls chains of
-which deeper depths keep fewer, nested within each other: depth d keeps max(ratio^d, floor) of the row's.
-"""
+Depth 0 is EAGLE-3's. Where a deeper depth of EAGLE-3 reads a drafted token and its own state, this
+head reads a mask token's embedding and one learnt state, `mask_hidden`, so that no depth waits for
+another. Training unrolls chains of which deeper depths keep fewer, nested within each other: depth
+d keeps max(ratio^d, floor) of the row's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from speculators.precision import on_device
 class PEagleConfig(Eagle3Config):
     """EAGLE-3's head, and what a slot without a known token holds."""
 
-    num_depths: int = Field(ge=1, description="depths trained, which are the tokens drafted at most")
-    mask_token_id: int = Field(ge=0, description="token whose embedding fills the slots without a known token")
+    num_depths: int = Field(
+        ge=1, description="depths trained, which are the tokens drafted at most"
+    )
+    mask_token_id: int = Field(
+        ge=0, description="token whose embedding fills the slots without a known token"
+    )
 
     def describe(self) -> str:
         return f"{super().describe()}; {self.num_depths} depths in one forward"
@@ -32,21 +36,33 @@ class PEagleConfig(Eagle3Config):
 class PEagleOptions(Eagle3Options):
     """The trained head. Sizes left null are the target's own."""
 
-    num_depths: PositiveInt = Field(8, description="depths trained, which are the tokens drafted at most")
+    num_depths: PositiveInt = Field(
+        8, description="depths trained, which are the tokens drafted at most"
+    )
     unroll_steps: PositiveInt = Field(8, description="depths trained; left out, all of num_depths")
     mask_token_id: Count | None = Field(
         None,
-        description="token for unknown slots, one that no text contains; null: the tokenizer's mask token, or the "
-        "first embedding row that no token uses",
+        description=(
+            "token for unknown slots, one that no text contains; null: the tokenizer's mask token,"
+            " or the first embedding row that no token uses"
+        ),
     )
-    own_embeddings: bool = Field(True, description="train a copy of the target's embeddings, the mask token's too")
-    cod_ratio: Share = Field(0.7, description="share of the chains that each further depth keeps in training")
+    own_embeddings: bool = Field(
+        True, description="train a copy of the target's embeddings, the mask token's too"
+    )
+    cod_ratio: Share = Field(
+        0.7, description="share of the chains that each further depth keeps in training"
+    )
     cod_floor: Share = Field(0.2, description="the smallest share of chains that a depth keeps")
 
     @model_validator(mode="before")
     @classmethod
     def _all_depths(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("unroll_steps") is None and isinstance(value.get("num_depths"), int):
+        if (
+            isinstance(value, dict)
+            and value.get("unroll_steps") is None
+            and isinstance(value.get("num_depths"), int)
+        ):
             value = {**value, "unroll_steps": value["num_depths"]}
         return value
 
@@ -62,7 +78,9 @@ class PEagle(Eagle3):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        self.mask_hidden = nn.Parameter(torch.empty(len(config.tap_layers) * config.target_hidden_size))
+        self.mask_hidden = nn.Parameter(
+            torch.empty(len(config.tap_layers) * config.target_hidden_size)
+        )
         nn.init.normal_(self.mask_hidden)
         self.cod_ratio, self.cod_floor = 1.0, 1.0
 
@@ -77,8 +95,8 @@ class PEagle(Eagle3):
     # -------------------------------------------------------------- training
 
     def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """See `ChainDrafter.terms`. In training a row's slots come in an order drawn from its seed, and depth d keeps
-        the first max(ratio^d, floor) of those that have a term at depth 0."""
+        """See `ChainDrafter.terms`. In training a row's slots come in an order drawn from its seed,
+        and depth d keeps the first max(ratio^d, floor) of those that have a term at depth 0."""
         valid, paths = super().terms(batch, steps)
         if not self.training or self.cod_ratio == 1:
             return valid, paths
@@ -102,7 +120,8 @@ class PEagle(Eagle3):
     # -------------------------------------------------------------- inference
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
-        """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind them."""
+        """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind
+        them."""
         logits = self._all_depths(inputs, k)
         for depth in range(k):
             yield DraftLogits(logits[:, depth])
@@ -116,12 +135,15 @@ class PEagle(Eagle3):
             width = level.token_ids.shape[1]
 
     def _all_depths(self, inputs: DraftInput, k: int) -> Tensor:
-        """Appends the slots of each row; the logits of the newest one and of k - 1 unknown ones [b, k, V_draft]."""
+        """Appends the slots of each row; the logits of the newest one and of k - 1 unknown ones [b,
+        k, V_draft]."""
         token_ids, (b, M) = inputs.token_ids, inputs.token_ids.shape
         true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
         known = place < true  # [b, M + k - 1]
-        ids = nn.functional.pad(token_ids, (0, k - 1)).masked_fill(~known, self.config.mask_token_id)
+        ids = nn.functional.pad(token_ids, (0, k - 1)).masked_fill(
+            ~known, self.config.mask_token_id
+        )
         state = nn.functional.pad(self.first_state(inputs.taps, None), (0, 0, 0, k - 1))
         state = torch.where(known[..., None], state, self._unknown())
         states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)

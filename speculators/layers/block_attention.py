@@ -1,12 +1,13 @@
-"""Attention of draft blocks in training: every block reads the context before its anchor and its own slots.
+"""Attention of draft blocks in training: every block reads the context before its anchor and its
+own slots.
 
-Keys are those of the row's context and, for each block, those of its own slots. One mask over all of them would take
-[A·Q, T + A·Q] scores, nearly all of the second part masked. On a CPU the context is left to a fused kernel
-(fused_attention.py), which sees no slot behind the newest context of a run of blocks; a block's own slots are a few
-scores each, and both are merged by their log-sum-exp, so that no scores are kept. Elsewhere a query has T + Q scores,
-blocks are walked in chunks, and the scores of a long row are computed again in the backward pass. Source of the
-pattern: DFlash (arXiv 2602.06036).
-"""
+Keys are those of the row's context and, for each block, those of its own slots. One mask over all
+of them would take [A·Q, T + A·Q] scores, nearly all of the second part masked. On a CPU the context
+is left to a fused kernel (fused_attention.py), which sees no slot behind the newest context of a
+run of blocks; a block's own slots are a few scores each, and both are merged by their log-sum-exp,
+so that no scores are kept. Elsewhere a query has T + Q scores, blocks are walked in chunks, and the
+scores of a long row are computed again in the backward pass. Source of the pattern: DFlash (arXiv
+2602.06036)."""
 
 from __future__ import annotations
 
@@ -30,12 +31,11 @@ RUN_QUERIES = 256  # of one call of the kernel
 class Blocks:
     """Where the blocks of a batch of rows stand, and what their slots may see.
 
-    last_context  [B, A] the newest context slot of each block, the one before its anchor; -1: no context
-    places        [B, A, Q] rotary positions of the slots of each block
-    context_places, segment_ids [B, T] positions and documents of the row; another document is not seen
-    causal        slot j sees slots 0..j of its block; otherwise all of them
-    window        a slot sees those that are `in_window`; None: all
-    """
+    last_context  [B, A] the newest context slot of each block, the one before its anchor; -1: no
+    context places        [B, A, Q] rotary positions of the slots of each block context_places,
+    segment_ids [B, T] positions and documents of the row; another document is not seen causal
+    slot j sees slots 0..j of its block; otherwise all of them window        a slot sees those that
+    are `in_window`; None: all"""
 
     last_context: Tensor
     places: Tensor
@@ -46,16 +46,22 @@ class Blocks:
 
     def part(self, blocks: slice) -> Blocks:
         """The same for some of the blocks."""
-        return replace(self, last_context=self.last_context[:, blocks], places=self.places[:, blocks])
+        return replace(
+            self, last_context=self.last_context[:, blocks], places=self.places[:, blocks]
+        )
 
     def sees_context(self) -> Tensor:
         """bool [B, A, Q or 1, T]."""
         slots = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
         documents = self.segment_ids.gather(1, self.last_context.clamp_min(0))  # [B, A]
-        seen = (slots <= self.last_context[..., None]) & (self.segment_ids[:, None] == documents[..., None])
+        seen = (slots <= self.last_context[..., None]) & (
+            self.segment_ids[:, None] == documents[..., None]
+        )
         if self.window is None:
             return seen[:, :, None]
-        near = in_window(self.places, self.context_places[:, None, None], self.window)  # [B, A, Q, T]
+        near = in_window(
+            self.places, self.context_places[:, None, None], self.window
+        )  # [B, A, Q, T]
         return seen[:, :, None] & near
 
     def sees_block(self) -> Tensor:
@@ -75,7 +81,9 @@ class Blocks:
         last, segment_ids = self.last_context[rows, blocks, None], self.segment_ids[rows]
         slots = torch.arange(segment_ids.shape[1], device=last.device)[keys]
         own = segment_ids.gather(1, last[..., 0].clamp_min(0))[..., None]
-        hidden = ((slots > last) | (own != segment_ids[:, None, keys]))[:, :, None]  # [B, c / Q, 1, S]
+        hidden = ((slots > last) | (own != segment_ids[:, None, keys]))[
+            :, :, None
+        ]  # [B, c / Q, 1, S]
         if self.window is not None:
             hidden = hidden | ~in_window(
                 self.places[rows, blocks], self.context_places[rows, None, None, keys], self.window
@@ -97,19 +105,24 @@ class Blocks:
         found, Q = [], self.places.shape[-1]
         most = max(1, RUN_QUERIES // Q)
         last, segment_ids, places, of_context = (
-            on_host(x) for x in (self.last_context, self.segment_ids, self.places[..., 0], self.context_places)
+            on_host(x)
+            for x in (self.last_context, self.segment_ids, self.places[..., 0], self.context_places)
         )
         for row, newest in enumerate(last.tolist()):
             documents = segment_ids[row, last[row].clamp_min(0)].tolist()
             start = 0
             for stop in range(1, len(newest) + 1):
-                goes_on = stop < len(newest) and newest[stop] >= 0 and documents[stop] == documents[start]
+                goes_on = (
+                    stop < len(newest) and newest[stop] >= 0 and documents[stop] == documents[start]
+                )
                 if goes_on and stop - start < most:
                     continue
                 if newest[start] >= 0:
                     seen = segment_ids[row] == documents[start]
                     if self.window is not None:
-                        seen &= in_window(places[row, start:stop].min(), of_context[row], self.window)
+                        seen &= in_window(
+                            places[row, start:stop].min(), of_context[row], self.window
+                        )
                     oldest = min(int(seen.int().argmax()), min(newest[start:stop]))
                     keys = slice(oldest, max(newest[start:stop]) + 1)
                     found.append(Run(row, slice(start * Q, stop * Q), keys, False))
@@ -126,11 +139,13 @@ def block_attention(
 ) -> Tensor:
     """query [B, h, A·Q, d] -> [B, h, A·Q, v]. Its gradient cannot be differentiated again.
 
-    own: key and value of the blocks' slots [B, g, A·Q, ·]; context: those of the row's slots [B, g, T, ·].
-    """
+    own: key and value of the blocks' slots [B, g, A·Q, ·]; context: those of the row's slots [B, g,
+    T, ·]."""
     kernel, one_width = KERNELS.get(query.device.type), query.shape[-1] == context[1].shape[-1]
     if kernel is not None and kernel.in_runs and one_width:
-        return _Merged.apply(kernel, blocks, scale, *(x.to(own[1].dtype) for x in (query, *own, *context)))
+        return _Merged.apply(
+            kernel, blocks, scale, *(x.to(own[1].dtype) for x in (query, *own, *context))
+        )
     return explicit_block_attention(query, own, context, blocks, scale)
 
 
@@ -156,7 +171,9 @@ class _Merged(torch.autograd.Function):
             lse.masked_fill_(blocks.alone, float("-inf"))
             query, key, value = (_per_block(x, groups, blocks).to(exact) for x in (q, own_k, own_v))
             weights = _inside(query, key, blocks, scale)
-            whole = torch.logaddexp(lse, _per_query(weights.logsumexp(-1, keepdim=True), blocks)[..., 0])  # [B, h, A·Q]
+            whole = torch.logaddexp(
+                lse, _per_query(weights.logsumexp(-1, keepdim=True), blocks)[..., 0]
+            )  # [B, h, A·Q]
             weights.sub_(_per_block(whole[..., None], groups, blocks)).exp_()
             seen = _per_query(weights @ value, blocks)
             out = seen.addcmul_(out.to(exact), (lse - whole).exp_()[..., None]).to(q.dtype)
@@ -176,12 +193,16 @@ class _Merged(torch.autograd.Function):
         lse, delta = (_per_block(x, groups, blocks) for x in (lse[..., None], delta))
         weights = _inside(query, key, blocks, ctx.scale).sub_(lse).exp_()  # [B, g, A, r·Q, Q]
         scores = (grad @ value.mT).sub_(delta).mul_(weights).mul_(ctx.scale)
-        own = ((x.mT @ each).flatten(2, 3).to(q.dtype) for x, each in ((scores, query), (weights, grad)))
+        own = (
+            (x.mT @ each).flatten(2, 3).to(q.dtype)
+            for x, each in ((scores, query), (weights, grad))
+        )
         return None, None, None, dq.add_(_per_query(scores @ key, blocks)), *own, dk, dv
 
 
 def _per_block(x: Tensor, groups: int, blocks: Blocks) -> Tensor:
-    """[B, g·r, A·Q, n] -> [B, g, A, r·Q, n]: the query heads of a group share the keys of a block."""
+    """[B, g·r, A·Q, n] -> [B, g, A, r·Q, n]: the query heads of a group share the keys of a
+    block."""
     A, Q = blocks.places.shape[1:]
     return x.unflatten(1, (groups, -1)).unflatten(3, (A, Q)).transpose(2, 3).flatten(3, 4)
 
@@ -192,7 +213,8 @@ def _per_query(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _inside(query: Tensor, key: Tensor, blocks: Blocks, scale: float) -> Tensor:
-    """Scores of the blocks' slots among each other [B, g, A, r·Q, Q], of `_per_block`'s query and key."""
+    """Scores of the blocks' slots among each other [B, g, A, r·Q, Q], of `_per_block`'s query and
+    key."""
     scores, Q = query @ key.mT, key.shape[-2]
     scores.mul_(scale).unflatten(3, (-1, Q)).masked_fill_(~blocks.sees_block(), float("-inf"))
     return scores
@@ -214,13 +236,30 @@ def explicit_block_attention(
     for start in range(0, A, chunk):
         part = slice(start, min(start + chunk, A))
         slots = slice(part.start * Q, part.stop * Q)
-        arguments = (query[:, :, slots], own[0][:, :, slots], own[1][:, :, slots], *context, blocks.part(part), scale)
-        pieces.append(checkpoint(_attend, *arguments, use_reentrant=False) if recompute else _attend(*arguments))
+        arguments = (
+            query[:, :, slots],
+            own[0][:, :, slots],
+            own[1][:, :, slots],
+            *context,
+            blocks.part(part),
+            scale,
+        )
+        pieces.append(
+            checkpoint(_attend, *arguments, use_reentrant=False)
+            if recompute
+            else _attend(*arguments)
+        )
     return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
 
 
 def _attend(
-    q: Tensor, key: Tensor, value: Tensor, context_key: Tensor, context_value: Tensor, blocks: Blocks, scale: float
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    blocks: Blocks,
+    scale: float,
 ) -> Tensor:
     """One chunk of c blocks."""
     B, h, N, d = q.shape
@@ -229,10 +268,21 @@ def _attend(
     r = h // g  # query heads that share a key head
     q = q.reshape(B, g, r, c, Q, d)
     minus = float("-inf")
-    before = (q.reshape(B, g, -1, d) @ context_key.transpose(-1, -2)).float().mul_(scale).view(B, g, r, c, Q, T)
+    before = (
+        (q.reshape(B, g, -1, d) @ context_key.transpose(-1, -2))
+        .float()
+        .mul_(scale)
+        .view(B, g, r, c, Q, T)
+    )
     before = before.masked_fill(~blocks.sees_context()[:, None, None], minus)
     key, value = (x.reshape(B, g, 1, c, Q, x.shape[-1]) for x in (key, value))
-    inside = (q @ key.transpose(-1, -2)).float().mul_(scale).masked_fill(~blocks.sees_block(), minus)
-    weights = torch.cat([before, inside], dim=-1).softmax(-1).to(value.dtype)  # [B, g, r, c, Q, T + Q]
-    out = (weights[..., :T].reshape(B, g, -1, T) @ context_value).view(B, g, r, c, Q, -1) + weights[..., T:] @ value
+    inside = (
+        (q @ key.transpose(-1, -2)).float().mul_(scale).masked_fill(~blocks.sees_block(), minus)
+    )
+    weights = (
+        torch.cat([before, inside], dim=-1).softmax(-1).to(value.dtype)
+    )  # [B, g, r, c, Q, T + Q]
+    out = (weights[..., :T].reshape(B, g, -1, T) @ context_value).view(B, g, r, c, Q, -1) + weights[
+        ..., T:
+    ] @ value
     return out.reshape(B, h, N, -1)

@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 def kept_or_recomputed(recomputes: bool, work: Callable[..., Result], *arguments) -> Result:
-    """Runs `work(*arguments)`; with `recomputes`, the backward pass runs it again instead of keeping activations."""
+    """Runs `work(*arguments)`; with `recomputes`, the backward pass runs it again instead of
+    keeping activations."""
     if recomputes and torch.is_grad_enabled():
         return checkpoint(work, *arguments, use_reentrant=False)
     return work(*arguments)

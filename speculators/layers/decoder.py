@@ -1,9 +1,9 @@
-"""Decoder layers of draft heads, as Llama has them: attention that leaves the attending to its caller.
+"""Decoder layers of draft heads, as Llama has them: attention that leaves the attending to its
+caller.
 
-Training and decoding differ only in what a query may see, so a layer projects, hands query, key and value to `attend`,
-and goes on with what comes back. While a head is frozen for drafting, projections of one input are one product.
-Knows no family, no cache and no loss.
-"""
+Training and decoding differ only in what a query may see, so a layer projects, hands query, key and
+value to `attend`, and goes on with what comes back. While a head is frozen for drafting,
+projections of one input are one product. Knows no family, no cache and no loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from speculators.config import DecoderConfig
 from speculators.errors import ConfigError
 from speculators.layers.frozen_linear import FrozenLinear
 
-MOST_MIRRORED = 8192  # numbers whose norm is mostly calls; of more, the mirrored copy costs what the calls saved
+# numbers whose norm is mostly calls; of more, the mirrored copy costs what the calls saved
+MOST_MIRRORED = 8192
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # query, key, value, scale -> [B, h, T, d]
+Attend = Callable[
+    [Tensor, Tensor, Tensor, float], Tensor
+]  # query, key, value, scale -> [B, h, T, d]
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm in few calls; a drafter's step is short enough for their number to matter."""
+    """Root-mean-square norm in few calls; a drafter's step is short enough for their number to
+    matter."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
@@ -34,7 +38,9 @@ class RMSNorm(nn.RMSNorm):
 
     def freeze(self) -> None:
         """The weight will not change again, until `thaw`."""
-        self._twice = torch.cat([self.weight.detach()] * 2) if self.weight.device.type == "cpu" else None
+        self._twice = (
+            torch.cat([self.weight.detach()] * 2) if self.weight.device.type == "cpu" else None
+        )
 
     def thaw(self) -> None:
         self._twice = None
@@ -49,10 +55,9 @@ class RMSNorm(nn.RMSNorm):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n] and weight, which is [n] or has more of the dimensions of x.
 
-    On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x), whose mean is 0 and
-    whose variance is the mean square of x, has it as its first half; of a few rows that is faster. A compiler makes it
-    one loop.
-    """
+    On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x),
+    whose mean is 0 and whose variance is the mean square of x, has it as its first half; of a few
+    rows that is faster. A compiler makes it one loop."""
     direct = x.device.type != "cpu" or _direct(x)
     if weight.dim() == 1 and (direct or torch.is_grad_enabled()):
         return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
@@ -68,7 +73,9 @@ def _direct(x: Tensor) -> bool:
 def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of (x, -x) [..., 2n], with a weight [2n]."""
     mirrored = torch.cat([x, -x], -1)
-    return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(-1, 0, x.shape[-1])
+    return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(
+        -1, 0, x.shape[-1]
+    )
 
 
 class Attention(nn.Module):
@@ -104,7 +111,10 @@ class Attention(nn.Module):
         if queries is not None:
             return self._project_some(x, rotary, queries)
         if self.fused is None:
-            q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (
+                part(x).view(B, T, -1, self.head_dim)
+                for part in (self.q_proj, self.k_proj, self.v_proj)
+            )
             if self.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             qk = torch.cat([q, k], dim=2)
@@ -121,7 +131,10 @@ class Attention(nn.Module):
     def join_norms(self) -> None:
         """Of a fused projection: one weight for the norms of queries and keys."""
         if self.qk_norm and self.fused is not None:
-            norms = self.q_norm.weight.expand(self.heads, -1), self.k_norm.weight.expand(self.kv_heads, -1)
+            norms = (
+                self.q_norm.weight.expand(self.heads, -1),
+                self.k_norm.weight.expand(self.kv_heads, -1),
+            )
             self.qk_weight = torch.cat(norms).to(self.q_proj.weight.dtype)
 
     def context_projections(self) -> tuple[nn.Linear, nn.Linear]:
@@ -129,13 +142,18 @@ class Attention(nn.Module):
         return self.k_proj, self.v_proj
 
     def rotated_context(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """[B, T, 2·g·d], the outputs of `context_projections` one behind the other -> rotated keys and values
-        [B, g, T, d]."""
-        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in projected.chunk(2, dim=-1))
+        """[B, T, 2·g·d], the outputs of `context_projections` one behind the other -> rotated keys
+        and values [B, g, T, d]."""
+        k, v = (
+            part.unflatten(-1, (self.kv_heads, self.head_dim))
+            for part in projected.chunk(2, dim=-1)
+        )
         k = self.k_norm(k) if self.qk_norm else k
         return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
 
-    def _project_some(self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_some(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         B, T, _ = x.shape
         q = self.q_proj(at_slots(x, queries)).view(B, queries.shape[1], self.heads, self.head_dim)
         k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
@@ -156,7 +174,9 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if config.hidden_act not in ACT2FN:
-            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations")
+            raise ConfigError(
+                f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations"
+            )
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -174,11 +194,12 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One pre-norm decoder layer. `attend(q, k, v, scale)` is the caller's.
 
-    `inputs`: width of what the projections read, where it is not the state's. `input_norm=False`: they read the state
-    as it is.
-    """
+    `inputs`: width of what the projections read, where it is not the state's. `input_norm=False`:
+    they read the state as it is."""
 
-    def __init__(self, config: DecoderConfig, *, inputs: int | None = None, input_norm: bool = True) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, inputs: int | None = None, input_norm: bool = True
+    ) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps=eps) if input_norm else None
@@ -186,19 +207,28 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None) -> Tensor:
+    def forward(
+        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H].
 
-        `queries` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and values only.
-        """
+        `queries` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and
+        values only."""
         x = state if self.input_layernorm is None else self.input_layernorm(state)
         return self.finish(x, state, rotary, attend, queries)
 
     def finish(
-        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, inputs], what the projections read; residual [B, T, H]."""
-        attended = attend(*self.self_attn.project(x, rotary, queries), self.self_attn.scale)  # [B, h, T or M, d]
+        attended = attend(
+            *self.self_attn.project(x, rotary, queries), self.self_attn.scale
+        )  # [B, h, T or M, d]
         if queries is not None:
             residual = at_slots(residual, queries)
             if not queries.shape[1]:
@@ -207,15 +237,17 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def fuse(self, *, shared: bool = False, packs: bool = False) -> None:
-        """Projections of one input become one product, a step of decoding being mostly calls. `shared`: without a copy
-        of the weights but a packed one if `packs`, and else only where calls take a share of the time
-        (`FrozenLinear.worth_joining`)."""
+        """Projections of one input become one product, a step of decoding being mostly calls.
+        `shared`: without a copy of the weights but a packed one if `packs`, and else only where
+        calls take a share of the time (`FrozenLinear.worth_joining`)."""
         a, m = self.self_attn, self.mlp
         qkv, always = (a.q_proj, a.k_proj, a.v_proj), packs or not shared
         if always or FrozenLinear.worth_joining(*qkv):
             a.fused = FrozenLinear(*qkv, shared=shared, packs=packs)
             a.join_norms()
-        if isinstance(m, GatedMLP) and (always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)):
+        if isinstance(m, GatedMLP) and (
+            always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)
+        ):
             m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:
@@ -237,10 +269,16 @@ def thaw_norms(module: nn.Module) -> None:
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers keep their precision when its weights change theirs: frequencies, biases of a router."""
+    """A module whose buffers keep their precision when its weights change theirs: frequencies,
+    biases of a router."""
 
     def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:
-        exact = [(each, name, b) for each in self.modules() for name, b in each._buffers.items() if b is not None]
+        exact = [
+            (each, name, b)
+            for each in self.modules()
+            for name, b in each._buffers.items()
+            if b is not None
+        ]
         super()._apply(fn, *args, **kwargs)
         for each, name, before in exact:
             each._buffers[name] = before.to(each._buffers[name].device)
@@ -248,7 +286,8 @@ class ExactBuffers(nn.Module):
 
 
 class RotaryTable(ExactBuffers):
-    """Cosines and sines of a head's positions; `rotary_emb`: how an architecture makes them, if not as Llama does."""
+    """Cosines and sines of a head's positions; `rotary_emb`: how an architecture makes them, if not
+    as Llama does."""
 
     def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
         super().__init__()
@@ -261,11 +300,21 @@ class RotaryTable(ExactBuffers):
 
     def lookup(self, position_ids: Tensor, length: int, like: Tensor) -> Rotary:
         """The same for positions below `length`, looked up where they depend on nothing else."""
-        if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # these change with the length of the text
+        if self.rotary_emb.rope_type in (
+            "dynamic",
+            "longrope",
+        ):  # these change with the length of the text
             return self.rotary_emb(like, position_ids)
         table = self._table
-        if table is None or table.shape[0] < length or table.dtype != like.dtype or table.device != like.device:
-            table = torch.cat(self.rotary_emb(like, torch.arange(length, device=like.device)[None]), -1)[0]
+        if (
+            table is None
+            or table.shape[0] < length
+            or table.dtype != like.dtype
+            or table.device != like.device
+        ):
+            table = torch.cat(
+                self.rotary_emb(like, torch.arange(length, device=like.device)[None]), -1
+            )[0]
             self._table = table
         cos, sin = torch.embedding(table, position_ids).chunk(2, -1)
         return cos, sin

@@ -1,9 +1,9 @@
 """Linear layers with constant weights, optimized for a few rows at a time.
 
-Layers with the same input become one product. On a CPU the weight has a second copy: in bfloat16 packed for oneDNN's
-kernels, which about halves the time of a few rows; in float32 transposed, which makes one row up to a quarter faster.
-The copy suits models that are small beside the memory: drafters, and targets up to `MOST_PACKED`.
-"""
+Layers with the same input become one product. On a CPU the weight has a second copy: in bfloat16
+packed for oneDNN's kernels, which about halves the time of a few rows; in float32 transposed, which
+makes one row up to a quarter faster. The copy suits models that are small beside the memory:
+drafters, and targets up to `MOST_PACKED`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-MOST_JOINED = 64 << 20  # bytes of weights; reading more takes so long that the calls saved are nothing
+MOST_JOINED = (
+    64 << 20
+)  # bytes of weights; reading more takes so long that the calls saved are nothing
 MOST_PACKED = 2 << 30  # bytes of a target's weights that are packed, which holds them twice
 _OPS = torch.ops.mkldnn
 _WANTED = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
@@ -22,10 +24,11 @@ PACKED_PRODUCT = _OPS._linear_pointwise.default if HAS_PACKED else None
 
 
 class FrozenLinear:
-    """[..., in] -> [..., concatenated outputs of all `linears`]; either all of them have a bias, or none has.
+    """[..., in] -> [..., concatenated outputs of all `linears`]; either all of them have a bias, or
+    none has.
 
-    `shared`: the product has the weights of `linears`, which are moved to lie together, and no copy but a packed one if
-    `packs`, which does not follow what is written to them until `read_weights`.
+    `shared`: the product has the weights of `linears`, which are moved to lie together, and no copy
+    but a packed one if `packs`, which does not follow what is written to them until `read_weights`.
     """
 
     def __init__(self, *linears: nn.Linear, shared: bool = False, packs: bool = False) -> None:
@@ -34,7 +37,9 @@ class FrozenLinear:
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
         self._packs = (packs or not shared) and can_pack(self.weight)
         self.packed: Tensor | None = None
-        self.across = self.weight.t().contiguous() if not shared and _turns(self.weight) else None  # [in, out]
+        self.across = (
+            self.weight.t().contiguous() if not shared and _turns(self.weight) else None
+        )  # [in, out]
         self.read_weights()
 
     def read_weights(self) -> None:
@@ -49,13 +54,22 @@ class FrozenLinear:
         return sum(linear.weight.nbytes for linear in linears) <= MOST_JOINED
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None and x.dtype == torch.bfloat16 and x.numel() and not torch.is_grad_enabled():
+        if (
+            self.packed is not None
+            and x.dtype == torch.bfloat16
+            and x.numel()
+            and not torch.is_grad_enabled()
+        ):
             if torch.compiler.is_compiling():
                 return torch.ops.draftsmith.packed_linear(x, self.weight, self.bias)
             return PACKED_PRODUCT(x, self.packed, self.bias, "none", [], "")
-        shape = x.shape  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
+        shape = (
+            x.shape
+        )  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
         rows, across = x if len(shape) == 2 else x.reshape(-1, shape[-1]), self.across
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler chooses its own layout
+        if (
+            torch.compiler.is_compiling() or torch.is_grad_enabled()
+        ):  # a compiler chooses its own layout
             out = nn.functional.linear(rows, self.weight, self.bias)
         elif across is not None and rows.shape[0] == 1 and rows.dtype == across.dtype:
             out = rows.mm(across) if self.bias is None else torch.addmm(self.bias, rows, across)
@@ -64,7 +78,9 @@ class FrozenLinear:
         return out if len(shape) == 2 else out.view(*shape[:-1], self.weight.shape[0])
 
 
-_PACKED: weakref.WeakValueDictionary[tuple, FrozenLinear] = weakref.WeakValueDictionary()  # by what `_key` says
+_PACKED: weakref.WeakValueDictionary[tuple, FrozenLinear] = (
+    weakref.WeakValueDictionary()
+)  # by what `_key` says
 _LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
@@ -106,7 +122,9 @@ def _linears(module: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([each.detach() for each in tensors]) if len(tensors) > 1 else tensors[0].detach()
+    return (
+        torch.cat([each.detach() for each in tensors]) if len(tensors) > 1 else tensors[0].detach()
+    )
 
 
 def _moved_together(tensors: list[Tensor]) -> Tensor:
@@ -115,7 +133,9 @@ def _moved_together(tensors: list[Tensor]) -> Tensor:
     together = True
     for each in tensors:
         at, storage = each.storage_offset(), each.untyped_storage().data_ptr()
-        together &= each.is_contiguous() and at == end and storage == first.untyped_storage().data_ptr()
+        together &= (
+            each.is_contiguous() and at == end and storage == first.untyped_storage().data_ptr()
+        )
         end = at + each.numel()
     sizes = [each.shape[0] for each in tensors]
     if together:
@@ -132,7 +152,8 @@ def _turns(weight: Tensor) -> bool:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True if oneDNN has kernels for a packed copy of it here: bfloat16 on a CPU that computes with it."""
+    """True if oneDNN has kernels for a packed copy of it here: bfloat16 on a CPU that computes with
+    it."""
     bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return bfloat16 and HAS_PACKED and _OPS._is_mkldnn_bf16_supported()
 

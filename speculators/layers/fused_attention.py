@@ -1,10 +1,11 @@
-"""Causal attention of packed rows by torch's fused kernels, which keep no scores and return every query's log-sum-exp.
+"""Causal attention of packed rows by torch's fused kernels, which keep no scores and return every
+query's log-sum-exp.
 
-A kernel knows nothing of packed rows and chosen queries. On a CPU it is called for every run of queries of one
-document; on a CUDA device once for all documents, with a query for every slot. Its backward pass reads an output and a
-log-sum-exp: given those of a softmax over further keys too, it returns the gradients of its own keys in that softmax,
-and those of the queries through them (P = exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's).
-"""
+A kernel knows nothing of packed rows and chosen queries. On a CPU it is called for every run of
+queries of one document; on a CUDA device once for all documents, with a query for every slot. Its
+backward pass reads an output and a log-sum-exp: given those of a softmax over further keys too, it
+returns the gradients of its own keys in that softmax, and those of the queries through them (P =
+exp(S - lse) and δ = rowsum(out · grad) are then the whole softmax's)."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from speculators.precision import on_device, on_host, to_device
 
 
 def in_window(places: Tensor, keys: Tensor, window: int) -> Tensor:
-    """What a sliding window is, in training and drafting: bool [..., Q, S] of positions `places` [..., Q], `keys` [S],
-    True where a key is ahead or less than `window` behind."""
+    """What a sliding window is, in training and drafting: bool [..., Q, S] of positions `places`
+    [..., Q], `keys` [S], True where a key is ahead or less than `window` behind."""
     return places[..., None] - keys < window
 
 
@@ -33,8 +34,8 @@ SHORT = 256  # queries; the CPU's kernel takes half as long in float32 as in bfl
 
 
 class Run(NamedTuple):
-    """Queries of one document, in their order, and the slots that they see some of. `causal`: the queries are those
-    of the key slots."""
+    """Queries of one document, in their order, and the slots that they see some of. `causal`: the
+    queries are those of the key slots."""
 
     row: int
     queries: slice
@@ -43,7 +44,8 @@ class Run(NamedTuple):
 
 
 class InRuns(Protocol):
-    """Queries as a kernel with `in_runs` walks them. What it returns of a query that is in no run is not defined."""
+    """Queries as a kernel with `in_runs` walks them. What it returns of a query that is in no run
+    is not defined."""
 
     @property
     def runs(self) -> list[Run]: ...
@@ -55,7 +57,8 @@ class InRuns(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PackedQueries:
-    """Queries of packed rows. Each sees the slots of its own document up to its own; one of padding sees its own only.
+    """Queries of packed rows. Each sees the slots of its own document up to its own; one of padding
+    sees its own only.
 
     segment_ids  [B, T] documents of the slots; -1: padding
     chosen       [B, M] the slots that have a query; None: every one, in order
@@ -86,13 +89,17 @@ class PackedQueries:
         far = None if self.window is None else ~in_window(slots, places, self.window)
         slots = slots[:, :, None]
         hidden = (own != of_keys) | (slots < places) | (own < 0)
-        return (hidden if far is None else hidden | far) & (slots != places)  # nobody is left without a key
+        return (hidden if far is None else hidden | far) & (
+            slots != places
+        )  # nobody is left without a key
 
     @cached_property
     def runs(self) -> list[Run]:
         """All queries. What a run sees in part has at most MASKED_QUERIES queries."""
         found = []
-        for row, (segments, slots) in enumerate(zip(on_host(self.segment_ids).tolist(), on_host(self.slots).tolist())):
+        for row, (segments, slots) in enumerate(
+            zip(on_host(self.segment_ids).tolist(), on_host(self.slots).tolist())
+        ):
             first: dict[int, int] = {}  # slot of each document
             for slot, segment in enumerate(segments):
                 first.setdefault(segment, slot)
@@ -103,7 +110,9 @@ class PackedQueries:
                     continue
                 whole = segment >= 0 and slots[start] == first[segment] == last - (stop - 1 - start)
                 if whole and (self.window is None or stop - start <= self.window):
-                    found.append(Run(row, slice(start, stop), slice(first[segment], last + 1), True))
+                    found.append(
+                        Run(row, slice(start, stop), slice(first[segment], last + 1), True)
+                    )
                 else:
                     for a in range(start, stop, MASKED_QUERIES):
                         b = min(a + MASKED_QUERIES, stop)
@@ -136,8 +145,9 @@ class PackedQueries:
 
 
 class Documents(NamedTuple):
-    """Documents of rows that are laid one behind the other [B·T]. offsets [n + 1]: their starts, and the end; padding
-    in a row is one of them. longest: slots of the longest. padding [m]: its slots; None: there is none."""
+    """Documents of rows that are laid one behind the other [B·T]. offsets [n + 1]: their starts,
+    and the end; padding in a row is one of them. longest: slots of the longest. padding [m]: its
+    slots; None: there is none."""
 
     offsets: Tensor
     longest: int
@@ -146,8 +156,9 @@ class Documents(NamedTuple):
 
 class Kernel(NamedTuple):
     """forward(query, key, value, queries, scale) -> output [B, h, M, d] and log-sum-exp [B, h, M];
-    backward(gradient, query, key, value, output, log-sum-exp, queries, scale) -> gradients of query, key and value.
-    takes(query, queries): whether it can. in_runs: it walks any queries `InRuns`."""
+    backward(gradient, query, key, value, output, log-sum-exp, queries, scale) -> gradients of
+    query, key and value. takes(query, queries): whether it can. in_runs: it walks any queries
+    `InRuns`."""
 
     takes: Callable[[Tensor, PackedQueries], bool]
     forward: Callable[[Tensor, Tensor, Tensor, Any, float], tuple[Tensor, Tensor]]
@@ -168,20 +179,31 @@ def over_group(gradient: Tensor, dim: int) -> Tensor:
 # ------------------------------------------------------------------ CPU
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: InRuns, scale: float
+) -> tuple[Tensor, Tensor]:
     B, h, M, d = q.shape
     out = q.new_empty(B, M, h, d).transpose(1, 2)
     lse = q.new_empty(B, h, M, dtype=statistics_dtype(q.dtype))
     for run in queries.runs:
         tensors, mask = _of_run(run, queries, (q,), (k, v))
-        o, l = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, run.causal, attn_mask=mask, scale=scale)
+        o, l = aten._scaled_dot_product_flash_attention_for_cpu(
+            *tensors, 0.0, run.causal, attn_mask=mask, scale=scale
+        )
         out[run.row, :, run.queries] = o.flatten(0, 1)
         lse[run.row, :, run.queries] = l.flatten(0, 1)
     return out, lse
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: InRuns, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: InRuns,
+    scale: float,
 ) -> Gradients:
     dq, dtype = torch.empty_like(q), statistics_dtype(q.dtype)
     dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
@@ -200,25 +222,33 @@ def _cpu_backward(
 def _of_run(
     run: Run, queries: InRuns, per_query: tuple[Tensor, ...], per_key: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The run's part of tensors [B, h, M, d] and [B, g, T, d], each [g, h/g, ·, d], and its mask. Keys and values are
-    repeated for the heads of a group without a copy."""
+    """The run's part of tensors [B, h, M, d] and [B, g, T, d], each [g, h/g, ·, d], and its mask.
+    Keys and values are repeated for the heads of a group without a copy."""
     c, groups = run.queries.stop - run.queries.start, per_key[0].shape[1]
     repeat, given = per_query[0].shape[1] // groups, per_key[0].dtype
     dtype = statistics_dtype(given) if c < SHORT else given
-    tensors = [x[run.row, :, run.queries].to(dtype).unflatten(0, (groups, repeat)) for x in per_query]
-    tensors += [x[run.row, :, run.keys].to(dtype)[:, None].expand(-1, repeat, -1, -1) for x in per_key]
+    tensors = [
+        x[run.row, :, run.queries].to(dtype).unflatten(0, (groups, repeat)) for x in per_query
+    ]
+    tensors += [
+        x[run.row, :, run.keys].to(dtype)[:, None].expand(-1, repeat, -1, -1) for x in per_key
+    ]
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     if run.causal:
         return tensors, None
     hidden = queries.hidden(run.queries, run.keys, slice(run.row, run.row + 1))
-    return tensors, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None]
+    return (
+        tensors,
+        torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))[:, None],
+    )
 
 
 # ------------------------------------------------------------------ CUDA
 
 
 def _cuda_takes(query: Tensor, queries: PackedQueries) -> bool:
-    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; documents in one piece."""
+    """FlashAttention 2: half precision, a width of at most 256, Ampere or later; documents in one
+    piece."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
     if query.shape[-1] > 256 or torch.version.hip is not None:
@@ -228,11 +258,28 @@ def _cuda_takes(query: Tensor, queries: PackedQueries) -> bool:
     return queries.documents is not None
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale: float) -> tuple[Tensor, Tensor]:
-    q, (k, v), documents = _per_slot(q, queries), (_laid_out(x) for x in (k, v)), _documents(queries)
+def _cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale: float
+) -> tuple[Tensor, Tensor]:
+    q, (k, v), documents = (
+        _per_slot(q, queries),
+        (_laid_out(x) for x in (k, v)),
+        _documents(queries),
+    )
     offsets, longest, padding = documents
     out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, offsets, offsets, longest, longest, 0.0, True, False, scale=scale, **_window(queries)
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        **_window(queries),
     )  # [B·T, h, d], [h, B·T]
     if padding is not None:
         key, value = _repeated(q, k[padding], v[padding])
@@ -242,7 +289,14 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, queries: PackedQueries, scale
 
 
 def _cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, queries: PackedQueries, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    queries: PackedQueries,
+    scale: float,
 ) -> Gradients:
     B, T = queries.segment_ids.shape
     grad, q, out, lse = (_per_slot(x, queries) for x in (grad, q, out, lse[..., None]))
@@ -250,11 +304,28 @@ def _cuda_backward(
     lse, of_documents = lse[..., 0], grad
     if padding is not None:
         of_documents = grad.index_fill(0, padding, 0)
-    seed, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0))  # of dropout: none
+    seed, unused = (
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        q.new_empty(0),
+    )  # of dropout: none
     dq, dk, dv = aten._flash_attention_backward(
-        of_documents, q, k, v, out, lse.t().contiguous(), offsets, offsets, longest, longest, 0.0, True, seed, unused,
-        scale=scale, **_window(queries),
-    )  # fmt: skip
+        of_documents,
+        q,
+        k,
+        v,
+        out,
+        lse.t().contiguous(),
+        offsets,
+        offsets,
+        longest,
+        longest,
+        0.0,
+        True,
+        seed,
+        unused,
+        scale=scale,
+        **_window(queries),
+    )
     if padding is not None:  # its keys are seen by their own queries only
         g, o, own = (x[padding].to(lse.dtype) for x in (grad, out, q))
         key, value = _repeated(q, k[padding], v[padding])
@@ -274,7 +345,11 @@ def _documents(queries: PackedQueries) -> Documents:
 
 def _window(queries: PackedQueries) -> dict[str, int]:
     """The kernel's arguments for it: keys before a query, its own not counted, and behind."""
-    return {} if queries.window is None else {"window_size_left": queries.window - 1, "window_size_right": 0}
+    return (
+        {}
+        if queries.window is None
+        else {"window_size_left": queries.window - 1, "window_size_right": 0}
+    )
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -287,7 +362,11 @@ def _per_slot(x: Tensor, queries: PackedQueries) -> Tensor:
     if queries.chosen is not None:
         index = queries.chosen[:, None, :, None].expand_as(x)
         slots = queries.segment_ids.shape[1]
-        x = x.new_zeros(x.shape[0], slots, x.shape[1], x.shape[3]).transpose(1, 2).scatter(2, index, x)
+        x = (
+            x.new_zeros(x.shape[0], slots, x.shape[1], x.shape[3])
+            .transpose(1, 2)
+            .scatter(2, index, x)
+        )
     return _laid_out(x).contiguous()
 
 

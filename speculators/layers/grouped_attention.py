@@ -1,10 +1,9 @@
 """Grouped-query attention of new tokens over a cache, for decoding.
 
-Under a mask, transformers' sdpa repeats keys and values for every query head, which costs several times the attention
-itself: of a few tokens on a CPU, of any number on a GPU. Here the query heads of a group become further query
-positions. All other cases go to sdpa. The function is registered with transformers as an attention implementation of
-its own.
-"""
+Under a mask, transformers' sdpa repeats keys and values for every query head, which costs several
+times the attention itself: of a few tokens on a CPU, of any number on a GPU. Here the query heads
+of a group become further query positions. All other cases go to sdpa. The function is registered
+with transformers as an attention implementation of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison
-_repeated: ContextVar[dict[int, Tensor] | None] = ContextVar("repeated", default=None)  # masks of the forward, by id
+_repeated: ContextVar[dict[int, Tensor] | None] = ContextVar(
+    "repeated", default=None
+)  # masks of the forward, by id
 PLAIN = {
     "is_causal",
     "position_ids",
@@ -41,10 +42,13 @@ def grouped_attention(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h, d]."""
+    """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h,
+    d]."""
     h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
-    whole = (T == 1 and attention_mask is None) or (attention_mask is not None and attention_mask.shape[1:2] == (1,))
+    whole = (T == 1 and attention_mask is None) or (
+        attention_mask is not None and attention_mask.shape[1:2] == (1,)
+    )
     if not shares_keys(T, query.device) or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -63,10 +67,13 @@ def grouped_attention(
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, repeated_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` or None -> [B, h, T, d]."""
+    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` or None -> [B, h, T,
+    d]."""
     B, h, T, d = query.shape
     side_by_side = query.reshape(B, key.shape[1], h // key.shape[1] * T, d)
-    attended = nn.functional.scaled_dot_product_attention(side_by_side, key, value, repeated_mask, scale=scale)
+    attended = nn.functional.scaled_dot_product_attention(
+        side_by_side, key, value, repeated_mask, scale=scale
+    )
     return attended.view(B, h, T, d)
 
 

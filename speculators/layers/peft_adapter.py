@@ -1,4 +1,5 @@
-"""Adapters of peft on a language model or a draft head: added in place, merged, unmerged, saved as peft does."""
+"""Adapters of peft on a language model or a draft head: added in place, merged, unmerged, saved as
+peft does."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from speculators.hub import split_revision
 from speculators.options import HeadAdapterOptions
 
 CONFIG = "adapter_config.json"
-_WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")  # what peft puts around a module it changes
+_WRAPPER = re.compile(
+    r"(?<=\.)(base_layer|modules_to_save\.default)\."
+)  # what peft puts around a module it changes
 _REPLACED = ".original_module."  # a module that is trained whole, as it was
 
 
 def check_adapter(fields: Mapping[str, Any]) -> Any:
-    """The peft configuration of these fields. ConfigError (a ValueError too) names what peft does not take."""
+    """The peft configuration of these fields. ConfigError (a ValueError too) names what peft does
+    not take."""
     from peft import PeftType, get_peft_config
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.tuners_utils import BaseTuner
@@ -30,15 +34,20 @@ def check_adapter(fields: Mapping[str, Any]) -> Any:
     kind = str(fields.get("peft_type", "")).upper()
     tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(kind) if kind in PeftType.__members__ else None
     mergeable = sorted(
-        str(name.value) for name, cls in PEFT_TYPE_TO_TUNER_MAPPING.items() if issubclass(cls, BaseTuner)
+        str(name.value)
+        for name, cls in PEFT_TYPE_TO_TUNER_MAPPING.items()
+        if issubclass(cls, BaseTuner)
     )
     if tuner is None or not issubclass(tuner, BaseTuner):
         raise AdapterError(
-            f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be merged into them "
-            f"({', '.join(mergeable)}): virtual tokens are nothing an engine drafts with"
+            f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be"
+            f" merged into them ({', '.join(mergeable)}): virtual tokens are nothing an engine"
+            " drafts with"
         )
     if fields.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
-        raise AdapterError(f"task_type is {fields['task_type']!r}; a draft model's is CAUSAL_LM, or leave it out")
+        raise AdapterError(
+            f"task_type is {fields['task_type']!r}; a draft model's is CAUSAL_LM, or leave it out"
+        )
     try:
         return get_peft_config({"task_type": "CAUSAL_LM", **fields, "peft_type": kind})
     except (TypeError, ValueError) as error:
@@ -52,7 +61,9 @@ class AdapterError(ConfigError, ValueError):
 class Adapter:
     """Adds an adapter to `model`; only its parameters are trained."""
 
-    def __init__(self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None
+    ) -> None:
         self._add(model, check_adapter(fields), base, f"a {model.config.model_type} model")
 
     def _add(self, model: Any, config: Any, base: str | None, what: str) -> None:
@@ -84,24 +95,37 @@ class Adapter:
 
     def merged_state(self) -> dict[str, Tensor]:
         """Copies of the model's own tensors under their own names, with the adapter added."""
-        before, prefix = self.merged, self.peft.base_model.prefix  # how peft's names of its own tensors begin
+        before, prefix = (
+            self.merged,
+            self.peft.base_model.prefix,
+        )  # how peft's names of its own tensors begin
         self.merge()
         try:
             state = self.peft.get_base_model().state_dict()
-            own = {name: tensor for name, tensor in state.items() if prefix not in name and _REPLACED not in name}
-            copies = {tensor.data_ptr(): tensor.detach().clone() for tensor in own.values()}  # tied ones stay tied
-            return {_WRAPPER.sub("", name): copies[tensor.data_ptr()] for name, tensor in own.items()}
+            own = {
+                name: tensor
+                for name, tensor in state.items()
+                if prefix not in name and _REPLACED not in name
+            }
+            copies = {
+                tensor.data_ptr(): tensor.detach().clone() for tensor in own.values()
+            }  # tied ones stay tied
+            return {
+                _WRAPPER.sub("", name): copies[tensor.data_ptr()] for name, tensor in own.items()
+            }
         finally:
             if not before:
                 self.unmerge()
 
     def save(self, folder: Path) -> None:
-        """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base model."""
+        """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base
+        model."""
         self.peft.save_pretrained(folder)
 
 
 class HeadAdapter(Adapter):
-    """A LoRA on a draft head. peft's names of the layers begin with `drafter.`, as of a model with one part."""
+    """A LoRA on a draft head. peft's names of the layers begin with `drafter.`, as of a model with
+    one part."""
 
     def __init__(self, head: Any, options: HeadAdapterOptions, base: str) -> None:
         from peft import LoraConfig
@@ -121,37 +145,44 @@ def _as_part(head: nn.Module) -> nn.ModuleDict:
 
 def _linear_names(head: Any, wanted: Sequence[str] | str) -> list[str]:
     """Names of the linear layers that are wanted. ConfigError for a name that the head lacks."""
-    linear = {name: module for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name: module for name, module in head.named_modules() if isinstance(module, nn.Linear)
+    }
     if isinstance(wanted, str):
         output = {id(parameter) for parameter in head.head_parameters()}
         return [name for name, module in linear.items() if id(module.weight) not in output]
     for each in wanted:
         if not any(f".{name}".endswith(f".{each}") for name in linear):
             raise ConfigError(
-                f"drafter.adapter.target_modules: {each} is no linear layer of a head of family {head.config.family}; "
-                f"expected of {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+                f"drafter.adapter.target_modules: {each} is no linear layer of a head of family"
+                f" {head.config.family}; expected of"
+                f" {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
             )
     return [name for name in linear if any(f".{name}".endswith(f".{each}") for each in wanted)]
 
 
 def base_of_adapter(folder: Path) -> str | None:
-    """The head or model that the adapter in `folder` changes; None if the folder holds no adapter alone."""
+    """The head or model that the adapter in `folder` changes; None if the folder holds no adapter
+    alone."""
     if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
         return None
     fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if not (base := fields.get("base_model_name_or_path")):
-        raise CheckpointError(f"{folder}/{CONFIG}: names no base_model_name_or_path; write there what it changes")
+        raise CheckpointError(
+            f"{folder}/{CONFIG}: names no base_model_name_or_path; write there what it changes"
+        )
     return f"{base}@{fields['revision']}" if fields.get("revision") else base
 
 
 def merge_into_head(head: nn.Module, folder: Path) -> None:
-    """Merges the adapter in `folder` into a head's weights. CheckpointError if it does not fit exactly."""
+    """Merges the adapter in `folder` into a head's weights. CheckpointError if it does not fit
+    exactly."""
     merge_saved_adapter(_as_part(head), folder)
 
 
 def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:
-    """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit exactly; `what`: its
-    first words."""
+    """Merges the adapter in `folder` into the model's weights. CheckpointError if it does not fit
+    exactly; `what`: its first words."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict, load_peft_weights
 
@@ -160,9 +191,12 @@ def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:
             warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"{what} {folder}: the adapter does not fit its base model: {error}") from error
+        raise CheckpointError(
+            f"{what} {folder}: the adapter does not fit its base model: {error}"
+        ) from error
     wanted, found = (
-        set(state) for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
+        set(state)
+        for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
     )
     if wanted != found:
         raise CheckpointError(

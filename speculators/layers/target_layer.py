@@ -1,10 +1,11 @@
-"""A decoder layer of transformers as part of a draft head, for heads that are one more layer of their target.
+"""A decoder layer of transformers as part of a draft head, for heads that are one more layer of
+their target.
 
-The layer is transformers' own class, built from the target's configuration, so that its maths and the names of its
-tensors are the target's. Its attention uses an implementation registered here, which passes query, key and value to the
-current `attend`: the same layer trains over unrolled chains and drafts over a ragged cache. Experts are separate
-tensors in files (`experts.{i}.gate_proj`), while transformers keeps them in one.
-"""
+The layer is transformers' own class, built from the target's configuration, so that its maths and
+the names of its tensors are the target's. Its attention uses an implementation registered here,
+which passes query, key and value to the current `attend`: the same layer trains over unrolled
+chains and drafts over a ragged cache. Experts are separate tensors in files
+(`experts.{i}.gate_proj`), while transformers keeps them in one."""
 
 from __future__ import annotations
 
@@ -15,25 +16,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RotaryEmbedding,
+)
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRotaryEmbedding,
+)
 
 from speculators.errors import ConfigError
 from speculators.layers.decoder import Attend, ExactBuffers, Rotary
 
 NAME = "draftsmith_attend"
-# Fields of a configuration that say nothing of a layer, and differ between a model, its folder and an export.
+# Fields of a configuration that say nothing of a layer, and differ between a model, its folder and
+# an export.
 _ELSEWHERE = (
-    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
-    "quantization_config", "num_nextn_predict_layers", "draftsmith", "mtp_hidden_state", "pad_token_id",
-    "bos_token_id", "eos_token_id", "output_router_logits", "initializer_range",
-)  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "quantization_config",
+    "num_nextn_predict_layers",
+    "draftsmith",
+    "mtp_hidden_state",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "output_router_logits",
+    "initializer_range",
+)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **others: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the layer's `attend` says."""
+    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the layer's
+    `attend` says."""
     return module.attend(query, key, value, scaling).transpose(1, 2), None
 
 
@@ -50,7 +78,8 @@ def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]
 
 
 class BorrowedLayer(ExactBuffers):
-    """One layer of the architecture that `fields` (see `layer_fields`) describe, of the kind that follows its last."""
+    """One layer of the architecture that `fields` (see `layer_fields`) describe, of the kind that
+    follows its last."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__()
@@ -66,19 +95,25 @@ class BorrowedLayer(ExactBuffers):
             self._rotary = Qwen3NextRotaryEmbedding
         else:
             raise ConfigError(
-                f"a layer of model_type {config.model_type!r} cannot be borrowed; expected deepseek_v3 or qwen3_next"
+                f"a layer of model_type {config.model_type!r} cannot be borrowed; expected"
+                " deepseek_v3 or qwen3_next"
             )
         self._config = config
 
     def norm(self) -> nn.Module:
         """A fresh norm of the layer's own kind, as wide as its input."""
-        return type(self.block.input_layernorm)(self._config.hidden_size, eps=self._config.rms_norm_eps)
+        return type(self.block.input_layernorm)(
+            self._config.hidden_size, eps=self._config.rms_norm_eps
+        )
 
     def rotary_embedding(self) -> nn.Module:
         return self._rotary(self._config)
 
-    def forward(self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None) -> Tensor:
-        """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot asks."""
+    def forward(
+        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+    ) -> Tensor:
+        """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot
+        asks."""
         self.block.self_attn.attend = attend
         try:
             return self.block(state, position_embeddings=rotary, attention_mask=None)
@@ -90,7 +125,8 @@ class BorrowedLayer(ExactBuffers):
 
 
 def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module under the names of checkpoints, with separate matrices for every expert."""
+    """The state of a module under the names of checkpoints, with separate matrices for every
+    expert."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         stem, _, part = name.rpartition(".experts.")
@@ -98,8 +134,14 @@ def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
             continue
         for i, expert in enumerate(tensor):
-            pieces = dict(zip(("gate_proj", "up_proj"), expert.chunk(2))) if part == "gate_up_proj" else {part: expert}
-            found |= {f"{stem}.experts.{i}.{piece}.weight": value for piece, value in pieces.items()}
+            pieces = (
+                dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
+                if part == "gate_up_proj"
+                else {part: expert}
+            )
+            found |= {
+                f"{stem}.experts.{i}.{piece}.weight": value for piece, value in pieces.items()
+            }
     return found
 
 
@@ -111,7 +153,9 @@ def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stem, _, rest = name.rpartition(".experts.")
         number, _, part = rest.partition(".")
         if stem and number.isdigit():
-            experts.setdefault(stem, {}).setdefault(int(number), {})[part.removesuffix(".weight")] = tensor
+            experts.setdefault(stem, {}).setdefault(int(number), {})[
+                part.removesuffix(".weight")
+            ] = tensor
         else:
             found[name] = tensor
     for stem, numbered in experts.items():

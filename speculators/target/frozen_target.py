@@ -1,12 +1,12 @@
-"""FrozenTarget: any Hugging Face causal LM, alone or in a multimodal model, as the fixed model whose distribution is
-preserved.
+"""FrozenTarget: any Hugging Face causal LM, alone or in a multimodal model, as the fixed model
+whose distribution is preserved.
 
-One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of the output head);
-`logits` turns the latter into the model's logits. No architecture is known by name: the decoder layers are the
-module list of the length in the config, taps are forward hooks on it, and masks and logit scales are observed on a
-short probe when the target is made. Every target gives features; what decoding needs beside them, masks for rows of
-different length and states that can be rolled back, a target may lack (`decoding_refusal`).
-"""
+One forward gives the taps (hidden states a drafter reads) and the last hidden state (the input of
+the output head); `logits` turns the latter into the model's logits. No architecture is known by
+name: the decoder layers are the module list of the length in the config, taps are forward hooks on
+it, and masks and logit scales are observed on a short probe when the target is made. Every target
+gives features; what decoding needs beside them, masks for rows of different length and states that
+can be rolled back, a target may lack (`decoding_refusal`)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 class TargetFeatures:
     """The target's features of packed rows, which drafters are trained on.
 
-    `paths` and `forks` belong to rows with branches of rejected drafts after their text (`drafter.term_paths`).
-    """
+    `paths` and `forks` belong to rows with branches of rejected drafts after their text
+    (`drafter.term_paths`)."""
 
     input_ids: Tensor  # [B, T]
     position_ids: Tensor  # [B, T], restarting in each segment
@@ -66,17 +66,21 @@ class TargetFeatures:
     loss_mask: Tensor  # [B, T]
     taps: Tensor | None  # [B, T, n·H], in the order of tap_layers; None without taps
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
-    paths: Tensor | None = None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
-    forks: Tensor | None = None  # [B, T], of a branch's token the slot after which it left its text; of others -1
+    paths: Tensor | None = (
+        None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
+    )
+    forks: Tensor | None = (
+        None  # [B, T], of a branch's token the slot after which it left its text; of others -1
+    )
     seeds: Tensor | None = None  # [B], on the CPU: seeds of each row's random numbers; None: any
 
 
 class FrozenTarget(nn.Module):
     """A causal LM in evaluation mode whose parameters never require gradients.
 
-    `tap_layers` = [i, …] reads `hidden_states[i]` of transformers for i < num_layers (0 is the embedding output, i the
-    output of layer i-1) and the residual stream before the final norm for i = num_layers.
-    """
+    `tap_layers` = [i, …] reads `hidden_states[i]` of transformers for i < num_layers (0 is the
+    embedding output, i the output of layer i-1) and the residual stream before the final norm for i
+    = num_layers."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
         super().__init__()
@@ -93,7 +97,9 @@ class FrozenTarget(nn.Module):
         self._tapped = bool(self.tap_layers)
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
         self.recurrent: RecurrentLayers | None = None  # what its layers keep beside keys and values
-        self.decoding_refusal: str | None = None  # why drafts cannot be verified with it here; None: they can
+        self.decoding_refusal: str | None = (
+            None  # why drafts cannot be verified with it here; None: they can
+        )
         with torch.no_grad():
             self._confirm(self._parts)
 
@@ -145,21 +151,24 @@ class FrozenTarget(nn.Module):
         """Loads safetensors weights strictly.
 
         dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`)
-        attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the architecture's attention,
+        attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the
+        architecture's attention,
             else eager: sinks, soft caps)
         on_host: stay in the host's memory, to be moved to `device` later
         Errors: CheckpointError, UnsupportedTarget.
         """
         if attn_implementation not in ("auto", *ATTENTION):
             raise ConfigError(
-                f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or eager: "
-                "the others cannot honour the masks of rows with different lengths"
+                f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or"
+                " eager: the others cannot honour the masks of rows with different lengths"
             )
         if dtype != "auto":
             as_dtype(dtype)
         name, revision = split_revision(path_or_id, revision)
         try:
-            model, info = auto_class_of(name, revision=revision, trust_remote_code=trust_remote_code).from_pretrained(
+            model, info = auto_class_of(
+                name, revision=revision, trust_remote_code=trust_remote_code
+            ).from_pretrained(
                 name,
                 dtype=dtype,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
@@ -171,10 +180,13 @@ class FrozenTarget(nn.Module):
             )
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"target {path_or_id}: the weights could not be loaded: {hub_trouble(error) or error}"
+                f"target {path_or_id}: the weights could not be loaded:"
+                f" {hub_trouble(error) or error}"
             ) from error
         except (ValueError, KeyError, ImportError) as error:
-            raise UnsupportedTarget(f"target {path_or_id}: transformers cannot build it: {error}") from error
+            raise UnsupportedTarget(
+                f"target {path_or_id}: transformers cannot build it: {error}"
+            ) from error
         refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
@@ -195,7 +207,8 @@ class FrozenTarget(nn.Module):
 
     @property
     def checkpoint_dtype(self) -> torch.dtype:
-        """The dtype of exports: the target's, or the checkpoint's where the device widens it to float32."""
+        """The dtype of exports: the target's, or the checkpoint's where the device widens it to
+        float32."""
         own = as_dtype(self.config.dtype or self.dtype)
         widened = self.dtype == running_dtype("auto", own, self.device) != own
         return own if widened else self.dtype
@@ -211,18 +224,19 @@ class FrozenTarget(nn.Module):
 
     @property
     def supports_rollback(self) -> bool:
-        """True if rows of different length can be decoded together, and rejected drafts taken back. Without it a target
-        gives features; `decoding_refusal` says why."""
+        """True if rows of different length can be decoded together, and rejected drafts taken back.
+        Without it a target gives features; `decoding_refusal` says why."""
         return self.decoding_refusal is None
 
     def require_rollback(self, what: str) -> None:
         """UnsupportedTarget if `what` cannot be done, for it decodes with the target."""
         if self.decoding_refusal is not None:
             raise UnsupportedTarget(
-                f"{what}: needs a target whose rows can be decoded and rolled back here. {self.decoding_refusal}. Its "
-                "features need none of this: train, cache and export with it, write responses at endpoints "
-                "(regenerate.endpoints) or leave data.validation out, and evaluate by real vLLM "
-                "(evaluation.engines: [vllm], or --engine vllm)"
+                f"{what}: needs a target whose rows can be decoded and rolled back here."
+                f" {self.decoding_refusal}. Its features need none of this: train, cache and export"
+                " with it, write responses at endpoints (regenerate.endpoints) or leave"
+                " data.validation out, and evaluate by real vLLM (evaluation.engines: [vllm], or"
+                " --engine vllm)"
             )
 
     @property
@@ -244,18 +258,28 @@ class FrozenTarget(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H] of the output head, float32; of a quantised one as its products with unit vectors say."""
+        """[V, H] of the output head, float32; of a quantised one as its products with unit vectors
+        say."""
         if has_plain_weight(self.lm_head):
             return self.lm_head.weight.float()  # type: ignore[operator,return-value]
         with torch.no_grad():
             units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-            return (self.lm_head(units) - self.lm_head(torch.zeros_like(units[:1]))).T.float().contiguous()
+            return (
+                (self.lm_head(units) - self.lm_head(torch.zeros_like(units[:1])))
+                .T.float()
+                .contiguous()
+            )
 
     @property
     def final_norm_weight(self) -> Tensor | None:
-        """[H] scale of the norm before the head, where the decoder has a plain RMS norm called `norm`; else None."""
+        """[H] scale of the norm before the head, where the decoder has a plain RMS norm called
+        `norm`; else None."""
         weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
-        return weight.float() if weight is not None and self.config.model_type not in _SHIFTED_NORMS else None
+        return (
+            weight.float()
+            if weight is not None and self.config.model_type not in _SHIFTED_NORMS
+            else None
+        )
 
     def train(self, mode: bool = True) -> FrozenTarget:
         """A frozen target has no training mode."""
@@ -283,13 +307,14 @@ class FrozenTarget(nn.Module):
         past_key_values: Cache | None = None,
         key_position_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B, T, H].
+        """input_ids, position_ids [B, T] -> taps [B, T, n·H] (None without taps), last_hidden [B,
+        T, H].
 
-        `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1, T, S], True =
-        attend; layers with a sliding window narrow it by themselves, and recurrent ones do not read it. Key j is the
-        row's position j, unless `key_position_ids` [B, S] say otherwise, as in a tree of drafts. `past_key_values` must
-        keep every position in every layer, and states of recurrent layers as RaggedCache does. The output head is not
-        computed.
+        `attention_mask`: None for plain causal attention over rows of equal length, or bool [B, 1,
+        T, S], True = attend; layers with a sliding window narrow it by themselves, and recurrent
+        ones do not read it. Key j is the row's position j, unless `key_position_ids` [B, S] say
+        otherwise, as in a tree of drafts. `past_key_values` must keep every position in every
+        layer, and states of recurrent layers as RaggedCache does. The output head is not computed.
         """
         past = 0
         if past_key_values is None and attention_mask is None and not self._packs:
@@ -299,30 +324,39 @@ class FrozenTarget(nn.Module):
             past = past_key_values.get_seq_length()
             if any(past_key_values.is_sliding):
                 raise ConfigError(
-                    "target: past_key_values drops positions in its sliding layers; pass a cache that keeps them all "
-                    "(RaggedCache, or DynamicCache() without a config)"
+                    "target: past_key_values drops positions in its sliding layers; pass a cache"
+                    " that keeps them all (RaggedCache, or DynamicCache() without a config)"
                 )
             if self.recurrent is not None and not hasattr(past_key_values, "recurrent"):
-                raise ConfigError("target: past_key_values rolls no recurrent states back; pass a RaggedCache's view")
+                raise ConfigError(
+                    "target: past_key_values rolls no recurrent states back; pass a RaggedCache's"
+                    " view"
+                )
         places = (position_ids, key_position_ids)
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
     def serve_up_to(self, max_length: int) -> None:
-        """Fixes LongRoPE's frequencies to those for `max_length` tokens; else they depend on the longest row."""
+        """Fixes LongRoPE's frequencies to those for `max_length` tokens; else they depend on the
+        longest row."""
         longrope.fix_frequencies(self._parts.decoder, max_length)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft cap."""
+        """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft
+        cap."""
         if not self._passes_gradients and last_hidden.requires_grad and torch.is_grad_enabled():
             raise UnsupportedTarget(
-                f"target {self.name_or_path}: no gradient passes through its quantised output head "
-                f"({type(self.lm_head).__name__}), which this drafter shares; train a family with a head of its own "
-                "(eagle3, medusa), or use a checkpoint whose lm_head is not quantised"
+                f"target {self.name_or_path}: no gradient passes through its quantised output head"
+                f" ({type(self.lm_head).__name__}), which this drafter shares; train a family with"
+                " a head of its own (eagle3, medusa), or use a checkpoint whose lm_head is not"
+                " quantised"
             )
-        return self.head_to_logits(self._parts.lm_head(last_hidden))  # whose output it scales and caps
+        return self.head_to_logits(
+            self._parts.lm_head(last_hidden)
+        )  # whose output it scales and caps
 
     def final_norm(self, residual: Tensor) -> Tensor:
-        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [...,
+        H]."""
         if self._final_norm is None:
             with torch.no_grad():
                 self._final_norm = find_final_norm(self._parts)
@@ -341,16 +375,19 @@ class FrozenTarget(nn.Module):
         gradients: bool = False,
         autocast: bool = False,
     ) -> TargetFeatures:
-        """Features of packed rows; shapes as in TargetFeatures. A token attends to earlier tokens of its own segment
-        only, and one of a branch to the text before its branch and to the branch. Where masks cannot separate the texts
-        of a row, as in recurrent layers, each text is run as a row of its own, and there are no branches. `gradients`:
-        record them, to train weights of the model. `autocast`: run under the active one, instead of in the model's
+        """Features of packed rows; shapes as in TargetFeatures. A token attends to earlier tokens
+        of its own segment only, and one of a branch to the text before its branch and to the
+        branch. Where masks cannot separate the texts of a row, as in recurrent layers, each text is
+        run as a row of its own, and there are no branches. `gradients`: record them, to train
+        weights of the model. `autocast`: run under the active one, instead of in the model's
         precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
                 taps, last_hidden = self._run_texts(input_ids, segment_ids, forks)
-                return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
+                return TargetFeatures(
+                    input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden
+                )
             long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
             spans = text_spans(segment_ids) if long else None
             if spans is not None:
@@ -359,29 +396,35 @@ class FrozenTarget(nn.Module):
                 mask = packed_mask(segment_ids, forks)
                 places = (None, None) if mask is None else (position_ids, position_ids)
                 taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
-        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks)
+        return TargetFeatures(
+            input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks
+        )
 
     def _confirm_taps(self, parts: Parts) -> None:
         ids = torch.arange(3, device=parts.device)[None]
         taps, expected = self._decode(ids)[0], (*ids.shape, len(self.tap_layers) * self.hidden_size)
         if taps is not None and taps.shape != expected:
             raise UnsupportedTarget(
-                f"target {self.name_or_path}: its layers pass on {tuple(taps.shape)} instead of [batch, tokens, hidden "
-                f"size] {expected}; a drafter cannot tap several residual streams"
+                f"target {self.name_or_path}: its layers pass on {tuple(taps.shape)} instead of"
+                f" [batch, tokens, hidden size] {expected}; a drafter cannot tap several residual"
+                " streams"
             )
 
     def _probe_packed(self, *packed: Tensor) -> Tensor:
         """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
         return self.features(*packed, loss_mask=packed[0]).last_hidden
 
-    def _run_texts(self, input_ids: Tensor, segment_ids: Tensor, forks: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches nothing. Padding
-        of the rows gets zeros."""
+    def _run_texts(
+        self, input_ids: Tensor, segment_ids: Tensor, forks: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches
+        nothing. Padding of the rows gets zeros."""
         spans = text_spans(segment_ids)
         if forks is not None or spans is None:
             raise UnsupportedTarget(
-                f"target {self.name_or_path}: rows with branches of rejected drafts need attention masks, which its "
-                "layers cannot honour; train without them (on_policy.suffix_weight: 0)"
+                f"target {self.name_or_path}: rows with branches of rejected drafts need attention"
+                " masks, which its layers cannot honour; train without them"
+                " (on_policy.suffix_weight: 0)"
             )
         T, size = input_ids.shape[1], input_ids.numel()
         known = (on_host(segment_ids) >= 0).tolist()
@@ -395,55 +438,94 @@ class FrozenTarget(nn.Module):
         index: list[Tensor] = []  # the places of the tokens of each batch of texts
         outputs: list[tuple[Tensor | None, Tensor]] = []
         while texts:
-            batch, texts = texts[: max(size // texts[0][1], 1)], texts[max(size // texts[0][1], 1) :]
+            batch, texts = (
+                texts[: max(size // texts[0][1], 1)],
+                texts[max(size // texts[0][1], 1) :],
+            )
             first, lengths = torch.tensor(batch).unbind(1)  # [n]
             slots = torch.arange(batch[0][1])
             inside = slots < lengths[:, None]  # [n, L]
             places = (first[:, None] + slots).clamp(max=size - 1)
-            kept = to_device(inside.flatten().nonzero().flatten(), self._device)  # tokens of the flat [n·L]
+            kept = to_device(
+                inside.flatten().nonzero().flatten(), self._device
+            )  # tokens of the flat [n·L]
             index.append(to_device(places[inside], self._device))
             places, inside = (to_device(each, self._device) for each in (places, inside))
             taps, last_hidden = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
-            outputs.append((None if taps is None else taps.flatten(0, 1)[kept], last_hidden.flatten(0, 1)[kept]))
+            outputs.append(
+                (
+                    None if taps is None else taps.flatten(0, 1)[kept],
+                    last_hidden.flatten(0, 1)[kept],
+                )
+            )
 
         def whole(parts: list[Tensor]) -> Tensor:
             """[n, D] of each batch -> [B, T, D]."""
-            flat = parts[0].new_zeros(size, parts[0].shape[1]).index_copy(0, torch.cat(index), torch.cat(parts))
+            flat = (
+                parts[0]
+                .new_zeros(size, parts[0].shape[1])
+                .index_copy(0, torch.cat(index), torch.cat(parts))
+            )
             return flat.view(*input_ids.shape, -1)
 
         found_taps = [taps for taps, _ in outputs if taps is not None]
         return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])
 
-    def _run_long(self, input_ids: Tensor, position_ids: Tensor, spans: Spans) -> tuple[Tensor | None, Tensor]:
+    def _run_long(
+        self, input_ids: Tensor, position_ids: Tensor, spans: Spans
+    ) -> tuple[Tensor | None, Tensor]:
         """A forward of rows too long for [T, T] masks."""
-        full, sliding = (torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2))
+        full, sliding = (
+            torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2)
+        )
         windows = {full.data_ptr(): 0, sliding.data_ptr(): self._window}
         with packed(self.config, spans, windows):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
 
-    def _run(self, input_ids, position_ids, mask, places, past, past_key_values) -> tuple[Tensor | None, Tensor]:
+    def _run(
+        self, input_ids, position_ids, mask, places, past, past_key_values
+    ) -> tuple[Tensor | None, Tensor]:
         """A forward. `places`: positions of queries and keys, if there is a mask."""
         masks = self._masks(mask, *places, past, *input_ids.shape)
         if self.recurrent is not None and past_key_values is not None:
             with past_key_values.recurrent(self.recurrent):
                 return self._decode(input_ids, position_ids, masks, past_key_values)
-        with decoding(self.config, self._attends_by_name and worthwhile(self._device, past_key_values)):
+        with decoding(
+            self.config, self._attends_by_name and worthwhile(self._device, past_key_values)
+        ):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, masks=None, cache: Cache | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        masks=None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         self._collected = {}
         try:
             output = self._parts.decode(input_ids, cache, position_ids, masks)
-            taps = torch.cat([self._collected[i] for i in self.tap_layers], dim=-1) if self._tapped else None
+            taps = (
+                torch.cat([self._collected[i] for i in self.tap_layers], dim=-1)
+                if self._tapped
+                else None
+            )
         finally:
             self._collected = None
         return taps, output.last_hidden_state
 
-    def _masks(self, mask: Tensor | None, queries: Tensor | None, keys: Tensor | None, past: int, B: int, T: int):
-        """The decoder's attention_mask: additive [B, 1, T, S] per kind of layer, or None where the kernel's causal rule
-        is enough. `queries` [B, T] and `keys` [B, S]: positions for windows; None: those of one text per row."""
+    def _masks(
+        self,
+        mask: Tensor | None,
+        queries: Tensor | None,
+        keys: Tensor | None,
+        past: int,
+        B: int,
+        T: int,
+    ):
+        """The decoder's attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
+        kernel's causal rule is enough. `queries` [B, T] and `keys` [B, S]: positions for windows;
+        None: those of one text per row."""
         narrow = self._has_sliding and past + T > self._window
         if mask is None:
             if not narrow and (T == 1 or (past == 0 and not self._eager)):

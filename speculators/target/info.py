@@ -1,7 +1,8 @@
-"""What config.json alone says of a target: the class that loads it, and its sizes, before any weight is loaded.
+"""What config.json alone says of a target: the class that loads it, and its sizes, before any
+weight is loaded.
 
-A TargetSketch stands in for a FrozenTarget where only sizes are read (`speculators.registry.config_for_target`).
-"""
+A TargetSketch stands in for a FrozenTarget where only sizes are read
+(`speculators.registry.config_for_target`)."""
 
 from __future__ import annotations
 
@@ -40,8 +41,12 @@ class TargetSketch:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that loads a model of this whole config: a causal LM, or a multimodal model around one."""
-    multimodal = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    """transformers' class that loads a model of this whole config: a causal LM, or a multimodal
+    model around one."""
+    multimodal = (
+        type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    )
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
 
 
@@ -50,7 +55,8 @@ def auto_class_of(model: str, **source: Any) -> Any:
     try:
         return auto_class(AutoConfig.from_pretrained(model, **source))
     except (OSError, ValueError, KeyError):
-        return AutoModelForCausalLM  # which says what is wrong, and reads folders of a peft adapter alone
+        # which says what is wrong, and reads folders of a peft adapter alone
+        return AutoModelForCausalLM
 
 
 def sketch_target(
@@ -61,16 +67,20 @@ def sketch_target(
     dtype: str = "auto",
     device: torch.device | str | None = None,
 ) -> TargetSketch:
-    """Reads config.json (of a folder, the local cache or the hub); builds the model without memory for weights.
+    """Reads config.json (of a folder, the local cache or the hub); builds the model without memory
+    for weights.
 
-    `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this machine would use."""
+    `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this
+    machine would use."""
     try:
-        whole = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        whole = AutoConfig.from_pretrained(
+            model, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         first = hub_trouble(error) or str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"target.model: {model} has no config.json that transformers can read ({first}); give a folder "
-            "that holds a causal language model, or a repository id"
+            f"target.model: {model} has no config.json that transformers can read ({first}); give a"
+            " folder that holds a causal language model, or a repository id"
         ) from error
     config = whole.get_text_config()
     try:

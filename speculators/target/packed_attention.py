@@ -1,9 +1,10 @@
-"""Attention over packed rows: text by text for long rows, without [T, T] tensors, and the masks of all other rows.
+"""Attention over packed rows: text by text for long rows, without [T, T] tensors, and the masks of
+all other rows.
 
-The texts of a packed row do not see each other, so plain causal attention over each text gives the same result; sliding
-windows are computed in blocks of queries. A layer receives an empty placeholder mask, whose address tells its window.
-The attention is registered with transformers as an implementation of its own.
-"""
+The texts of a packed row do not see each other, so plain causal attention over each text gives the
+same result; sliding windows are computed in blocks of queries. A layer receives an empty
+placeholder mask, whose address tells its window. The attention is registered with transformers as
+an implementation of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
 def text_spans(segment_ids: Tensor) -> Spans | None:
-    """segment_ids [B, T] -> the spans of texts per row, padding included; None if a text is not contiguous."""
+    """segment_ids [B, T] -> the spans of texts per row, padding included; None if a text is not
+    contiguous."""
     rows = []
     for row in on_host(segment_ids).tolist():
         starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
@@ -43,8 +45,8 @@ def text_spans(segment_ids: Tensor) -> Spans | None:
 
 @contextmanager
 def packed(config: PretrainedConfig, spans: Spans, windows: dict[int, int]) -> Iterator[None]:
-    """Inside this context, models of `config` attend within `spans`. `windows`: addresses of placeholder masks, and the
-    window of the layers that receive them (0: none)."""
+    """Inside this context, models of `config` attend within `spans`. `windows`: addresses of
+    placeholder masks, and the window of the layers that receive them (0: none)."""
     before, tokens = config._attn_implementation, (_windows.set(windows), _spans.set(spans))
     config._attn_implementation = NAME
     try:
@@ -69,7 +71,9 @@ def packed_attention(
     windows = _windows.get() or {}
     window = None if attention_mask is None else windows.get(attention_mask.data_ptr())
     if window is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **others
+        )
     rows = []
     for row, spans in enumerate(_spans.get()):
         texts = []
@@ -80,7 +84,9 @@ def packed_attention(
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale: float | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale: float | None
+) -> Tensor:
     """Attention of one text: [1, h, L, d] -> [1, h, L, ·]."""
     options = {"dropout_p": dropout, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     attention, L = nn.functional.scaled_dot_product_attention, q.shape[2]
@@ -92,7 +98,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int, dropout: float, scale:
         keys = torch.arange(first, end, device=q.device)
         queries = torch.arange(start, end, device=q.device)[:, None]
         mask = (keys <= queries) & (keys > queries - window)
-        blocks.append(attention(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, **options))
+        blocks.append(
+            attention(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, **options)
+        )
     return torch.cat(blocks, dim=2)
 
 
@@ -100,28 +108,33 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-# ------------------------------------------------------------------ masks of rows with branches
-#
-# A branch is a run of rejected drafts after some slot of a text, its fork. Its tokens see the text up to the fork and
-# the branch itself.
+# ------------------------------------------------------------------ masks of rows with branches  A
+# branch is a run of rejected drafts after some slot of a text, its fork. Its tokens see the text up
+# to the fork and the branch itself.
 
 
 def packed_mask(segment_ids: Tensor, forks: Tensor | None = None) -> Tensor | None:
     """bool [B, 1, T, T], True = attend; None where plain causal attention is equivalent.
 
-    segment_ids [B, T]: the text a token belongs to; -1: padding, or a branch. forks [B, T]: the slot after which a
-    token's branch leaves its text, -1 for tokens of no branch; no two branches of a row have the same.
-    """
+    segment_ids [B, T]: the text a token belongs to; -1: padding, or a branch. forks [B, T]: the
+    slot after which a token's branch leaves its text, -1 for tokens of no branch; no two branches
+    of a row have the same."""
     slots = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
     if forks is None:
         segments = on_host(segment_ids)
         starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] >= 0)  # [B, T-1]
-        if not bool(starts.any()):  # one text per row; padding after it needs no mask, nothing sees it
+        if not bool(
+            starts.any()
+        ):  # one text per row; padding after it needs no mask, nothing sees it
             return None
-        return (_across(segment_ids, segment_ids, torch.eq) & _across(slots, slots, torch.ge))[:, None]
+        return (_across(segment_ids, segment_ids, torch.eq) & _across(slots, slots, torch.ge))[
+            :, None
+        ]
     inside = forks >= 0  # of a branch
     last = torch.where(inside, forks, slots)  # the last slot of its text that a token sees
-    text = _across(segment_ids.gather(1, last), segment_ids, torch.eq) & _across(last, slots, torch.ge)
+    text = _across(segment_ids.gather(1, last), segment_ids, torch.eq) & _across(
+        last, slots, torch.ge
+    )
     branch = _across(forks, forks, torch.eq) & _across(slots, slots, torch.ge)
     return torch.where(inside[:, None, :], branch & inside[:, :, None], text)[:, None]
 

@@ -1,12 +1,13 @@
-"""A whole language model of plain decoder layers, run with few calls: what a small model's time is made of.
+"""A whole language model of plain decoder layers, run with few calls: what a small model's time is
+made of.
 
-transformers runs a model layer by layer in some forty calls each, which for a small model take longer than its
-arithmetic. Here the layers of architectures that differ from Llama's by biases, norms of queries and keys, and experts
-only are those of speculators/layers/decoder.py around the very same weights, with projections of one input as one
-product. Whether they compute what the model computes is tried out on a few tokens; a model that is not of this kind, or
-fails, runs as it is, and the log says why. On a CPU the weights of a model of up to `MOST_PACKED` bytes are packed for
-bfloat16 products, which holds them twice. Knows no family and no loss; for inference only.
-"""
+transformers runs a model layer by layer in some forty calls each, which for a small model take
+longer than its arithmetic. Here the layers of architectures that differ from Llama's by biases,
+norms of queries and keys, and experts only are those of speculators/layers/decoder.py around the
+very same weights, with projections of one input as one product. Whether they compute what the model
+computes is tried out on a few tokens; a model that is not of this kind, or fails, runs as it is,
+and the log says why. On a CPU the weights of a model of up to `MOST_PACKED` bytes are packed for
+bfloat16 products, which holds them twice. Knows no family and no loss; for inference only."""
 
 from __future__ import annotations
 
@@ -28,13 +29,18 @@ from speculators.target.frozen_target import FrozenTarget
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the states' root mean square
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 5e-2,
+    torch.float16: 1e-2,
+}  # of the states' root mean square
 PROBE = (12, 1, 6, 5)  # tokens of the forwards that are tried out, one after the other
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class TargetForward:
-    """The forward of a target in decoding: with few calls where its layers are plain, else transformers' own."""
+    """The forward of a target in decoding: with few calls where its layers are plain, else
+    transformers' own."""
 
     def __init__(self, target: FrozenTarget) -> None:
         self._target, self._plain = target, _plain_or_say(target)
@@ -52,7 +58,8 @@ class TargetForward:
         return self._plain is not None
 
     def renew(self) -> bool:
-        """Chooses again if the model is not made of the same modules, hooks and memory any more; True if so."""
+        """Chooses again if the model is not made of the same modules, hooks and memory any more;
+        True if so."""
         changed = self._plain is not None and self._plain.outdated
         if changed:
             self._plain = _plain_or_say(self._target)
@@ -65,17 +72,22 @@ class TargetForward:
 
 
 class PlainDecoder:
-    """`forward` and `logits` of `runner`, for a model that is made of plain layers (see `plain_decoder`).
+    """`forward` and `logits` of `runner`, for a model that is made of plain layers (see
+    `plain_decoder`).
 
-    `copies`: products of several projections are copies, laid out for one row, which suits a small model whose weights
-    do not change. Without them the weights of small projections are moved, so that those of one input lie together;
-    the only copies are then those packed for a CPU, which `read_weights` renews.
-    """
+    `copies`: products of several projections are copies, laid out for one row, which suits a small
+    model whose weights do not change. Without them the weights of small projections are moved, so
+    that those of one input lie together; the only copies are then those packed for a CPU, which
+    `read_weights` renews."""
 
     def __init__(self, runner: FrozenTarget, *, copies: bool) -> None:
         decoder, config = runner.decoder, _config_of(runner)
         packs = not copies and _packs(runner)
-        self._embed, self._norm, self._taps = runner.embed_tokens, _shared_norm(decoder.norm), runner.tap_layers
+        self._embed, self._norm, self._taps = (
+            runner.embed_tokens,
+            _shared_norm(decoder.norm),
+            runner.tap_layers,
+        )
         self._positions = RotaryTable(config, decoder.rotary_emb)
         self._layers = [_around(layer, config) for layer in decoder.layers]
         self._packed: list[FrozenLinear] = []
@@ -103,8 +115,8 @@ class PlainDecoder:
         view,
         key_position_ids: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """As `FrozenTarget.forward` over `view`, a cache's of this forward: taps [B, T, n·H] or None, states after the
-        final norm [B, T, H]."""
+        """As `FrozenTarget.forward` over `view`, a cache's of this forward: taps [B, T, n·H] or
+        None, states after the final norm [B, T, H]."""
         state, taps = self._embed(input_ids), []
         rotary = self._positions.lookup(position_ids, view.capacity, state)
         attends = cached_attends(view, mask, input_ids.shape[1], len(self._layers))
@@ -157,16 +169,26 @@ def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder 
 def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
     found = plain_decoder(target, copies=False)
     if isinstance(found, str):
-        logger.info("target %s: decoding runs transformers' forward: %s", target.name_or_path, found)
+        logger.info(
+            "target %s: decoding runs transformers' forward: %s", target.name_or_path, found
+        )
         return None
-    packed = f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN" if found.packed_bytes else ""
+    packed = (
+        f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN"
+        if found.packed_bytes
+        else ""
+    )
     logger.info(
-        "target %s: decoding runs its %s layers with few calls%s", target.name_or_path, target.config.model_type, packed
+        "target %s: decoding runs its %s layers with few calls%s",
+        target.name_or_path,
+        target.config.model_type,
+        packed,
     )
     return found
 
 
-# ---------------------------------------------------------------------- whether a model is of this kind
+# ---------------------------------------------------------------------- whether a model is of this
+# kind
 
 
 def _obstacle(runner: FrozenTarget, copies: bool) -> str | None:
@@ -204,11 +226,15 @@ def _other_weights(runner: FrozenTarget) -> str | None:
 
 
 def _packs(runner: FrozenTarget) -> bool:
-    """True if the projections and the head of a target are to be packed, and with the copy take no more than that."""
+    """True if the projections and the head of a target are to be packed, and with the copy take no
+    more than that."""
     weights = [part.weight for layer in runner.layers for _, part in _projections(layer)]
     if not _changed(runner.lm_head):
         weights.append(runner.lm_head.weight)
-    return frozen_linear.can_pack(weights[0]) and sum(each.nbytes for each in weights) <= frozen_linear.MOST_PACKED
+    return (
+        frozen_linear.can_pack(weights[0])
+        and sum(each.nbytes for each in weights) <= frozen_linear.MOST_PACKED
+    )
 
 
 def _changed(linear: nn.Module) -> bool:
@@ -219,7 +245,9 @@ def _changed(linear: nn.Module) -> bool:
 def _projections(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((part, getattr(layer.self_attn, part)) for part in PROJECTIONS)
     if hasattr(layer.mlp, "gate_proj"):
-        yield from ((part, getattr(layer.mlp, part)) for part in ("gate_proj", "up_proj", "down_proj"))
+        yield from (
+            (part, getattr(layer.mlp, part)) for part in ("gate_proj", "up_proj", "down_proj")
+        )
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -228,8 +256,12 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _only_reads(hook: Any) -> bool:
-    """True for hooks of targets, and of transformers' `output_hidden_states`, which plain decoding need not run."""
-    return getattr(hook, "is_tap", False) or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    """True for hooks of targets, and of transformers' `output_hidden_states`, which plain decoding
+    need not run."""
+    return (
+        getattr(hook, "is_tap", False)
+        or getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    )
 
 
 def _make(modules: list[nn.Module]) -> list[tuple]:
@@ -257,7 +289,11 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
         found, past, pieces = _both(plain(ids, positions, None, _Past())), _Past(), []
         for first, width in zip((sum(PROBE[:i]) for i in range(len(PROBE))), PROBE):
             new = slice(first, first + width)
-            mask = None if first == 0 or width == 1 else positions[:, None, None, : new.stop] <= positions[0, new, None]
+            mask = (
+                None
+                if first == 0 or width == 1
+                else positions[:, None, None, : new.stop] <= positions[0, new, None]
+            )
             pieces.append(_both(plain(ids[:, new], positions[:, new], mask, past)))
         pieced = torch.cat(pieces, dim=1)
     sizes = [runner.hidden_size] * (wanted.shape[-1] // runner.hidden_size)
@@ -284,7 +320,9 @@ class _Past:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         if layer in self._kept:
-            key, value = (torch.cat([old, new], dim=2) for old, new in zip(self._kept[layer], (key, value)))
+            key, value = (
+                torch.cat([old, new], dim=2) for old, new in zip(self._kept[layer], (key, value))
+            )
         self._kept[layer] = key, value
         return key, value
 

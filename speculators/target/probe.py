@@ -1,9 +1,9 @@
-"""Probes of a model that becomes a FrozenTarget: its modules, logits, masks, recurrent states and packing.
+"""Probes of a model that becomes a FrozenTarget: its modules, logits, masks, recurrent states and
+packing.
 
-These functions run the model on a few tokens and compare with what its config claims. What cannot be confirmed is
-refused with the reason, since a wrong mask or scale would silently change the target's output. No architecture is known
-by name.
-"""
+These functions run the model on a few tokens and compare with what its config claims. What cannot
+be confirmed is refused with the reason, since a wrong mask or scale would silently change the
+target's output. No architecture is known by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -38,7 +43,15 @@ _RECURRENT_FIELDS = (
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PROBE_ERRORS = (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError, NotImplementedError)
+_PROBE_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    NotImplementedError,
+)
 _PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
 
@@ -54,13 +67,22 @@ class Parts:
     layers: nn.ModuleList
     embed_tokens: nn.Module
     lm_head: nn.Module
-    kinds: tuple[str, ...]  # per layer FULL, SLIDING or STATES, or a name of the config's that is none of them
+    kinds: tuple[
+        str, ...
+    ]  # per layer FULL, SLIDING or STATES, or a name of the config's that is none of them
     window: int  # of the sliding layers; 0 without any
     cache_name: str  # its forward's name for a cache
     stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
 
-    def decode(self, input_ids: Tensor, cache: Cache | None = None, position_ids: Tensor | None = None, mask=None):
-        """The decoder's output. Without cache, positions and mask: its own plain forward over whole texts."""
+    def decode(
+        self,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        position_ids: Tensor | None = None,
+        mask=None,
+    ):
+        """The decoder's output. Without cache, positions and mask: its own plain forward over whole
+        texts."""
         given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
             given[self.cache_name] = cache
@@ -72,7 +94,9 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """That of the states: quantised weights have others."""
-        return next((p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES), self.model.dtype)
+        return next(
+            (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES), self.model.dtype
+        )
 
     @property
     def device(self) -> torch.device:
@@ -81,11 +105,15 @@ class Parts:
     @property
     def has_values(self) -> bool:
         """False for weights without memory, of which nothing can be asked but shapes."""
-        return not has_plain_weight(self.lm_head) or self.lm_head.weight.untyped_storage().device.type != "meta"
+        return (
+            not has_plain_weight(self.lm_head)
+            or self.lm_head.weight.untyped_storage().device.type != "meta"
+        )
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """True if transformers keeps quantised weights, and has not turned them into plain ones in loading."""
+    """True if transformers keeps quantised weights, and has not turned them into plain ones in
+    loading."""
     quantizer = getattr(model, "hf_quantizer", None)
     return quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
 
@@ -95,18 +123,22 @@ def has_plain_weight(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dtype not in _OF_STATES:
         return False
-    return not hasattr(weight, "tensor_data_names")  # of the subclasses that torchao stores quantised weights in
+    return not hasattr(
+        weight, "tensor_data_names"
+    )  # of the subclasses that torchao stores quantised weights in
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing gives no NaN)."""
+    """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing
+    gives no NaN)."""
     zero, floor = _mask_values(dtype, mask.device)
     return torch.where(mask, zero, floor)
 
 
 @lru_cache
 def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of an additive mask, cached: on small models creating them is measurable in every step."""
+    """The two values of an additive mask, cached: on small models creating them is measurable in
+    every step."""
     with torch.inference_mode(False):
         floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
         return torch.zeros_like(floor), floor
@@ -121,50 +153,87 @@ def find_parts(model: PreTrainedModel) -> Parts:
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     _refuse_unsupported(model, config, name)
     n = config.num_hidden_layers
-    candidates = [model.get_decoder(), *model.children()]  # some classes take the model, or its head, for the decoder
-    lists_of = lambda module: [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == n]
-    found = ((each, lists_of(each)) for each in candidates if each is not None and each is not model)
+    candidates = [
+        model.get_decoder(),
+        *model.children(),
+    ]  # some classes take the model, or its head, for the decoder
+    lists_of = lambda module: [
+        m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == n
+    ]
+    found = (
+        (each, lists_of(each)) for each in candidates if each is not None and each is not model
+    )
     decoder, lists = next((pair for pair in found if pair[1]), (model, []))
     if not lists:
-        raise UnsupportedTarget(f"target {name}: no module list of num_hidden_layers={n} layers in its decoder")
+        raise UnsupportedTarget(
+            f"target {name}: no module list of num_hidden_layers={n} layers in its decoder"
+        )
     layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
     embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     if embed_tokens is None or lm_head is None:
-        raise UnsupportedTarget(f"target {name}: no input embedding or no output head; a causal LM is needed")
+        raise UnsupportedTarget(
+            f"target {name}: no input embedding or no output head; a causal LM is needed"
+        )
     if not has_plain_weight(embed_tokens):
         raise UnsupportedTarget(
-            f"target {name}: its input embedding is quantised ({type(embed_tokens).__name__}), which heads share; "
-            "use a checkpoint whose embedding is not"
+            f"target {name}: its input embedding is quantised ({type(embed_tokens).__name__}),"
+            " which heads share; use a checkpoint whose embedding is not"
         )
     kinds = _layer_kinds(config)
     window = int(getattr(config, "sliding_window", None) or 0) if SLIDING in kinds else 0
     names = inspect.signature(decoder.forward).parameters
     cache_name = "cache_params" if "cache_params" in names else "past_key_values"
     stateful = bool(_state_signs(model, config))
-    return Parts(name, config, model, decoder, layers, embed_tokens, lm_head, kinds, window, cache_name, stateful)
+    return Parts(
+        name,
+        config,
+        model,
+        decoder,
+        layers,
+        embed_tokens,
+        lm_head,
+        kinds,
+        window,
+        cache_name,
+        stateful,
+    )
 
 
 def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
     """UnsupportedTarget for what is no causal LM, and for unsuitable attention."""
-    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedTarget(f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed")
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        model.config, "is_encoder_decoder", False
+    ):
+        raise UnsupportedTarget(
+            f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed"
+        )
     if config._attn_implementation not in ATTENTION:
         raise UnsupportedTarget(
-            f"target {name}: attention implementation {config._attn_implementation!r} cannot honour arbitrary masks; "
-            "load it with attn_implementation='sdpa' or 'eager'"
+            f"target {name}: attention implementation {config._attn_implementation!r} cannot honour"
+            " arbitrary masks; load it with attn_implementation='sdpa' or 'eager'"
         )
     if config._attn_implementation != "eager" and needs_eager(config):
         raise UnsupportedTarget(
-            f"target {name}: attn_logit_softcapping={config.attn_logit_softcapping} is silently left out by "
-            f"{config._attn_implementation!r} attention; load it with attn_implementation='eager'"
+            f"target {name}: attn_logit_softcapping={config.attn_logit_softcapping} is silently"
+            f" left out by {config._attn_implementation!r} attention; load it with"
+            " attn_implementation='eager'"
         )
 
 
 def _state_signs(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
-    """What says that some layers keep states: layer types, config fields, transformers' own mark."""
-    kinds = {k for k in getattr(config, "layer_types", None) or () if any(r in k for r in _RECURRENT_LAYERS)}
+    """What says that some layers keep states: layer types, config fields, transformers' own
+    mark."""
+    kinds = {
+        k
+        for k in getattr(config, "layer_types", None) or ()
+        if any(r in k for r in _RECURRENT_LAYERS)
+    }
     fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
-    return [*sorted(kinds), *fields, *(["_is_stateful"] if getattr(model, "_is_stateful", False) else [])]
+    return [
+        *sorted(kinds),
+        *fields,
+        *(["_is_stateful"] if getattr(model, "_is_stateful", False) else []),
+    ]
 
 
 def needs_eager(config: PretrainedConfig) -> bool:
@@ -173,29 +242,44 @@ def needs_eager(config: PretrainedConfig) -> bool:
 
 
 def refuse_incomplete(info: dict, name: str) -> None:
-    """CheckpointError if from_pretrained's `info` reports missing or mismatched tensors. Extra ones are fine."""
+    """CheckpointError if from_pretrained's `info` reports missing or mismatched tensors. Extra ones
+    are fine."""
     missing = sorted(info.get("missing_keys") or ())
     mismatched = sorted(str(key) for key in info.get("mismatched_keys") or ())
     errors = info.get("error_msgs") or ()
     if missing or mismatched or errors:
         parts = [f"{len(missing)} tensors are missing, such as {missing[:3]}"] if missing else []
-        parts += [f"{len(mismatched)} have another shape, such as {mismatched[:3]}"] if mismatched else []
+        parts += (
+            [f"{len(mismatched)} have another shape, such as {mismatched[:3]}"]
+            if mismatched
+            else []
+        )
         parts += [str(error) for error in errors]
-        raise CheckpointError(f"target {name}: {'; '.join(parts)}. Such tensors would be random; fix the checkpoint")
+        raise CheckpointError(
+            f"target {name}: {'; '.join(parts)}. Such tensors would be random; fix the checkpoint"
+        )
 
 
 def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
-    """The kind of each layer, as the config has it; `confirm_masks` and `find_recurrent` check it."""
+    """The kind of each layer, as the config has it; `confirm_masks` and `find_recurrent` check
+    it."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [SLIDING if window else FULL] * config.num_hidden_layers
-    return (*kinds, *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local"))  # GPT-Neo
+    kinds = (
+        getattr(config, "layer_types", None)
+        or [SLIDING if window else FULL] * config.num_hidden_layers
+    )
+    return (
+        *kinds,
+        *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local"),
+    )  # GPT-Neo
 
 
 # ---------------------------------------------------------------------- the probes
 
 
 class _ZeroPast(Cache):
-    """A cache of `length` zero keys and values that stores nothing. With it two tokens show masks of a long past."""
+    """A cache of `length` zero keys and values that stores nothing. With it two tokens show masks
+    of a long past."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
@@ -206,7 +290,9 @@ class _ZeroPast(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         new = (key_states, value_states)
-        return tuple(torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in new)
+        return tuple(
+            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in new
+        )
 
     def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
         return conv_states
@@ -233,12 +319,14 @@ def _probe_ids(parts: Parts, count: int) -> Tensor:
 def confirm_masks(parts: Parts) -> bool:
     """Confirms which keys each layer sees, and that prepared masks reach the layers unchanged.
 
-    Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models of one kind."""
+    Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models
+    of one kind."""
     unknown = sorted(set(parts.kinds) - {FULL, SLIDING, STATES})
     if unknown or (SLIDING in parts.kinds and not parts.window):
         raise UnsupportedTarget(
-            f"target {parts.name}: layer types {sorted(set(parts.kinds))} with sliding_window={parts.window or None}; "
-            f"only {FULL} and {SLIDING} (with a window) can be masked for rows of different length"
+            f"target {parts.name}: layer types {sorted(set(parts.kinds))} with"
+            f" sliding_window={parts.window or None}; only {FULL} and {SLIDING} (with a window) can"
+            " be masked for rows of different length"
         )
     attending = set(parts.kinds) - {STATES}
     if not attending:
@@ -257,33 +345,46 @@ def confirm_masks(parts: Parts) -> bool:
             allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
         if allowed is None or not torch.equal(allowed[0, 0].cpu(), expected[kind]):
             raise UnsupportedTarget(
-                f"target {parts.name}: layer {i} is {kind} (sliding_window={parts.window or None}) by its config, "
-                "but the keys it may see are others; its masks cannot be rebuilt for rows of different length"
+                f"target {parts.name}: layer {i} is {kind} (sliding_window={parts.window or None})"
+                " by its config, but the keys it may see are others; its masks cannot be rebuilt"
+                " for rows of different length"
             )
-    ready = {k: additive_mask(m.to(parts.device)[None, None], parts.dtype) for k, m in expected.items()}
+    ready = {
+        k: additive_mask(m.to(parts.device)[None, None], parts.dtype) for k, m in expected.items()
+    }
     reason = "layers of several kinds got others"
     for by_kind in (True, False) if len(attending) == 1 else (True,):
         try:
-            seen = _masks_seen(parts, masks_by_kind(**ready) if by_kind else ready[min(attending)], length)
+            seen = _masks_seen(
+                parts, masks_by_kind(**ready) if by_kind else ready[min(attending)], length
+            )
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        if all(kind == STATES or _same_memory(mask, ready[kind]) for kind, mask in zip(parts.kinds, seen)):
+        if all(
+            kind == STATES or _same_memory(mask, ready[kind])
+            for kind, mask in zip(parts.kinds, seen)
+        ):
             return by_kind
     raise UnsupportedTarget(
-        f"target {parts.name}: a mask prepared outside does not reach its layers unchanged ({reason}); rows of "
-        "different length cannot be verified together"
+        f"target {parts.name}: a mask prepared outside does not reach its layers unchanged"
+        f" ({reason}); rows of different length cannot be verified together"
     )
 
 
-def masks_by_kind(full_attention: Tensor | None, sliding_attention: Tensor | None) -> dict[str, Tensor | None]:
-    """Masks under transformers' names of layer types; recurrent layers, which know padding alone, get none."""
+def masks_by_kind(
+    full_attention: Tensor | None, sliding_attention: Tensor | None
+) -> dict[str, Tensor | None]:
+    """Masks under transformers' names of layer types; recurrent layers, which know padding alone,
+    get none."""
     full, sliding = full_attention, sliding_attention
     attention = {FULL: full, "hybrid": full, SLIDING: sliding, "hybrid_sliding": sliding}
     return attention | dict.fromkeys(("linear_attention", "conv", "moe", "mlp"))
 
 
-def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -> list[Tensor | None]:
+def _masks_seen(
+    parts: Parts, attention_mask: Tensor | dict | None, past: int
+) -> list[Tensor | None]:
     """The mask of each layer for two tokens after `past` others."""
     seen: dict[nn.Module, Tensor | None] = {}
 
@@ -293,7 +394,12 @@ def _masks_seen(parts: Parts, attention_mask: Tensor | dict | None, past: int) -
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in parts.layers]
     try:
-        parts.decode(_probe_ids(parts, 2), _ZeroPast(past), torch.arange(2, device=parts.device)[None], attention_mask)
+        parts.decode(
+            _probe_ids(parts, 2),
+            _ZeroPast(past),
+            torch.arange(2, device=parts.device)[None],
+            attention_mask,
+        )
     finally:
         for handle in handles:
             handle.remove()
@@ -323,9 +429,9 @@ def _error(a: Tensor, b: Tensor) -> Tensor:
 
 
 def attends_by_name(parts: Parts) -> bool:
-    """True if every layer attends by the implementation that the config names, under the mask that it receives, so that
-    a faster one can replace sdpa. A layer with attention of its own may take another path for any name but "sdpa", and
-    one that makes a mask per head needs that mask."""
+    """True if every layer attends by the implementation that the config names, under the mask that
+    it receives, so that a faster one can replace sdpa. A layer with attention of its own may take
+    another path for any name but "sdpa", and one that makes a mask per head needs that mask."""
     if parts.config._attn_implementation != "sdpa":
         return False
     asked: set[nn.Module] = set()
@@ -348,39 +454,50 @@ def attends_by_name(parts: Parts) -> bool:
 
 
 def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Finds how the head's output becomes logits: the constants are in the config, their use is observed."""
+    """Finds how the head's output becomes logits: the constants are in the config, their use is
+    observed."""
     hidden: list[Tensor] = []
     hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     ids = _probe_ids(parts, 5)
     try:
-        own = _try(parts, "its own forward", lambda: parts.model(input_ids=ids, use_cache=False)).logits  # [1, 5, V]
+        own = _try(
+            parts, "its own forward", lambda: parts.model(input_ids=ids, use_cache=False)
+        ).logits  # [1, 5, V]
     finally:
         hook.remove()
     if not hidden:
         raise UnsupportedTarget(f"target {parts.name}: its forward does not call its output head")
     last_hidden = parts.decode(ids).last_hidden_state
-    if hidden[0].shape != last_hidden.shape or _error(last_hidden, hidden[0]).median() > _tolerance(parts.dtype):
+    if hidden[0].shape != last_hidden.shape or _error(last_hidden, hidden[0]).median() > _tolerance(
+        parts.dtype
+    ):
         raise UnsupportedTarget(
-            f"target {parts.name}: the hidden states are changed between its decoder and its output head"
+            f"target {parts.name}: the hidden states are changed between its decoder and its output"
+            " head"
         )
     raw = parts.lm_head(hidden[0])
     candidates = [(_error(t(raw), own).max().item(), t) for t in _logit_transforms(parts.config)]
-    error, transform = min(candidates, key=lambda pair: pair[0])  # the first, if several are as good
+    error, transform = min(
+        candidates, key=lambda pair: pair[0]
+    )  # the first, if several are as good
     if not error <= _tolerance(parts.dtype) / 10:
         raise UnsupportedTarget(
-            f"target {parts.name}: its logits are not its output head followed by a known scale or soft cap "
-            f"({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced from hidden states"
+            f"target {parts.name}: its logits are not its output head followed by a known scale or"
+            f" soft cap ({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced"
+            " from hidden states"
         )
     return transform, own.shape[-1]
 
 
 def confirm_causal(parts: Parts) -> None:
-    """UnsupportedTarget if states depend on later tokens; by the median, since a router at a tie may change some."""
+    """UnsupportedTarget if states depend on later tokens; by the median, since a router at a tie
+    may change some."""
     ids = _probe_ids(parts, 7)
     part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :4], ids))
     if part.shape[:2] != (1, 4) or _error(whole[:, :4], part).median() > _tolerance(parts.dtype):
         raise UnsupportedTarget(
-            f"target {parts.name}: its states depend on later tokens, or are not one per token; a causal LM is needed"
+            f"target {parts.name}: its states depend on later tokens, or are not one per token; a"
+            " causal LM is needed"
         )
 
 
@@ -399,7 +516,8 @@ def confirm_gradient(parts: Parts) -> bool:
 
 
 def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:
-    """Candidates: each scale of the config as divisor, factor or unused, with its soft cap or without."""
+    """Candidates: each scale of the config as divisor, factor or unused, with its soft cap or
+    without."""
     scalings: list[Callable] = [lambda x: x]
     for scale in (getattr(config, field, None) for field in _LOGIT_SCALES):
         if scale and scale != 1.0:
@@ -407,13 +525,18 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
     cap = next((value for field in _SOFT_CAPS if (value := getattr(config, field, None))), None)
     if not cap:
         return scalings
-    return [lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings] + scalings
+    return [
+        lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings
+    ] + scalings
 
 
 def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
-    """The final norm: the module outside the layers that maps the last layer's output to the last hidden state."""
+    """The final norm: the module outside the layers that maps the last layer's output to the last
+    hidden state."""
     seen: list[Tensor] = []
-    keep = lambda module, args, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    keep = lambda module, args, output: seen.append(
+        output[0] if isinstance(output, tuple) else output
+    )
     hook = parts.layers[-1].register_forward_hook(keep)
     try:
         last_hidden = parts.decode(_probe_ids(parts, 5)).last_hidden_state
@@ -427,13 +550,15 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
             if _error(module(seen[0]), last_hidden).max() <= _tolerance(parts.dtype) / 10:
                 return module.forward
     raise UnsupportedTarget(
-        f"target {parts.name}: no module of its decoder takes its last layer's output to its last hidden state; "
-        "features of another engine, which end before the final norm, cannot be used (features.engine: draftsmith)"
+        f"target {parts.name}: no module of its decoder takes its last layer's output to its last"
+        " hidden state; features of another engine, which end before the final norm, cannot be"
+        " used (features.engine: draftsmith)"
     )
 
 
 def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """UnsupportedTarget unless two segments packed in one row give the same hidden states as each alone.
+    """UnsupportedTarget unless two segments packed in one row give the same hidden states as each
+    alone.
 
     `run`: input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
     ids = _probe_ids(parts, 9)
@@ -442,11 +567,12 @@ def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor
     packed = _try(parts, "a packed forward", lambda: run(ids, positions, segments))
     for piece in (slice(0, 5), slice(5, 9)):
         alone = parts.decode(ids[:, piece]).last_hidden_state
-        # The median, since a router at a tie may send single tokens elsewhere; a wrong mask moves nearly every token.
+        # The median, since a router at a tie may send single tokens elsewhere; a wrong mask moves
+        # nearly every token.
         if _error(packed[:, piece], alone).median() > _tolerance(parts.dtype):
             raise UnsupportedTarget(
-                f"target {parts.name}: packed sequences influence each other or positions are ignored; "
-                "such attention (ALiBi, for one) cannot be masked from outside"
+                f"target {parts.name}: packed sequences influence each other or positions are"
+                " ignored; such attention (ALiBi, for one) cannot be masked from outside"
             )
 
 
@@ -454,8 +580,8 @@ def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor
 
 
 class _Observed(DynamicCache):
-    """transformers' own cache of a model, which records the layers that give it keys and values and the modules that
-    give it states."""
+    """transformers' own cache of a model, which records the layers that give it keys and values and
+    the modules that give it states."""
 
     def __init__(self, config: PretrainedConfig, inside: list[nn.Module]) -> None:
         super().__init__(config=config)
@@ -479,15 +605,19 @@ class _Observed(DynamicCache):
 
 
 def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
-    """The modules that keep states, and the kinds of the layers by what they give to a cache. None: there are none.
+    """The modules that keep states, and the kinds of the layers by what they give to a cache. None:
+    there are none.
 
-    Errors: UnsupportedTarget, if a layer's state is not in the cache, or cannot be told from its keys."""
+    Errors: UnsupportedTarget, if a layer's state is not in the cache, or cannot be told from its
+    keys."""
     if not parts.stateful:
         return parts, None
     inside: list[nn.Module] = []
     modules = [module for layer in parts.layers for module in layer.modules()]
     handles = [m.register_forward_pre_hook(lambda m, args: inside.append(m)) for m in modules]
-    handles += [m.register_forward_hook(lambda m, args, output: inside.pop() and None) for m in modules]
+    handles += [
+        m.register_forward_hook(lambda m, args, output: inside.pop() and None) for m in modules
+    ]
     try:
         cache = _try(parts, "a cache of its layer types", lambda: _Observed(parts.config, inside))
         _try(parts, "a forward with a cache", lambda: parts.decode(_probe_ids(parts, 5), cache))
@@ -496,14 +626,22 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
             handle.remove()
     both = [module for module in cache.mixers if module in cache.keyed]
     if not cache.mixers or both:
-        why = "keep states outside of transformers' cache" if not both else "keep keys and states in one module"
-        raise UnsupportedTarget(f"target {parts.name}: its layers {why}, where they cannot be rolled back")
+        why = (
+            "keep states outside of transformers' cache"
+            if not both
+            else "keep keys and states in one module"
+        )
+        raise UnsupportedTarget(
+            f"target {parts.name}: its layers {why}, where they cannot be rolled back"
+        )
     kinds = [kind if i in cache.attending else STATES for i, kind in enumerate(parts.kinds)]
     sliding = any("sliding" in kind for kind in kinds)
     kinds = [k if k == STATES else SLIDING if "sliding" in k else FULL for k in kinds]
     window = int(getattr(parts.config, "sliding_window", None) or 0) if sliding else 0
     numbers = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
-    return replace(parts, kinds=tuple(kinds), window=window), RecurrentLayers(tuple(cache.mixers), tuple(numbers))
+    return replace(parts, kinds=tuple(kinds), window=window), RecurrentLayers(
+        tuple(cache.mixers), tuple(numbers)
+    )
 
 
 class _Keys(StateCache):
@@ -518,7 +656,10 @@ class _Keys(StateCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         new = (key_states, value_states)
         if layer_idx in self.keys:
-            new = tuple(torch.cat([old[:, :, : self.kept], x], 2) for old, x in zip(self.keys[layer_idx], new))
+            new = tuple(
+                torch.cat([old[:, :, : self.kept], x], 2)
+                for old, x in zip(self.keys[layer_idx], new)
+            )
         self.keys[layer_idx] = new
         return new
 
@@ -529,13 +670,14 @@ class _Keys(StateCache):
         return self.kept + query_length, 0
 
 
-# Tokens of each forward, and how many of them are kept: a start, a rollback, a single token, a rest.
+# Tokens of each forward, and how many of them are kept: a start, a rollback, a single token, a
+# rest.
 _ROUNDS = ((5, 2), (4, 1), (1, 1), (5, 5))
 
 
 def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
-    """Confirms that states which were rolled back continue a text as if nothing else had been read: `found`, stepwise
-    if its mixers must be. Errors: UnsupportedTarget."""
+    """Confirms that states which were rolled back continue a text as if nothing else had been read:
+    `found`, stepwise if its mixers must be. Errors: UnsupportedTarget."""
     ids = _probe_ids(parts, sum(kept for _, kept in _ROUNDS))
     whole = parts.decode(ids).last_hidden_state
     reason = "its hidden states change"
@@ -546,12 +688,14 @@ def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
     raise UnsupportedTarget(
-        f"target {parts.name}: its recurrent states cannot be rolled back when drafts are rejected ({reason})"
+        f"target {parts.name}: its recurrent states cannot be rolled back when drafts are rejected"
+        f" ({reason})"
     )
 
 
 def _rounds_error(parts: Parts, found: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
-    """The largest of the median errors of all rounds, from an empty row and from one with zero states."""
+    """The largest of the median errors of all rounds, from an empty row and from one with zero
+    states."""
     states, worst = RecurrentStates(found, 1), 0.0
     for begin_fresh in (True, False):
         keys: dict[int, tuple[Tensor, Tensor]] = {}
@@ -559,7 +703,10 @@ def _rounds_error(parts: Parts, found: RecurrentLayers, ids: Tensor, whole: Tens
         for T, kept in _ROUNDS:
             read = slice(past, past + T)
             with states.forward(0, 1, T, fresh=begin_fresh and past == 0) as layers:
-                cache, positions = _Keys(keys, layers, past), torch.arange(T, device=parts.device)[None] + past
+                cache, positions = (
+                    _Keys(keys, layers, past),
+                    torch.arange(T, device=parts.device)[None] + past,
+                )
                 hidden = parts.decode(ids[:, read], cache, positions).last_hidden_state
             worst = max(worst, _error(hidden, whole[:, read]).median().item())
             states.keep(0, [kept])

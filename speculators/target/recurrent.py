@@ -1,11 +1,11 @@
 """Recurrent layers of a target: where their states are, and how these are rolled back.
 
-Linear-attention, state-space and short-convolution layers fold a text into states of a fixed size, from which a
-rejected draft cannot be masked out. So a forward runs on a copy of the states. For a row that keeps only some of its
-tokens, the modules that hold states (mixers) run again over these tokens, from the state before the forward, with the
-inputs that the forward gave them; nothing else of the model runs twice. Mixers are found by observation: they are the
-modules that hand states to the cache. Knows no architecture, no drafts, and no keys and values.
-"""
+Linear-attention, state-space and short-convolution layers fold a text into states of a fixed size,
+from which a rejected draft cannot be masked out. So a forward runs on a copy of the states. For a
+row that keeps only some of its tokens, the modules that hold states (mixers) run again over these
+tokens, from the state before the forward, with the inputs that the forward gave them; nothing else
+of the model runs twice. Mixers are found by observation: they are the modules that hand states to
+the cache. Knows no architecture, no drafts, and no keys and values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class RecurrentLayers:
 
     @contextmanager
     def recording(self, calls: list[Call], shape: tuple[int, int], fresh: bool) -> Iterator[None]:
-        """Inside, mixers write their inputs to `calls`. shape: [b, T] of the forward; fresh: it continues no text."""
+        """Inside, mixers write their inputs to `calls`. shape: [b, T] of the forward; fresh: it
+        continues no text."""
         before = [mixer.__dict__.get("forward") for mixer in self.mixers]
         for mixer in self.mixers:
             own = mixer.forward
@@ -58,7 +59,9 @@ class RecurrentLayers:
                 if own is not None:
                     mixer.forward = own  # type: ignore[method-assign]
 
-    def mix(self, forward: Callable, args: tuple, kwargs: dict, shape: tuple[int, int], fresh: bool) -> Any:
+    def mix(
+        self, forward: Callable, args: tuple, kwargs: dict, shape: tuple[int, int], fresh: bool
+    ) -> Any:
         """A mixer's output, token by token where it cannot continue with several."""
         b, T = shape
         if fresh or T == 1 or not self.stepwise:
@@ -66,7 +69,9 @@ class RecurrentLayers:
         outputs = []
         for t in range(T):
             cut = partial(_cut, shape=shape, rows=slice(0, b), slots=slice(t, t + 1))
-            outputs.append(forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
+            outputs.append(
+                forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+            )
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs, dim=1)
         return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
@@ -75,7 +80,9 @@ class RecurrentLayers:
 Call = tuple[Callable, tuple, dict]  # a mixer's forward, and its inputs
 
 
-def _cut(value: Any, shape: tuple[int, int], rows: Any, slots: slice, cache: Cache | None = None) -> Any:
+def _cut(
+    value: Any, shape: tuple[int, int], rows: Any, slots: slice, cache: Cache | None = None
+) -> Any:
     """An input of a mixer for some rows and slots. `cache` takes the place of the forward's."""
     if isinstance(value, Cache):
         return value if cache is None else cache
@@ -112,10 +119,11 @@ class _Forward:
 
 
 class RecurrentStates:
-    """The states of `rows` rows, in memory of their own: per state [rows, …], zero for an empty row.
+    """The states of `rows` rows, in memory of their own: per state [rows, …], zero for an empty
+    row.
 
-    `forward` runs on a copy, and `keep` moves the states on; a forward of which nothing is kept changes nothing.
-    """
+    `forward` runs on a copy, and `keep` moves the states on; a forward of which nothing is kept
+    changes nothing."""
 
     def __init__(self, of: RecurrentLayers, rows: int) -> None:
         self.of, self.rows = of, rows
@@ -124,10 +132,12 @@ class RecurrentStates:
 
     @contextmanager
     def forward(self, start: int, stop: int, T: int, fresh: bool) -> Iterator[list]:
-        """Around a forward of the target over T tokens of rows [start, stop): yields the layers that its cache must
-        have. fresh: the rows are empty."""
+        """Around a forward of the target over T tokens of rows [start, stop): yields the layers
+        that its cache must have. fresh: the rows are empty."""
         fresh = fresh or not self._held
-        made = self._forward = _Forward(start, stop, T, fresh, self._load(slice(start, stop), fresh))
+        made = self._forward = _Forward(
+            start, stop, T, fresh, self._load(slice(start, stop), fresh)
+        )
         made.left = set(range(start, stop))
         with self.of.recording(made.calls, (stop - start, T), fresh):
             yield made.layers
@@ -140,7 +150,10 @@ class RecurrentStates:
                 groups.setdefault(count, []).append(row)
         for count, rows in groups.items():
             if made is None or not made.left.issuperset(rows) or count > made.T:
-                raise ConfigError(f"RecurrentStates.keep: {count} tokens of rows {rows} were not in the last forward")
+                raise ConfigError(
+                    f"RecurrentStates.keep: {count} tokens of rows {rows} were not in the last"
+                    " forward"
+                )
             index = on_device(rows, next(_states(made.layers))[1].device)
             if count == made.T:
                 self._store(index, made.layers, index - made.start)
@@ -154,7 +167,13 @@ class RecurrentStates:
         """The layers of a cache after the first `count` tokens of these rows."""
         layers = self._load(rows, made.fresh)
         shape = made.stop - made.start, made.T
-        cut = partial(_cut, shape=shape, rows=rows - made.start, slots=slice(0, count), cache=StateCache(layers))
+        cut = partial(
+            _cut,
+            shape=shape,
+            rows=rows - made.start,
+            slots=slice(0, count),
+            cache=StateCache(layers),
+        )
         for forward, args, kwargs in made.calls:
             inputs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
             self.of.mix(forward, *inputs, (len(rows), count), made.fresh)
@@ -184,15 +203,19 @@ class RecurrentStates:
             self._held[key][:kept] = held[:kept]
 
     def bytes_per_row(self) -> int:
-        """Of the states that are held, known from the first forward on; a forward, and rows that keep a part of it,
-        need the same again."""
+        """Of the states that are held, known from the first forward on; a forward, and rows that
+        keep a part of it, need the same again."""
         made = dict(_states(self._forward.layers)) if self._forward is not None else {}
-        return sum(state[0].numel() * state.element_size() for state in (self._held or made).values())
+        return sum(
+            state[0].numel() * state.element_size() for state in (self._held or made).values()
+        )
 
     # ------------------------------------------------------------------ memory
 
     def _load(self, rows: slice | Tensor, fresh: bool) -> list:
-        layers = [LinearAttentionLayer(number_of_states=n) if n else None for n in self.of.num_states]
+        layers = [
+            LinearAttentionLayer(number_of_states=n) if n else None for n in self.of.num_states
+        ]
         if not fresh:
             for (layer, kind, i), held in self._held.items():
                 made, state = layers[layer], held[rows].clone()

@@ -1,8 +1,8 @@
 """Sharding of a frozen target's layers over processes (FSDP2).
 
-Embedding, final norm and output head stay whole on every process: drafters share them, and the loss reads the head in
-many small pieces. After sharding all processes must run the target together, the same number of times.
-"""
+Embedding, final norm and output head stay whole on every process: drafters share them, and the loss
+reads the head in many small pieces. After sharding all processes must run the target together, the
+same number of times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from speculators.target.frozen_target import FrozenTarget
 
 
 def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:
-    """Shards in place. Layers in the host's memory move to the mesh's devices one by one; the caller moves the rest."""
+    """Shards in place. Layers in the host's memory move to the mesh's devices one by one; the
+    caller moves the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in target.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     of_layers = {id(parameter) for parameter in target.layers.parameters()}
-    others = {parameter for parameter in target.decoder.parameters() if id(parameter) not in of_layers}
-    fully_shard(target.decoder, mesh=mesh, ignored_params=others)  # the root: a layer is gathered ahead of its turn
+    others = {
+        parameter for parameter in target.decoder.parameters() if id(parameter) not in of_layers
+    }
+    fully_shard(
+        target.decoder, mesh=mesh, ignored_params=others
+    )  # the root: a layer is gathered ahead of its turn
     return target

@@ -1,7 +1,8 @@
-"""Reduced draft vocabularies: the target tokens that a head can propose, and the maps between their ids.
+"""Reduced draft vocabularies: the target tokens that a head can propose, and the maps between their
+ids.
 
-A head's softmax runs over V_draft tokens; verification needs q over the target's V. Ids are ascending.
-"""
+A head's softmax runs over V_draft tokens; verification needs q over the target's V. Ids are
+ascending."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from speculators.errors import CheckpointError
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """counts [V] of supervised tokens -> [size] target ids of the most frequent, ascending; lower ids win ties."""
+    """counts [V] of supervised tokens -> [size] target ids of the most frequent, ascending; lower
+    ids win ties."""
     order = torch.argsort(counts, descending=True, stable=True)[:size]
     return torch.sort(order).values
 
@@ -51,12 +53,13 @@ def to_offsets(draft_to_target: Tensor) -> Tensor:
 
 
 def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
-    """The inverse of `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (plain ids would)."""
+    """The inverse of `to_offsets`. CheckpointError if the ids leave the vocabulary or repeat (plain
+    ids would)."""
     ids = d2t.long() + torch.arange(len(d2t))
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
         raise CheckpointError(
-            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run from "
-            f"{int(ids.min())} to {int(ids.max())} in a vocabulary of {vocab_size}, "
-            f"{len(ids) - len(ids.unique())} of them repeated"
+            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run"
+            f" from {int(ids.min())} to {int(ids.max())} in a vocabulary of {vocab_size},"
+            f" {len(ids) - len(ids.unique())} of them repeated"
         )
     return ids

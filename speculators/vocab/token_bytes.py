@@ -27,10 +27,9 @@ _ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 class TokenBytes:
     """`text`: the bytes of every token that is text. `added`: the content of every added token.
 
-    A *special* token (`<|im_end|>`: control, not text) is in `added` only. An added token that is not special
-    (`<think>`, a run of spaces) is in both. `byte_tokens` (`<0x41>`) stand for a byte that an ordinary token of the
-    same vocabulary may stand for as well.
-    """
+    A *special* token (`<|im_end|>`: control, not text) is in `added` only. An added token that is
+    not special (`<think>`, a run of spaces) is in both. `byte_tokens` (`<0x41>`) stand for a byte
+    that an ordinary token of the same vocabulary may stand for as well."""
 
     text: dict[int, bytes]
     added: dict[int, str]
@@ -38,16 +37,17 @@ class TokenBytes:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
-    """The bytes of all tokens, for byte-level vocabularies and those that mark a space by a sign such as '▁'.
+    """The bytes of all tokens, for byte-level vocabularies and those that mark a space by a sign
+    such as '▁'.
 
-    `whose` names the tokenizer in errors. ConfigError if a token's bytes depend on its neighbours (WordPiece, suffixed
-    BPE), or if the decoder is unknown or missing.
-    """
+    `whose` names the tokenizer in errors. ConfigError if a token's bytes depend on its neighbours
+    (WordPiece, suffixed BPE), or if the decoder is unknown or missing."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
-            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json, so the bytes of its tokens are unknown; use a "
-            "model with a fast tokenizer, or convert it and save a tokenizer.json"
+            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json, so the bytes of its tokens"
+            " are unknown; use a model with a fast tokenizer, or convert it and save a"
+            " tokenizer.json"
         )
     fields = json.loads(backend.to_str())
     decoder = _Decoder.read(fields, whose)
@@ -62,7 +62,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
     ordinary = {id: token for token, id in vocabulary.items() if id not in special}
     text |= {id: decoder.bytes_of(token) for id, token in ordinary.items()}
     return TokenBytes(
-        text, added, frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None)
+        text,
+        added,
+        frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None),
     )
 
 
@@ -86,14 +88,16 @@ class _Decoder:
 
     @classmethod
     def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
-        """Reads the fields of a tokenizer.json. ConfigError for a decoder that does not work token by token."""
+        """Reads the fields of a tokenizer.json. ConfigError for a decoder that does not work token
+        by token."""
         model, steps = fields["model"], _flat(fields["decoder"])
         names = " + ".join(step["type"] for step in steps) or "none"
 
         def refuse(reason: str) -> ConfigError:
             return ConfigError(
-                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so single tokens have no text of "
-                "their own; use a draft model with a byte-level or sentencepiece-like tokenizer, or the target's own"
+                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so single tokens"
+                " have no text of their own; use a draft model with a byte-level or"
+                " sentencepiece-like tokenizer, or the target's own"
             )
 
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -117,9 +121,13 @@ class _Decoder:
                 raise refuse(f"{kind} is not a step of a known kind")
         if bytes_by != "ByteLevel" and " " not in dict(replacements).values():
             raise refuse("no sign stands for a space")
-        encoder = {step["type"] for part in ("normalizer", "pre_tokenizer") for step in _flat(fields[part])}
+        encoder = {
+            step["type"] for part in ("normalizer", "pre_tokenizer") for step in _flat(fields[part])
+        }
         if (bytes_by == "ByteLevel") != ("ByteLevel" in encoder):
-            raise refuse("text is turned into tokens by " + (" + ".join(sorted(encoder)) or "nothing"))
+            raise refuse(
+                "text is turned into tokens by " + (" + ".join(sorted(encoder)) or "nothing")
+            )
         return cls(tuple(replacements), bytes_by)
 
     def bytes_of(self, token: str) -> bytes:
@@ -141,40 +149,57 @@ def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The steps of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
     if node is None:
         return []
-    inner = next((node[key] for key in ("decoders", "pretokenizers", "normalizers") if key in node), None)
+    inner = next(
+        (node[key] for key in ("decoders", "pretokenizers", "normalizers") if key in node), None
+    )
     return [node] if inner is None else [step for part in inner for step in _flat(part)]
 
 
 def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """None if every id means the same to both tokenizers; else the differences, with counts and examples.
+    """None if every id means the same to both tokenizers; else the differences, with counts and
+    examples.
 
-    Either may have added tokens at ids that the other does not use, as the sizes and generations of a model line do;
-    ordinary tokens must be in both. The caller checks that the draft model's embedding has a row for each target id.
-    """
+    Either may have added tokens at ids that the other does not use, as the sizes and generations of
+    a model line do; ordinary tokens must be in both. The caller checks that the draft model's
+    embedding has a row for each target id."""
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     draft_tokens = {id: token for token, id in draft_ids.items()}
     differences = []
-    moved = sorted(token for token in target_ids if draft_ids.get(token, target_ids[token]) != target_ids[token])
+    moved = sorted(
+        token
+        for token in target_ids
+        if draft_ids.get(token, target_ids[token]) != target_ids[token]
+    )
     if moved:
-        examples = _examples(moved, lambda token: f"{token!r}: {target_ids[token]} and {draft_ids[token]}")
+        examples = _examples(
+            moved, lambda token: f"{token!r}: {target_ids[token]} and {draft_ids[token]}"
+        )
         differences.append(
-            f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model ({examples})"
+            f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model"
+            f" ({examples})"
         )
     for name, ids, added, other in (
         ("target", target_ids, target.added_tokens_decoder, draft_ids),
         ("draft model", draft_ids, draft.added_tokens_decoder, target_ids),
     ):
-        if alone := sorted(token for token, id in ids.items() if token not in other and id not in added):
-            differences.append(f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})")
+        if alone := sorted(
+            token for token, id in ids.items() if token not in other and id not in added
+        ):
+            differences.append(
+                f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})"
+            )
     clashes = sorted(
         token
         for token, id in target_ids.items()
         if token not in draft_ids and id in draft_tokens and draft_tokens[id] not in target_ids
     )
     if clashes:
-        pair = lambda token: f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
+        pair = lambda token: (
+            f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
+        )
         differences.append(
-            f"{len(clashes):,} ids stand for other tokens in the draft model ({_examples(clashes, pair)})"
+            f"{len(clashes):,} ids stand for other tokens in the draft model"
+            f" ({_examples(clashes, pair)})"
         )
     return "; ".join(differences) or None
 

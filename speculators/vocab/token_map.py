@@ -1,9 +1,8 @@
-"""Token maps for draft models with another tokenizer than the target's: token-level intersection (TLI, arXiv
-2502.05202).
+"""Token maps for draft models with another tokenizer than the target's: token-level intersection
+(TLI, arXiv 2502.05202).
 
-The draft model proposes only tokens that both vocabularies have, and reads the committed text in its own tokens. Tokens
-are compared by their bytes (`token_bytes.py`).
-"""
+The draft model proposes only tokens that both vocabularies have, and reads the committed text in
+its own tokens. Tokens are compared by their bytes (`token_bytes.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.vocab import draft_vocab as vocab
 from speculators.vocab.token_bytes import TokenBytes, token_bytes
 
-FILE = "token_map/model.safetensors"  # below: engines take every *.safetensors beside config.json for weights
+FILE = (  # below: engines take every *.safetensors beside config.json for weights
+    "token_map/model.safetensors"
+)
 MIN_SHARED = 64  # text tokens: letters, digits and the space
 
 
@@ -30,10 +31,9 @@ MIN_SHARED = 64  # text tokens: letters, digits and the space
 class SpelledRows:
     """Packed rows of target tokens in the draft model's tokens, padded at the end.
 
-    `ends`: the draft position at which the draft model has read target token t of its document and nothing more: the
-    last one that spells t, or that of an earlier token if t has no spelling. -1: the document is unread, or t is
-    padding.
-    """
+    `ends`: the draft position at which the draft model has read target token t of its document and
+    nothing more: the last one that spells t, or that of an earlier token if t has no spelling. -1:
+    the document is unread, or t is padding."""
 
     input_ids: Tensor  # [B, T'], padding = 0
     position_ids: Tensor  # [B, T'], restarting in each segment; padding = 0
@@ -43,17 +43,18 @@ class SpelledRows:
 
 @dataclass(frozen=True, eq=False)
 class TokenMap:
-    """The map between two vocabularies. S shared tokens, V target ids, N draft ids in all spellings.
+    """The map between two vocabularies. S shared tokens, V target ids, N draft ids in all
+    spellings.
 
-    q is the draft model's distribution over `draft_ids`, renormalised, and `vocab.scatter_to_target` with `target_ids`
-    takes it to the target's vocabulary. A shared token is spelt by its counterpart, any other text by the longest
-    matching draft tokens from the left; bytes that no draft token covers are left out. Special tokens without a
-    counterpart have no spelling, since '<|im_start|>' as text would mean that someone typed it. Nor have ids without a
+    q is the draft model's distribution over `draft_ids`, renormalised, and
+    `vocab.scatter_to_target` with `target_ids` takes it to the target's vocabulary. A shared token
+    is spelt by its counterpart, any other text by the longest matching draft tokens from the left;
+    bytes that no draft token covers are left out. Special tokens without a counterpart have no
+    spelling, since '<|im_start|>' as text would mean that someone typed it. Nor have ids without a
     token (embeddings are often padded).
 
-    `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and what the model has
-    to see there, unless the target's own opening is spelt so already.
-    """
+    `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and
+    what the model has to see there, unless the target's own opening is spelt so already."""
 
     target_ids: Tensor  # [S], ascending
     draft_ids: Tensor  # [S], the same tokens
@@ -69,21 +70,24 @@ class TokenMap:
         vocab_size: int,
         draft_vocab_size: int,
     ) -> TokenMap:
-        """The map between two tokenizers whose models have these numbers of embeddings; larger ids cannot occur.
+        """The map between two tokenizers whose models have these numbers of embeddings; larger ids
+        cannot occur.
 
-        ConfigError if the bytes of a tokenizer's tokens are unknown, or if the two share almost no tokens.
-        """
+        ConfigError if the bytes of a tokenizer's tokens are unknown, or if the two share almost no
+        tokens."""
         target = _within(token_bytes(target_tokenizer, "the target's tokenizer"), vocab_size)
-        draft = _within(token_bytes(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size)
+        draft = _within(
+            token_bytes(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size
+        )
         shared = _shared(target, draft)
         texts = sum(id in target.text for id in shared)
         if texts < MIN_SHARED:
             parts = [f"{texts / max(len(tokens.text), 1):.1%}" for tokens in (target, draft)]
             raise ConfigError(
-                f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's "
-                f"({len(draft.text):,}) share {texts:,} of them, {parts[0]} of the target's and {parts[1]} of the "
-                f"draft model's: too few to draft with (at least {MIN_SHARED}); choose a draft model for the same "
-                "languages"
+                f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's"
+                f" ({len(draft.text):,}) share {texts:,} of them, {parts[0]} of the target's and"
+                f" {parts[1]} of the draft model's: too few to draft with (at least {MIN_SHARED});"
+                " choose a draft model for the same languages"
             )
         ids = {text: group[0] for text, group in _by_bytes(draft).items()}
         longest = max(map(len, ids))
@@ -110,14 +114,17 @@ class TokenMap:
         return len(self.spelling_offsets) - 1
 
     def to(self, device: torch.device | str) -> TokenMap:
-        return TokenMap(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return TokenMap(
+            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        )
 
     def longest_row(self, tokens: int) -> int:
         """The most draft ids for this number of target tokens, with the opening."""
         return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
 
     def row_length(self, token_ids: Sequence[int]) -> int:
-        """The number of draft ids for these target tokens, with the opening unless the row is empty."""
+        """The number of draft ids for these target tokens, with the opening unless the row is
+        empty."""
         if not token_ids:
             return 0
         ids = torch.tensor(list(token_ids), device=self.spelling_offsets.device)
@@ -130,25 +137,32 @@ class TokenMap:
     def spell(self, token_ids: list[int]) -> list[int]:
         """Spells target ids in draft ids, without an opening."""
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.spelling_offsets.device)
-        bounds = torch.stack([self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1).tolist()
+        bounds = torch.stack(
+            [self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1
+        ).tolist()
         return [id for start, end in bounds for id in self.spelling_ids[start:end].tolist()]
 
-    def spell_rows(self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def spell_rows(
+        self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """token_ids [b, M] with counts [b] valid tokens per row -> draft ids [b, M'], counts [b].
 
-        Padding is 0; M' is at least 1. `begins` [b]: rows that start here, which get the opening unless empty.
-        """
+        Padding is 0; M' is at least 1. `begins` [b]: rows that start here, which get the opening
+        unless empty."""
         columns = torch.arange(token_ids.shape[1], device=token_ids.device)
         valid = columns < counts[:, None]  # [b, M]
-        first = torch.zeros_like(valid) if begins is None else valid & (columns == 0) & begins[:, None]
+        first = (
+            torch.zeros_like(valid) if begins is None else valid & (columns == 0) & begins[:, None]
+        )
         ids, _, lengths = self._spell(token_ids, valid, first)
         return ids, lengths.sum(1)
 
     def spell_packed(self, input_ids: Tensor, segment_ids: Tensor) -> SpelledRows:
-        """input_ids, segment_ids [B, T] (padding = -1) of packed target text -> the same in the draft model's tokens.
+        """input_ids, segment_ids [B, T] (padding = -1) of packed target text -> the same in the
+        draft model's tokens.
 
-        Every document begins with the opening. Rows without any token to spell hold one position of padding.
-        """
+        Every document begins with the opening. Rows without any token to spell hold one position of
+        padding."""
         valid = segment_ids >= 0
         first = valid.clone()
         first[:, 1:] &= segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -163,9 +177,11 @@ class TokenMap:
         read = valid & (ends >= 0) & (segments.gather(1, ends.clamp(min=0)) == segment_ids)
         return SpelledRows(ids, positions, segments, ends.masked_fill(~read, -1))
 
-    def _spell(self, token_ids: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """token_ids, valid, first (gets the opening) [b, M] -> draft ids [b, M'], the column each spells (-1: padding)
-        [b, M'], how many draft ids there are for each target token [b, M]."""
+    def _spell(
+        self, token_ids: Tensor, valid: Tensor, first: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """token_ids, valid, first (gets the opening) [b, M] -> draft ids [b, M'], the column each
+        spells (-1: padding) [b, M'], how many draft ids there are for each target token [b, M]."""
         rows, width = token_ids.shape
         table = torch.cat([self.spelling_ids, self.opening_ids])
         known = token_ids.masked_fill(~valid, 0)
@@ -176,7 +192,9 @@ class TokenMap:
         total = lengths.sum(1)
         out = token_ids.new_zeros(rows, max(int(total.max()) if rows else 0, 1))
         source = torch.full_like(out, -1)
-        token = torch.repeat_interleave(lengths.flatten())  # [n], which of the b·M each draft id is for
+        token = torch.repeat_interleave(
+            lengths.flatten()
+        )  # [n], which of the b·M each draft id is for
         first_of = lengths.flatten().cumsum(0) - lengths.flatten()
         within = torch.arange(len(token), device=token.device) - first_of[token]
         skipped = opening.flatten()[token]
@@ -190,17 +208,22 @@ class TokenMap:
     def save(self, folder: Path) -> None:
         """Writes `FILE` below `folder`."""
         (folder / FILE).parent.mkdir(exist_ok=True)
-        tensors = {field.name: getattr(self, field.name).cpu().contiguous() for field in fields(self)}
+        tensors = {
+            field.name: getattr(self, field.name).cpu().contiguous() for field in fields(self)
+        }
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, draft_vocab_size: int) -> TokenMap:
-        """Reads what `save` wrote, for models with these numbers of embeddings. CheckpointError lists all faults."""
+        """Reads what `save` wrote, for models with these numbers of embeddings. CheckpointError
+        lists all faults."""
         path = folder / FILE
         try:
             tensors = load_file(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: not there; a draft model with its own tokenizer needs one") from error
+            raise CheckpointError(
+                f"{path}: not there; a draft model with its own tokenizer needs one"
+            ) from error
         except SafetensorError as error:
             raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
         names = {field.name for field in fields(cls)}
@@ -208,30 +231,54 @@ class TokenMap:
         faults += [f"{name} is unexpected" for name in sorted(set(tensors) - names)]
         for name in sorted(names & set(tensors)):
             if tensors[name].dtype != torch.int64 or tensors[name].ndim != 1:
-                faults.append(f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, expected int64 in one row")
+                faults.append(
+                    f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, expected int64"
+                    " in one row"
+                )
         made = None if faults else cls(**tensors)
         faults = faults if made is None else made._faults(vocab_size, draft_vocab_size)
         if made is None or faults:
-            raise CheckpointError(f"{path}: {len(faults)} fault(s): {'; '.join(faults)}; export the drafter again")
+            raise CheckpointError(
+                f"{path}: {len(faults)} fault(s): {'; '.join(faults)}; export the drafter again"
+            )
         return made
 
     def _faults(self, vocab_size: int, draft_vocab_size: int) -> list[str]:
         """Contradictions in the map, or with the sizes of the two models."""
         offsets, faults = self.spelling_offsets, []
         if self.vocab_size != vocab_size:
-            faults.append(f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}")
-        if len(offsets) == 0 or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] != len(self.spelling_ids):
-            return [*faults, f"spelling_offsets do not divide the {len(self.spelling_ids):,} spelling_ids"]
+            faults.append(
+                f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}"
+            )
+        if (
+            len(offsets) == 0
+            or offsets[0] != 0
+            or (offsets.diff() < 0).any()
+            or offsets[-1] != len(self.spelling_ids)
+        ):
+            return [
+                *faults,
+                f"spelling_offsets do not divide the {len(self.spelling_ids):,} spelling_ids",
+            ]
         for name in ("target_ids", "draft_ids", "spelling_ids", "opening_ids"):
-            ids, size = getattr(self, name), self.vocab_size if name == "target_ids" else draft_vocab_size
+            ids, size = (
+                getattr(self, name),
+                self.vocab_size if name == "target_ids" else draft_vocab_size,
+            )
             if len(ids) and (ids.min() < 0 or ids.max() >= size):
-                faults.append(f"{name} run from {int(ids.min())} to {int(ids.max())} in a vocabulary of {size:,}")
+                faults.append(
+                    f"{name} run from {int(ids.min())} to {int(ids.max())} in a vocabulary of"
+                    f" {size:,}"
+                )
         if (self.target_ids.diff() <= 0).any():
             faults.append("target_ids are not ascending")
         if len(self.draft_ids.unique()) != len(self.draft_ids):
             faults.append("draft_ids repeat")
         if len(self.target_ids) != len(self.draft_ids):
-            faults.append(f"{len(self.target_ids):,} target_ids stand beside {len(self.draft_ids):,} draft_ids")
+            faults.append(
+                f"{len(self.target_ids):,} target_ids stand beside {len(self.draft_ids):,}"
+                " draft_ids"
+            )
         elif not faults:
             starts = offsets[self.target_ids]
             single = offsets[self.target_ids + 1] - starts == 1
@@ -248,12 +295,15 @@ def _within(tokens: TokenBytes, size: int) -> TokenBytes:
 
 
 def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
-    """target id -> draft id, one to one: tokens of the same bytes, then added tokens of the same content.
+    """target id -> draft id, one to one: tokens of the same bytes, then added tokens of the same
+    content.
 
     Among tokens of the same bytes, byte tokens come last, and lower ids first.
     """
     mine, theirs = _by_bytes(target), _by_bytes(draft)
-    shared = {a: b for text in mine.keys() & theirs.keys() for a, b in zip(mine[text], theirs[text])}
+    shared = {
+        a: b for text in mine.keys() & theirs.keys() for a, b in zip(mine[text], theirs[text])
+    }
     taken = set(shared.values())
     counterparts = {content: id for id, content in draft.added.items() if id not in taken}
     for id, content in target.added.items():
@@ -271,7 +321,8 @@ def _by_bytes(tokens: TokenBytes) -> dict[bytes, list[int]]:
 
 
 def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
-    """Splits bytes into the longest matching tokens from the left; `longest` is the length of the longest token."""
+    """Splits bytes into the longest matching tokens from the left; `longest` is the length of the
+    longest token."""
     spelling, start = [], 0
     while start < len(text):
         ends = range(min(len(text), start + longest), start, -1)
@@ -284,5 +335,9 @@ def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before any text, mostly a BOS token."""
-    whole, text = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    return next((whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), [])
+    whole, text = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    return next(
+        (whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), []
+    )

@@ -1,4 +1,5 @@
-"""Drafters made for testing the engine: stubs that are always right, wrong or random, a fake head, a byte tokenizer."""
+"""Drafters made for testing the engine: stubs that are always right, wrong or random, a fake head,
+a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from tests.inference.modules import make_llm
 
 
 class StubProposer(Proposer):
-    """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is, `wrong` every token
-    off by one, `random` something else each time; `sampled` draws from a random dense q, `ragged` varies the count."""
+    """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is,
+    `wrong` every token off by one, `random` something else each time; `sampled` draws from a random
+    dense q, `ragged` varies the count."""
 
     def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
         super().__init__(k)
@@ -38,7 +40,9 @@ class StubProposer(Proposer):
         tokens = torch.zeros(len(requests), width, dtype=torch.long)
         for row, request in enumerate(requests):
             if self.kind in ("random", "ragged"):
-                source = torch.Generator().manual_seed(1000 * sum(request.token_ids) + len(request.token_ids))
+                source = torch.Generator().manual_seed(
+                    1000 * sum(request.token_ids) + len(request.token_ids)
+                )
                 tokens[row] = torch.randint(self.vocab_size, (width,), generator=source)
                 if self.kind == "ragged":
                     right = self._text(request)[: counts[row]]
@@ -69,20 +73,25 @@ class StubProposer(Proposer):
 
 def draw(p, generators):
     """One token per row: p [B, V] -> token ids [B]. Takes one number from each row's generator."""
-    numbers = torch.tensor([uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64)
+    numbers = torch.tensor(
+        [uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64
+    )
     token_ids = inverse_cdf(p, numbers)
     check_drawn(token_ids.tolist(), p.shape[-1])
     return token_ids
 
 
 class FakeHead:
-    """A head by the Drafter contract with maths of its own: its state is the mean of all slots it may see, a slot is
-    embedding of the token + projected features, and the state is fed back as features. Keys hold the tokens."""
+    """A head by the Drafter contract with maths of its own: its state is the mean of all slots it
+    may see, a slot is embedding of the token + projected features, and the state is fed back as
+    features. Keys hold the tokens."""
 
     reads_taps, reads_last_hidden, first_token, max_length, width = True, True, 1, None, 8
     whole_blocks = False
 
-    def __init__(self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None) -> None:
+    def __init__(
+        self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None
+    ) -> None:
         source = torch.Generator().manual_seed(5)
 
         def weights(*shape):
@@ -155,14 +164,17 @@ def fake_head():
 
 @pytest.fixture(scope="session")
 def tiny_eagle3():
-    """tiny_eagle3(model, tap_layers): a random head of every other token of the vocabulary, of three at least."""
+    """tiny_eagle3(model, tap_layers): a random head of every other token of the vocabulary, of
+    three at least."""
 
     def make(model, tap_layers) -> Eagle3:
         target = FrozenTarget(model)
         size = max(target.vocab_size // 2, 3)
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)).eval()
+            drafter = Eagle3(
+                config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)
+            ).eval()
         drafter.target_ids.copy_(torch.arange(size) * target.vocab_size // size)
         return drafter
 
@@ -171,14 +183,17 @@ def tiny_eagle3():
 
 @pytest.fixture(scope="session")
 def byte_tokenizer():
-    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take several tokens."""
+    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take
+    several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
     return fast
 
@@ -191,15 +206,22 @@ TREES = {
 
 @pytest.fixture(scope="session")
 def drafting_llm(byte_tokenizer, tiny_eagle3):
-    """drafting_llm(kind, model, texts, **options): an LLM over a model in memory that drafts as `kind` says: "off",
-    "ngram", "fake" (a head that can propose every other token), "static" or "dynamic" (trees of such a head), or what
-    StubProposer knows."""
+    """drafting_llm(kind, model, texts, **options): an LLM over a model in memory that drafts as
+    `kind` says: "off", "ngram", "fake" (a head that can propose every other token), "static" or
+    "dynamic" (trees of such a head), or what StubProposer knows."""
 
     def make(kind: str, model, texts: dict | None = None, **options) -> LLM:
-        options = {"tokenizer": byte_tokenizer, "max_num_batched_tokens": 16, "num_speculative_tokens": 3, **options}
+        options = {
+            "tokenizer": byte_tokenizer,
+            "max_num_batched_tokens": 16,
+            "num_speculative_tokens": 3,
+            **options,
+        }
         vocab, size = model.config.vocab_size, model.config.hidden_size
         if kind == "fake":
-            return make_llm(model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options)
+            return make_llm(
+                model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options
+            )
         if kind in TREES:
             return make_llm(model, drafter=tiny_eagle3(model, (1, 2)), tree=TREES[kind], **options)
         k = options.pop("num_speculative_tokens")

@@ -22,7 +22,13 @@ TAPS = (1, 2)
 def folders(tiny_model, tiny_eagle3, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
     """A tiny target with a chat template and a random head."""
     root = tmp_path_factory.mktemp("offline")
-    options = dict(vocab_size=259, max_position_embeddings=1024, bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    options = dict(
+        vocab_size=259,
+        max_position_embeddings=1024,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=258,
+    )
     model = tiny_model("qwen3", **options)
     model.save_pretrained(root / "target")
     byte_tokenizer.save_pretrained(root / "target")
@@ -39,12 +45,24 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
     saved = tmp_path / "deep" / "results.json"
     target, head = folders
     done = run(
-        f"--model={target}", f"--speculative-model={head}", "--device=cpu", "--max-tokens=10", "--repeats=2",
-        "--tensor-parallel-size=1", "--num-speculative-tokens=5", "--ngram-prompt-lookup-max=3", f"--demo={demo}",
-        "--gpu-memory-utilization=0.9", "--trust-remote-code", "--enforce-eager", f"--save-output={saved}",
-    )  # fmt: skip
+        f"--model={target}",
+        f"--speculative-model={head}",
+        "--device=cpu",
+        "--max-tokens=10",
+        "--repeats=2",
+        "--tensor-parallel-size=1",
+        "--num-speculative-tokens=5",
+        "--ngram-prompt-lookup-max=3",
+        f"--demo={demo}",
+        "--gpu-memory-utilization=0.9",
+        "--trust-remote-code",
+        "--enforce-eager",
+        f"--save-output={saved}",
+    )
     assert done.exit_code == 0, done.output
-    assert all(word in done.output for word in ("default", "speculative", "ngram", "tokens/s", "yes"))
+    assert all(
+        word in done.output for word in ("default", "speculative", "ngram", "tokens/s", "yes")
+    )
     found = json.loads(saved.read_text(encoding="utf-8"))
     assert set(found) == {"default", "speculative", "ngram", "versions", "arguments"}
     assert found["arguments"]["num_speculative_tokens"] == 5 and found["versions"]["torch_version"]
@@ -52,10 +70,16 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
     for name in ("default", "speculative", "ngram"):
         one = found[name]
         assert len(one["outputs"]) == len(texts) + len(chats)
-        assert [o["token_ids"] for o in one["outputs"]] == [o["token_ids"] for o in found["default"]["outputs"]]
+        assert [o["token_ids"] for o in one["outputs"]] == [
+            o["token_ids"] for o in found["default"]["outputs"]
+        ]
         assert [len(spread["repeats"]) for spread in one["timings"].values()] == [2, 2]
-        assert one["metrics"]["output_tokens"] == 2 * sum(len(o["token_ids"]) for o in one["outputs"])
-        assert name == "default" or (one["agree"]["same"] == one["agree"]["of"] and one["speedup"]["median"] > 0)
+        assert one["metrics"]["output_tokens"] == 2 * sum(
+            len(o["token_ids"]) for o in one["outputs"]
+        )
+        assert name == "default" or (
+            one["agree"]["same"] == one["agree"]["of"] and one["speedup"]["median"] > 0
+        )
     assert "speedup" not in found["default"] and "agree" not in found["default"]
     assert found["speculative"]["metrics"]["vllm:spec_decode_num_drafts"] > 0
     if texts:
@@ -69,8 +93,13 @@ def test_without_a_drafter_ngram_is_compared_alone_and_a_template_makes_turns(fo
     done = run(f"--model={folders[0]}", "--demo=en", f"--template={template}", *options)
     assert done.exit_code == 0, done.output
     found = json.loads(saved.read_text(encoding="utf-8"))
-    assert set(found) == {"default", "ngram", "versions", "arguments"} and found["ngram"]["agree"] is None
-    assert [o["prompt"] for o in found["default"]["outputs"]] == [f"[{text}]" for text in demo_prompts("en")[0]]
+    assert (
+        set(found) == {"default", "ngram", "versions", "arguments"}
+        and found["ngram"]["agree"] is None
+    )
+    assert [o["prompt"] for o in found["default"]["outputs"]] == [
+        f"[{text}]" for text in demo_prompts("en")[0]
+    ]
 
 
 def test_a_target_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch):
@@ -87,7 +116,11 @@ def test_a_target_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch)
     saved = tmp_path / "results.json"
     done = run(f"--model={folders[0]}", "--max-tokens=6", "--repeats=1", f"--save-output={saved}")
     assert done.exit_code == 1
-    assert "7 of 8 (1 WRONG)" in done.output and "prompt 7, token 2" in done.output and "mismatch" in done.output
+    assert (
+        "7 of 8 (1 WRONG)" in done.output
+        and "prompt 7, token 2" in done.output
+        and "mismatch" in done.output
+    )
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_loaded(tmp_path):
@@ -106,13 +139,23 @@ def test_every_demo_has_prompts_and_every_alias_a_demo():
 
 
 def test_every_repeat_of_a_way_writes_the_same_and_counts_its_rounds(folders):
-    ways = SideBySide(folders[0], {"head": {"model": folders[1], "num_speculative_tokens": 2}}, max_num_seqs=2)
+    ways = SideBySide(
+        folders[0], {"head": {"model": folders[1], "num_speculative_tokens": 2}}, max_num_seqs=2
+    )
     prompts = [type("P", (), {"text": None, "token_ids": [5 + i] * 9})() for i in range(4)]
-    once, twice = (ways.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), n)["head"] for n in (1, 2))
-    assert [o.outputs[0].token_ids for o in once.outputs] == [o.outputs[0].token_ids for o in twice.outputs]
+    once, twice = (
+        ways.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), n)["head"] for n in (1, 2)
+    )
+    assert [o.outputs[0].token_ids for o in once.outputs] == [
+        o.outputs[0].token_ids for o in twice.outputs
+    ]
     assert (twice.rounds, twice.row_rounds, twice.counters.num_drafts) == tuple(
         2 * count for count in (once.rounds, once.row_rounds, once.counters.num_drafts)
     )
-    assert once.rounds < once.row_rounds == sum(len(o.metrics.accepted_per_round) for o in once.outputs)
+    assert (
+        once.rounds
+        < once.row_rounds
+        == sum(len(o.metrics.accepted_per_round) for o in once.outputs)
+    )
     with pytest.raises(ConfigError, match="default"):
         SideBySide(folders[0], {"default": {"method": "ngram", "num_speculative_tokens": 2}})

@@ -18,7 +18,9 @@ def test_environment_names_fields_of_the_report() -> None:
     assert set(found) <= set(Provenance.model_fields)
     assert (found["device"], found["dtype"], found["accelerator"]) == ("cpu", "bfloat16", None)
     assert found["cpu_cores"] >= 1 and found["cpu_model"]
-    assert found["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", found["git_commit"])
+    assert found["git_commit"] is None or re.fullmatch(
+        r"[0-9a-f]{40}(-dirty)?", found["git_commit"]
+    )
 
 
 def test_a_folder_outside_git_has_no_commit(tmp_path: Path) -> None:
@@ -53,7 +55,13 @@ def test_config_is_hashed_by_what_it_says(tmp_path):
         return config_sha256(tmp_path)
 
     first = written('{"rope_theta": 10000.0, "transformers_version": "4.57.0"}')
-    assert written('{"transformers_version": "5.1.0",\n "_name_or_path": "elsewhere", "rope_theta": 10000.0}') == first
+    assert (
+        written(
+            '{"transformers_version": "5.1.0",\n "_name_or_path": "elsewhere", "rope_theta":'
+            " 10000.0}"
+        )
+        == first
+    )
     assert written('{"rope_theta": 20000.0, "transformers_version": "4.57.0"}') != first
     with pytest.raises(DataError, match="config.json: cannot be read"):
         written("{")

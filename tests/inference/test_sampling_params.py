@@ -1,4 +1,5 @@
-"""Sampling parameters: vLLM's names and defaults; what cannot be honoured is refused where it is written."""
+"""Sampling parameters: vLLM's names and defaults; what cannot be honoured is refused where it is
+written."""
 
 from dataclasses import replace
 
@@ -10,14 +11,24 @@ from speculators.errors import ConfigError
 
 def test_defaults_are_vllms():
     params = SamplingParams()
-    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (
+        1,
+        1.0,
+        1.0,
+        0,
+        0.0,
+    )
     assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
     assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (
         False,
         False,
         True,
     )
-    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     assert params.logit_bias is params.allowed_token_ids is params.structured_outputs is None
     assert params.logprobs is params.prompt_logprobs is None and params.detokenize
     assert params.stop == () and params.stop_token_ids == () and params.bad_words == ()
@@ -84,13 +95,23 @@ def test_refuses(wrong):
 
 
 def test_limits_at_their_edges():
-    SamplingParams(temperature=1e-5, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=None, min_tokens=10**9)
+    SamplingParams(
+        temperature=1e-5, top_p=1.0, top_k=-1, min_p=1.0, max_tokens=None, min_tokens=10**9
+    )
     SamplingParams(max_tokens=1, min_tokens=1)
-    SamplingParams(presence_penalty=-2, frequency_penalty=2.0, repetition_penalty=1e-3, logprobs=-1, prompt_logprobs=0)
+    SamplingParams(
+        presence_penalty=-2,
+        frequency_penalty=2.0,
+        repetition_penalty=1e-3,
+        logprobs=-1,
+        prompt_logprobs=0,
+    )
 
 
 def test_stop_strings_need_text():
-    with pytest.raises(ConfigError, match="detokenize=False; expected True, which stop strings need"):
+    with pytest.raises(
+        ConfigError, match="detokenize=False; expected True, which stop strings need"
+    ):
         SamplingParams(detokenize=False, stop="a")
 
 

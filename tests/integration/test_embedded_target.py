@@ -1,4 +1,5 @@
-"""The target that the repository carries is what its card says: small, deep, able, and drafted for without loss."""
+"""The target that the repository carries is what its card says: small, deep, able, and drafted for
+without loss."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def llm():
 
 def test_small_deep_narrow_and_bfloat16():
     config = json.loads((TARGET / "config.json").read_text())
-    assert config["model_type"] == "qwen3" and config["num_hidden_layers"] >= 16 and config["hidden_size"] <= 256
+    assert (
+        config["model_type"] == "qwen3"
+        and config["num_hidden_layers"] >= 16
+        and config["hidden_size"] <= 256
+    )
     assert 4096 <= config["vocab_size"] <= 8192
     assert sum(path.stat().st_size for path in TARGET.iterdir()) < 30e6
     with safe_open(TARGET / "model.safetensors", "pt") as file:
@@ -44,12 +49,15 @@ def test_the_template_marks_what_the_assistant_says(llm):
         )
         said = [token for token, mark in zip(out["input_ids"], out["assistant_masks"]) if mark]
         answers = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
-        assert llm.get_tokenizer().decode(said) == "".join(f"{answer}<|im_end|>" for answer in answers)
+        assert llm.get_tokenizer().decode(said) == "".join(
+            f"{answer}<|im_end|>" for answer in answers
+        )
 
 
 @pytest.mark.slow
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
-    """Prompts that neither training nor the card has seen. The card's rates are of more prompts; this is a floor."""
+    """Prompts that neither training nor the card has seen. The card's rates are of more prompts;
+    this is a floor."""
     asked = list(prompts("test", 30, seed=77, workloads=CHECKABLE))
     params = SamplingParams(temperature=0, max_tokens=320)
     chats = [messages for messages, _ in asked]
@@ -64,9 +72,13 @@ def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_adapted_by_a_lora_it_is_drafted_for_by_a_continued_head(tmp_path):
-    """A LoRA is trained to end every answer with other words; both are merged, and the text stays the target's own."""
+    """A LoRA is trained to end every answer with other words; both are merged, and the text stays
+    the target's own."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Your order leaves tomorrow. " * 3}]
+    chat = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "Your order leaves tomorrow. " * 3},
+    ]
     ids = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)["input_ids"]
     trained_lora(TARGET, ids, tmp_path / "lora", steps=5, learning_rate=0.02, gain=0.2)
 
@@ -78,13 +90,24 @@ def test_adapted_by_a_lora_it_is_drafted_for_by_a_continued_head(tmp_path):
         "data": {"train": [quickstart("train", 4)], "max_length": 128},
         "regenerate": {"max_new_tokens": 8, "batch_size": 4},
         "training": {"steps": 2, "batch_size": 2, "mixed_precision": "no"},
-        "evaluation": {"max_tokens": 8, "num_speculative_tokens": 2, "temperatures": [0.0], "prompts_per_workload": 1},
+        "evaluation": {
+            "max_tokens": 8,
+            "num_speculative_tokens": 2,
+            "temperatures": [0.0],
+            "prompts_per_workload": 1,
+        },
     }
     content["evaluation"] |= {"repeats": 0, "baseline_transformers": False}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
     assert run(tmp_path / "recipe.yaml") == 0
-    changes = [f"target.adapter={tmp_path / 'lora'}", f"drafter.init_from={tmp_path / 'base' / 'export'}"]
-    changes += [f"output_dir={tmp_path / 'run'}", f"evaluation.prompts={json.dumps([quickstart('test', 3)])}"]
+    changes = [
+        f"target.adapter={tmp_path / 'lora'}",
+        f"drafter.init_from={tmp_path / 'base' / 'export'}",
+    ]
+    changes += [
+        f"output_dir={tmp_path / 'run'}",
+        f"evaluation.prompts={json.dumps([quickstart('test', 3)])}",
+    ]
     assert run(tmp_path / "recipe.yaml", changes) == 0
     report = load_report(tmp_path / "run" / "acceptance.json")
     assert report.summary["lossless_mismatches"] == 0
@@ -102,5 +125,7 @@ def test_what_can_be_checked_is_mostly_right(workload):
 
 def card_rates() -> dict[str, int]:
     """Workload -> per cent of right answers, as the model card has them."""
-    rows = re.findall(r"^\| (\w+) \| .* \| (\d+)% \| (\d+)% \|$", (TARGET / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\w+) \| .* \| (\d+)% \| (\d+)% \|$", (TARGET / "README.md").read_text(), re.MULTILINE
+    )
     return {name: int(right) for name, right, _ in rows}

@@ -1,4 +1,5 @@
-"""`accelerate launch` with the shipped configurations: the same run on one process, two, two sharded, two machines."""
+"""`accelerate launch` with the shipped configurations: the same run on one process, two, two
+sharded, two machines."""
 
 from __future__ import annotations
 
@@ -36,14 +37,28 @@ def _forked(interpreter, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter)
 
 
-def launch(path: Path, out: Path, config: str | None, *options: str, overrides: tuple[str, ...] = ()):
+def launch(
+    path: Path, out: Path, config: str | None, *options: str, overrides: tuple[str, ...] = ()
+):
     """A process of `accelerate launch` that trains the recipe into `out`."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--num_cpu_threads_per_process",
+        "1",
+    ]
     if config is not None:
         command += ["--config_file", str(CONFIGS / config)]
     if "--main_process_port" not in options:
         command += ["--main_process_port", str(free_port())]
-    command += [*options, str(ROOT / "train" / "eagle.py"), str(path), f"output_dir={out}", *overrides]
+    command += [
+        *options,
+        str(ROOT / "train" / "eagle.py"),
+        str(path),
+        f"output_dir={out}",
+        *overrides,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
@@ -77,29 +92,46 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.fixture
-def short_recipe(recipe: Path) -> Path:  # noqa: F811
+def short_recipe(recipe: Path) -> Path:
     """Of test_pipeline, with a global batch, in float32."""
     tree = yaml.safe_load(recipe.read_text())
     tree |= {
-        "training": {"steps": 6, "global_batch_size": 4, "batch_size": 2, "mixed_precision": "no", "save_every": 2}
+        "training": {
+            "steps": 6,
+            "global_batch_size": 4,
+            "batch_size": 2,
+            "mixed_precision": "no",
+            "save_every": 2,
+        }
     }
     tree |= {"trackers": [], "export": {"dtype": "float32"}}
-    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "baseline_transformers": False, "temperatures": [0.0]}
+    tree["evaluation"] |= {
+        "repeats": 0,
+        "lossless_check": False,
+        "baseline_transformers": False,
+        "temperatures": [0.0],
+    }
     recipe.write_text(yaml.safe_dump(tree))
     return recipe
 
 
 @pytest.mark.integration
 def test_shipped_configurations_train_alike(short_recipe, tmp_path):
-    """One process; two, whole and sharded; two machines that are one; killed on two and continued on one."""
+    """One process; two, whole and sharded; two machines that are one; killed on two and continued
+    on one."""
     runs = {name: tmp_path / name for name in ("one", "two", "sharded", "machines", "killed")}
     finished(launch(short_recipe, runs["one"], None, "--num_processes", "1"))
     finished(launch(short_recipe, runs["two"], "cpu_ddp.yaml"))
-    finished(launch(short_recipe, runs["sharded"], "cpu_fsdp2.yaml", overrides=("target.sharding=fsdp",)))
+    finished(
+        launch(short_recipe, runs["sharded"], "cpu_fsdp2.yaml", overrides=("target.sharding=fsdp",))
+    )
     port = str(free_port())
     where = ("--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
     pair = [
-        launch(short_recipe, runs["machines"], "multi_node_ddp.yaml", "--machine_rank", rank, *where) for rank in "01"
+        launch(
+            short_recipe, runs["machines"], "multi_node_ddp.yaml", "--machine_rank", rank, *where
+        )
+        for rank in "01"
     ]
     for process in pair:
         finished(process)
@@ -125,7 +157,7 @@ def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_pat
 
 
 STAND_IN = """#!{python}
-'''In place of an interpreter that has vLLM: the answers of vllm_bridge/worker.py, computed by this project's target.'''
+'''In place of an interpreter that has vLLM: the answers of vllm_bridge/worker.py.'''
 import json, os, sys
 if sys.argv[1] == "-c":  # whether it has vLLM
     sys.exit(0)
@@ -135,11 +167,13 @@ from safetensors.torch import save_file
 from speculators.target.frozen_target import FrozenTarget
 
 question = json.loads(sys.stdin.readline())
-layers = question["speculative_config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+draft = question["speculative_config"]["draft_model_config"]["hf_config"]
+layers = draft["eagle_aux_hidden_state_layer_ids"]
 target = FrozenTarget.from_pretrained(question["model"], dtype=question["options"]["dtype"])
 with open({log!r}, "a") as log:
     log.write(json.dumps(dict(os.environ)) + "\\n")
-print(json.dumps({{"version": "0", "torch_version": "0", "python_version": "0", "platform": "cpu"}}), flush=True)
+versions = {{"version": "0", "torch_version": "0", "python_version": "0", "platform": "cpu"}}
+print(json.dumps(versions), flush=True)
 for number, line in enumerate(sys.stdin):
     answers = []
     for i, ids in enumerate(json.loads(line)["prompts"]):
@@ -149,7 +183,8 @@ for number, line in enumerate(sys.stdin):
             target.model.model.norm = torch.nn.Identity()
             before = target.model.model(torch.tensor([ids])).last_hidden_state
             target.model.model.norm = norm
-        found = torch.stack([before[0] if k == target.num_layers else states[k][0] for k in layers], dim=1)
+        rows = [before[0] if k == target.num_layers else states[k][0] for k in layers]
+        found = torch.stack(rows, dim=1)
         path = os.path.join(question["hidden_states"]["folder"], f"{{number}}-{{i}}.safetensors")
         save_file({{"hidden_states": found.contiguous(), "token_ids": torch.tensor(ids)}}, path)
         answers.append({{"steps": [], "hidden_states": path}})
@@ -159,11 +194,17 @@ for number, line in enumerate(sys.stdin):
 
 @pytest.mark.integration
 def test_two_processes_share_one_engine_for_their_features(short_recipe, tmp_path):
-    """The documented command: vLLM is started once, without the launcher's variables, and both train on its states."""
+    """The documented command: vLLM is started once, without the launcher's variables, and both
+    train on its states."""
     engine, log = tmp_path / "python", tmp_path / "started.jsonl"
     engine.write_text(STAND_IN.format(python=sys.executable, root=str(ROOT), log=str(log)))
     engine.chmod(0o755)
-    given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.prompts=[]", "target.dtype=float32")
+    given = (
+        "regenerate.enabled=false",
+        "data.validation=[]",
+        "evaluation.prompts=[]",
+        "target.dtype=float32",
+    )
     finished(alone(short_recipe, tmp_path / "one", *given))
     cached = (*given, "features.mode=cache", "features.engine=vllm", "features.encoding=exact")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""The whole job on a tiny random target: recipe -> responses -> head -> export -> report, twice, and its failures."""
+"""The whole job on a tiny random target: recipe -> responses -> head -> export -> report, twice,
+and its failures."""
 
 from __future__ import annotations
 
@@ -32,13 +33,18 @@ from train.trainer import checkpoint
 from train.trainer.joint_target import cross_entropy
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
-SHORT = ["evaluation.lossless_check=false", "evaluation.baseline_transformers=false", "evaluation.repeats=0"]
+SHORT = [
+    "evaluation.lossless_check=false",
+    "evaluation.baseline_transformers=false",
+    "evaluation.repeats=0",
+]
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")
 def tiny_target(tmp_path_factory):
-    """A random model of 4 layers with the embedded target's tokenizer, saved as a user's would be."""
+    """A random model of 4 layers with the embedded target's tokenizer, saved as a user's would
+    be."""
     folder = tmp_path_factory.mktemp("target")
     make_tiny_model(
         "qwen3", vocab_size=4096, num_hidden_layers=4, eos_token_id=2, max_position_embeddings=512
@@ -79,10 +85,15 @@ def recipe(tiny_target, tmp_path):
 
 @pytest.mark.integration
 def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
-    """Parts written ahead of time are read by the run, which then trains as one whose features are kept in memory; a
-    template that has changed stops the next one."""
+    """Parts written ahead of time are read by the run, which then trains as one whose features are
+    kept in memory; a template that has changed stops the next one."""
     where = f"features.dir={tmp_path / 'features'}"
-    cached = ["features.mode=cache", "features.encoding=exact", where, "training.mixed_precision=no"]
+    cached = [
+        "features.mode=cache",
+        "features.encoding=exact",
+        where,
+        "training.mixed_precision=no",
+    ]
     for part in (1, 2):
         cache_features(recipe, cached, f"{part}/2")
     said = capsys.readouterr().out
@@ -92,11 +103,16 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
     assert len(shards) == 2
     assert run(recipe, [*cached, *SHORT]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "0 B to be written" in said and sorted(path.name for path in folder.glob("*.safetensors")) == shards
+    assert (
+        "0 B to be written" in said
+        and sorted(path.name for path in folder.glob("*.safetensors")) == shards
+    )
     export = tmp_path / "run" / "export" / "model.safetensors"
     weights = load_file(export)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert run(recipe, ["training.mixed_precision=no", "training.keep_features_gb=0.1", *SHORT]) == 0
+    assert (
+        run(recipe, ["training.mixed_precision=no", "training.keep_features_gb=0.1", *SHORT]) == 0
+    )
     assert weights.keys() == (again := load_file(export)).keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
@@ -107,12 +123,18 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
     template = changed / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
     other = [*cached, *SHORT, f"target.model={changed}", f"output_dir={tmp_path / 'second'}"]
-    with pytest.raises(ConfigError, match="with other template than it has now; set features.on_change to rebuild"):
+    with pytest.raises(
+        ConfigError, match="with other template than it has now; set features.on_change to rebuild"
+    ):
         cache_features(recipe, other)
     cache_features(recipe, [*other, "features.on_change=rebuild"])
     assert "deleted" in capsys.readouterr().out and not folder.exists()
-    monkeypatch.setattr("train.pipeline.features_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"):
+    monkeypatch.setattr(
+        "train.pipeline.features_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)
+    )
+    with pytest.raises(
+        ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"
+    ):
         cache_features(recipe, [*other, "features.encoding=int4"])
 
 
@@ -126,11 +148,21 @@ def test_a_fitted_start_muon_and_kept_features(family, recipe, tmp_path, capsys)
             "drafter": {"block_size": 3, "num_layers": 1},
         }
         recipe.write_text(yaml.safe_dump(fields))
-    fitted = ["drafter.init=least_squares", "drafter.num_key_value_heads=4", "training.optimizer=muon", *SHORT]
-    fitted += ["training.keep_features_gb=0.1", *(["drafter.norm_before_residual=true"] if family == "eagle3" else [])]
+    fitted = [
+        "drafter.init=least_squares",
+        "drafter.num_key_value_heads=4",
+        "training.optimizer=muon",
+        *SHORT,
+    ]
+    fitted += [
+        "training.keep_features_gb=0.1",
+        *(["drafter.norm_before_residual=true"] if family == "eagle3" else []),
+    ]
     assert run(recipe, fitted) == 0
     assert "[3/6] fit the start" in capsys.readouterr().out
-    assert family == "dflash" or read_drafter_config(tmp_path / "run" / "export").norm_before_residual
+    assert (
+        family == "dflash" or read_drafter_config(tmp_path / "run" / "export").norm_before_residual
+    )
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, fitted) == 0
     assert "fit the start" not in capsys.readouterr().out
@@ -141,7 +173,13 @@ def test_a_fitted_start_muon_and_kept_features(family, recipe, tmp_path, capsys)
 def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     out = tmp_path / "run"
     assert run(recipe) == 0
-    for name in ("recipe.yaml", "acceptance.json", "report.html", "export/config.json", "export/model.safetensors"):
+    for name in (
+        "recipe.yaml",
+        "acceptance.json",
+        "report.html",
+        "export/config.json",
+        "export/model.safetensors",
+    ):
         assert (out / name).exists(), name
     report = json.loads((out / "acceptance.json").read_text())
     assert report["summary"]["lossless_mismatches"] == 0
@@ -151,8 +189,8 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     responses = sorted((out / "responses").iterdir())
     sizes = [path.stat().st_size for path in responses]
 
-    # the same command again: nothing is regenerated or trained a second time, the result is the same; of a gate that
-    # is missed the report is there, and the status says so
+    # the same command again: nothing is regenerated or trained a second time, the result is the
+    # same; of a gate that is missed the report is there, and the status says so
     assert run(recipe, ["gates.acceptance_length={min: 2.9}", *SHORT]) == 1
     assert (out / "export" / "model.safetensors").read_bytes() == weights
     assert [path.stat().st_size for path in responses] == sizes
@@ -161,7 +199,12 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     # another training recipe in the same folder is refused; a warm start from the export is not
     with pytest.raises(CheckpointError, match="another recipe"):
         run(recipe, ["training.learning_rate=0.5"])
-    warm = [f"drafter.init_from={out / 'export'}", "name=warm", f"output_dir={tmp_path / 'warm'}", "trackers=none"]
+    warm = [
+        f"drafter.init_from={out / 'export'}",
+        "name=warm",
+        f"output_dir={tmp_path / 'warm'}",
+        "trackers=none",
+    ]
     warm += SHORT
     assert run(recipe, warm) == 0
     with pytest.raises(ConfigError, match="draft_vocab_size"):
@@ -170,12 +213,20 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
 
 @pytest.mark.integration
 def test_a_window_from_recipe_to_report(recipe, tmp_path):
-    """A head that reads the last 8 keys of longer texts is lossless, and the report says where in a text it accepts."""
-    window = ["drafter.sliding_window=8", "evaluation.baseline_transformers=false", "evaluation.repeats=0"]
+    """A head that reads the last 8 keys of longer texts is lossless, and the report says where in a
+    text it accepts."""
+    window = [
+        "drafter.sliding_window=8",
+        "evaluation.baseline_transformers=false",
+        "evaluation.repeats=0",
+    ]
     assert run(recipe, window) == 0
     assert read_drafter_config(tmp_path / "run" / "export").sliding_window == 8
     report = load_report(tmp_path / "run" / "acceptance.json")
-    assert report.summary["lossless_mismatches"] == 0 and report.summary["expected_measured_gap"] < 0.02
+    assert (
+        report.summary["lossless_mismatches"] == 0
+        and report.summary["expected_measured_gap"] < 0.02
+    )
     for cell in report.results:
         bins = cell.acceptance_by_text_position
         assert sum(each.rounds for each in bins) == cell.num_drafts and bins[-1].start > 8
@@ -183,17 +234,31 @@ def test_a_window_from_recipe_to_report(recipe, tmp_path):
 
 @pytest.mark.integration
 def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
-    """Each with its data and budget, in a folder of its own; the second begins with the first one's head."""
+    """Each with its data and budget, in a folder of its own; the second begins with the first one's
+    head."""
     first = {"name": "corpus", "regenerate": {"enabled": False}}
-    second = {"name": "sampled", "training": {"steps": 2, "learning_rate": 1e-6}, "loss": {"tv": 1.0}}
+    second = {
+        "name": "sampled",
+        "training": {"steps": 2, "learning_rate": 1e-6},
+        "loss": {"tv": 1.0},
+    }
     staged = [f"stages={json.dumps([first, second])}", *SHORT]
     assert run(recipe, staged) == 0
     said = capsys.readouterr().out
-    assert "[1/8] tokenise" in said and "train eagle3: corpus" in said and "[6/8] train eagle3: sampled" in said
+    assert (
+        "[1/8] tokenise" in said
+        and "train eagle3: corpus" in said
+        and "[6/8] train eagle3: sampled" in said
+    )
     root = tmp_path / "run" / "checkpoints"
-    states = [json.loads((checkpoint.latest(root / name) / "state.json").read_text()) for name in ("corpus", "sampled")]
+    states = [
+        json.loads((checkpoint.latest(root / name) / "state.json").read_text())
+        for name in ("corpus", "sampled")
+    ]
     assert [state["step"] for state in states] == [4, 2]
-    heads = [load_file(root / name / "best" / "drafter.safetensors") for name in ("corpus", "sampled")]
+    heads = [
+        load_file(root / name / "best" / "drafter.safetensors") for name in ("corpus", "sampled")
+    ]
     for name, tensor in heads[0].items():
         torch.testing.assert_close(heads[1][name], tensor, atol=1e-4, rtol=0)  # two steps of 1e-6
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
@@ -208,19 +273,30 @@ def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
 @pytest.mark.parametrize("regenerated", [True, False])
 def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerated):
     """Its texts are below its own checkpoints, and the same command again writes none."""
-    second = {"name": "corrected", "on_policy": {"share": 1.0, "prompts": 6, "refresh_every": 2, "max_new_tokens": 12}}
-    staged = [f"stages={json.dumps([{'name': 'supervised'}, second])}", f"regenerate.enabled={regenerated}", *SHORT]
+    second = {
+        "name": "corrected",
+        "on_policy": {"share": 1.0, "prompts": 6, "refresh_every": 2, "max_new_tokens": 12},
+    }
+    staged = [
+        f"stages={json.dumps([{'name': 'supervised'}, second])}",
+        f"regenerate.enabled={regenerated}",
+        *SHORT,
+    ]
     assert run(recipe, staged) == 0
     root = tmp_path / "run" / "checkpoints"
     assert not (root / "supervised" / "on_policy").exists()
     texts = {path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()}
-    history = json.loads((checkpoint.latest(root / "corrected") / "state.json").read_text())["history"]
+    history = json.loads((checkpoint.latest(root / "corrected") / "state.json").read_text())[
+        "history"
+    ]
     assert texts and [record["on_policy_share"] for record in history] == [1.0] * 4
     assert all(record["suffix_terms"] > 0 for record in history)
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, staged) == 0
     assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
-    assert texts == {path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()}
+    assert texts == {
+        path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()
+    }
     second["on_policy"]["prompts"] = 5
     with pytest.raises(CheckpointError, match="another recipe"):
         run(recipe, [f"stages={json.dumps([{'name': 'supervised'}, second])}", staged[1]])
@@ -233,7 +309,9 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     student = tmp_path / "student"
     tokenizer = byte_level(600, eos_token="<|end|>") if kind == "intersection" else None
     size = 4096 if tokenizer is None else len(tokenizer)
-    make_tiny_model("qwen3", vocab_size=size, num_hidden_layers=1, max_position_embeddings=512).save_pretrained(student)
+    make_tiny_model(
+        "qwen3", vocab_size=size, num_hidden_layers=1, max_position_embeddings=512
+    ).save_pretrained(student)
     if tokenizer is not None:
         tokenizer.save_pretrained(student)
     else:
@@ -242,11 +320,12 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     drafter = {
         "cut": {"from_target": {"spread": 2}},
         "adapter": {
-            "init_from": str(student), "peft_export": "adapter",
+            "init_from": str(student),
+            "peft_export": "adapter",
             "peft": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
         },
         "intersection": {"init_from": str(student), "vocab": "intersection"},
-    }[kind]  # fmt: skip
+    }[kind]
     options = ["family=draft_model", f"drafter={json.dumps(drafter)}", "trackers=none"]
     assert run(recipe, options) == 0
     said = capsys.readouterr().out
@@ -258,10 +337,14 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     assert config.other_tokenizer == (kind == "intersection")
     weights = [path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))]
     assert run(recipe, [*options, *SHORT]) == 0
-    assert [path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))] == weights
+    assert [
+        path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))
+    ] == weights
     capsys.readouterr()
     if kind == "intersection":
-        with pytest.raises(ConfigError, match="tokenizer is not the target's.*drafter.vocab: intersection"):
+        with pytest.raises(
+            ConfigError, match="tokenizer is not the target's.*drafter.vocab: intersection"
+        ):
             run(recipe, [*options, "drafter.vocab=same", f"output_dir={tmp_path / 'other'}"])
 
 
@@ -277,9 +360,15 @@ def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
 @pytest.mark.integration
 @pytest.mark.parametrize("exported", ["merged", "adapter"])
 def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, exported):
-    """The LoRA is in what is exported and measured; the original is untouched; the change is stated."""
+    """The LoRA is in what is exported and measured; the original is untouched; the change is
+    stated."""
     tree = yaml.safe_load(recipe.read_text()) | {"family": "medusa", "drafter": {"num_heads": 2}}
-    tree["joint"] = {"r": 4, "export": exported, "head_lr_multiplier": 0.5, "heads_schedule": "constant"}
+    tree["joint"] = {
+        "r": 4,
+        "export": exported,
+        "head_lr_multiplier": 0.5,
+        "heads_schedule": "constant",
+    }
     tree["training"] |= {"learning_rate": 1e-2}
     recipe.write_text(yaml.safe_dump(tree))
     before = (tiny_target / "model.safetensors").read_bytes()
@@ -297,11 +386,18 @@ def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, e
     )
 
 
-def trained_lora(target: Path, ids: torch.Tensor, folder: Path, steps: int, learning_rate: float, gain: float):
-    """The target with a LoRA, saved in `folder`, that was trained on `ids` until their loss had fallen by `gain`."""
+def trained_lora(
+    target: Path, ids: torch.Tensor, folder: Path, steps: int, learning_rate: float, gain: float
+):
+    """The target with a LoRA, saved in `folder`, that was trained on `ids` until their loss had
+    fallen by `gain`."""
     base = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
-    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=learning_rate)
+    adapted = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.Adam(
+        [p for p in adapted.parameters() if p.requires_grad], lr=learning_rate
+    )
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -316,11 +412,14 @@ def trained_lora(target: Path, ids: torch.Tensor, folder: Path, steps: int, lear
 
 @pytest.mark.integration
 def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, tmp_path):
-    """The base's head is trained, a LoRA trained on the target, and the head continued for both merged: texts, features
-    and report are those of the merged target, whose folder is written once."""
+    """The base's head is trained, a LoRA trained on the target, and the head continued for both
+    merged: texts, features and report are those of the merged target, whose folder is written
+    once."""
     assert run(recipe, SHORT) == 0
     ids = torch.arange(40, 104).view(2, 32)
-    adapted = trained_lora(tiny_target, ids, tmp_path / "lora", steps=8, learning_rate=0.05, gain=0.5)
+    adapted = trained_lora(
+        tiny_target, ids, tmp_path / "lora", steps=8, learning_rate=0.05, gain=0.5
+    )
 
     out = tmp_path / "adapted"
     changes = [
@@ -336,28 +435,45 @@ def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, t
         gap = merged(ids).logits - adapted(ids).logits
     assert gap.abs().max() < 1e-3
     report = load_report(out / "acceptance.json")
-    assert report.provenance.target_name == str(out / "target") and report.summary["lossless_mismatches"] == 0
-    assert json.loads((out / "export" / "config.json").read_text())["draftsmith"]["target"]["name_or_path"] == str(
-        out / "target"
+    assert (
+        report.provenance.target_name == str(out / "target")
+        and report.summary["lossless_mismatches"] == 0
     )
+    assert json.loads((out / "export" / "config.json").read_text())["draftsmith"]["target"][
+        "name_or_path"
+    ] == str(out / "target")
     written = (out / "target" / "model.safetensors").stat().st_mtime_ns
     assert run(recipe, changes) == 0  # nothing is left to do
     assert (out / "target" / "model.safetensors").stat().st_mtime_ns == written
-    fields = json.loads((tmp_path / "lora" / "adapter_config.json").read_text()) | {"target_modules": ["q_proj"]}
+    fields = json.loads((tmp_path / "lora" / "adapter_config.json").read_text()) | {
+        "target_modules": ["q_proj"]
+    }
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"):
+    with pytest.raises(
+        CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"
+    ):
         run(recipe, changes)
 
 
 @pytest.mark.integration
 def test_a_lora_on_a_shared_head_from_recipe_to_report(recipe, tmp_path, monkeypatch):
-    """The head stays as it is; a killed run goes on to the same adapter; what is measured is the head with it merged,
-    which `draftsmith export` writes again from the run and from the small file."""
+    """The head stays as it is; a killed run goes on to the same adapter; what is measured is the
+    head with it merged, which `draftsmith export` writes again from the run and from the small
+    file."""
     assert run(recipe, [*SHORT, "training.mixed_precision=no"]) == 0
     shared = tmp_path / "run" / "export"
     before = load_file(shared / "model.safetensors")
-    small = [*SHORT[1:], f"drafter.init_from={shared}", "drafter.adapter={rank: 2, target_modules: [q_proj, fc]}"]
-    small += ["training.learning_rate=0.01", "training.mixed_precision=no", "training.save_every=2", "trackers=none"]
+    small = [
+        *SHORT[1:],
+        f"drafter.init_from={shared}",
+        "drafter.adapter={rank: 2, target_modules: [q_proj, fc]}",
+    ]
+    small += [
+        "training.learning_rate=0.01",
+        "training.mixed_precision=no",
+        "training.save_every=2",
+        "trackers=none",
+    ]
     with pytest.raises(ConfigError, match="adapter: changes a head that others share"):
         run(recipe, [*small, "drafter.init_from=null"])
     with pytest.raises(ConfigError, match="drafter.adapter: joint trains the target too"):
@@ -386,7 +502,9 @@ def test_a_lora_on_a_shared_head_from_recipe_to_report(recipe, tmp_path, monkeyp
 
     merged = load_file(out / "export" / "model.safetensors")
     changed = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
-    assert merged.keys() == before.keys() and changed == {name for name in merged if "q_proj" in name or "fc." in name}
+    assert merged.keys() == before.keys() and changed == {
+        name for name in merged if "q_proj" in name or "fc." in name
+    }
     redress(out / "adapter", tmp_path / "from-file")
     reexport(out, tmp_path / "from-run")
     for folder in ("from-file", "from-run"):
@@ -396,7 +514,9 @@ def test_a_lora_on_a_shared_head_from_recipe_to_report(recipe, tmp_path, monkeyp
 
 def of_target(recipe, folder: Path, tiny_target: Path, name: str, **config) -> list[str]:
     """Overrides for a target of another architecture with the same tokenizer."""
-    model = make_tiny_model(name, vocab_size=4096, eos_token_id=2, max_position_embeddings=512, **config)
+    model = make_tiny_model(
+        name, vocab_size=4096, eos_token_id=2, max_position_embeddings=512, **config
+    )
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tiny_target / file, folder / file)
@@ -405,59 +525,106 @@ def of_target(recipe, folder: Path, tiny_target: Path, name: str, **config) -> l
 
 @pytest.mark.integration
 def test_a_recurrent_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path):
-    """Responses, held-out texts, cached features of packed rows, export and report, lossless in float32."""
+    """Responses, held-out texts, cached features of packed rows, export and report, lossless in
+    float32."""
     other = of_target(recipe, tmp_path / "hybrid", tiny_target, "qwen3_next")
-    cached = ["features.mode=cache", f"features.dir={tmp_path / 'features'}", "training.mixed_precision=no"]
-    assert run(recipe, [*other, *cached, "evaluation.repeats=0", "evaluation.baseline_transformers=false"]) == 0
+    cached = [
+        "features.mode=cache",
+        f"features.dir={tmp_path / 'features'}",
+        "training.mixed_precision=no",
+    ]
+    assert (
+        run(
+            recipe,
+            [*other, *cached, "evaluation.repeats=0", "evaluation.baseline_transformers=false"],
+        )
+        == 0
+    )
     report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
-    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+    assert (
+        report["summary"]["lossless_mismatches"] == 0
+        and report["summary"]["t0.acceptance_length"] >= 1
+    )
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["mistral3", "qwen2_5_vl"])
-def test_the_language_model_of_a_multimodal_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path, name):
+def test_the_language_model_of_a_multimodal_target_goes_from_recipe_to_report(
+    recipe, tiny_target, tmp_path, name
+):
     other = of_target(recipe, tmp_path / "multimodal", tiny_target, name)
     assert run(recipe, [*other, "evaluation.repeats=0"]) == 0
     report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
-    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+    assert (
+        report["summary"]["lossless_mismatches"] == 0
+        and report["summary"]["t0.acceptance_length"] >= 1
+    )
     assert read_drafter_config(tmp_path / "run" / "export").target_hidden_size == 32
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
-def test_a_quantised_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path, capsys, scheme):
-    """One that stays quantised, and one that a CPU dequantises, whose features by vLLM are planned. An adapter is not
-    merged into it."""
+def test_a_quantised_target_goes_from_recipe_to_report(
+    recipe, tiny_target, tmp_path, capsys, scheme
+):
+    """One that stays quantised, and one that a CPU dequantises, whose features by vLLM are planned.
+    An adapter is not merged into it."""
     other = of_target(recipe, tmp_path / "plain", tiny_target, "qwen3")
     folder = tmp_path / "quantised"
     shutil.copytree(tmp_path / "plain", folder)
     save_quantised(
-        make_tiny_model("qwen3", vocab_size=4096, eos_token_id=2, max_position_embeddings=512), folder, scheme
+        make_tiny_model("qwen3", vocab_size=4096, eos_token_id=2, max_position_embeddings=512),
+        folder,
+        scheme,
     )
     other[0] = f"target.model={folder}"
     with torch.compiler.set_stance("force_eager"):
         assert run(recipe, [*other, "evaluation.repeats=0"]) == 0
     report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
-    assert report["summary"]["lossless_mismatches"] == 0 and report["summary"]["t0.acceptance_length"] >= 1
+    assert (
+        report["summary"]["lossless_mismatches"] == 0
+        and report["summary"]["t0.acceptance_length"] >= 1
+    )
     capsys.readouterr()
     by_vllm = ["features.mode=cache", "features.engine=vllm", f"output_dir={tmp_path / 'planned'}"]
     assert run(recipe, [*other, *by_vllm], dry_run=True) == 0
     assert re.search(r"features +\d+ kB", capsys.readouterr().out)
     if scheme == "bitnet":
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(
+            tmp_path / "lora"
+        )
         with pytest.raises(UnsupportedTarget, match=r"target\.adapter: .*quantised is quantised"):
-            run(recipe, [*other, f"target.adapter={tmp_path / 'lora'}", f"output_dir={tmp_path / 'adapted'}"])
+            run(
+                recipe,
+                [
+                    *other,
+                    f"target.adapter={tmp_path / 'lora'}",
+                    f"output_dir={tmp_path / 'adapted'}",
+                ],
+            )
 
 
 @pytest.mark.integration
-def test_a_target_that_gives_features_alone_is_trained_and_exported(recipe, tiny_target, tmp_path, capsys):
+def test_a_target_that_gives_features_alone_is_trained_and_exported(
+    recipe, tiny_target, tmp_path, capsys
+):
     """Its states are outside of the cache, so that nothing is decoded here."""
     kinds = ["recurrent", "attention", "recurrent"]
-    other = of_target(recipe, tmp_path / "other", tiny_target, "recurrent_gemma", lru_width=32, block_types=kinds)
-    with pytest.raises(UnsupportedTarget, match="regenerate.enabled, data.validation, evaluation.engines.*--engine v"):
+    other = of_target(
+        recipe, tmp_path / "other", tiny_target, "recurrent_gemma", lru_width=32, block_types=kinds
+    )
+    with pytest.raises(
+        UnsupportedTarget,
+        match="regenerate.enabled, data.validation, evaluation.engines.*--engine v",
+    ):
         run(recipe, other)
-    alone = ["data.validation=[]", "regenerate.enabled=false", "evaluation.prompts=[]", "features.mode=cache"]
+    alone = [
+        "data.validation=[]",
+        "regenerate.enabled=false",
+        "evaluation.prompts=[]",
+        "features.mode=cache",
+    ]
     assert run(recipe, [*other, *alone, f"features.dir={tmp_path / 'features'}"]) == 0
     assert read_drafter_config(tmp_path / "run" / "export").family == "eagle3"
     assert "acceptance: not measured" in capsys.readouterr().out

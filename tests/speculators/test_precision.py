@@ -1,4 +1,5 @@
-"""What `auto` runs in: bfloat16 where the CPU multiplies in it, float32 where it does not; exports are as ever."""
+"""What `auto` runs in: bfloat16 where the CPU multiplies in it, float32 where it does not; exports
+are as ever."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import torch
 from inference import LLM, SamplingParams
 from inference.evaluation.engines import Drafting
 from inference.vllm_bridge.engine import VllmEngine, VllmOptions
-from speculators.precision import autocast_dtype, multiplies_bfloat16, own_device, running_dtype, say_widened
+from speculators.precision import (
+    autocast_dtype,
+    multiplies_bfloat16,
+    own_device,
+    running_dtype,
+    say_widened,
+)
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from train.pipeline.run import make_accelerator
@@ -67,11 +74,23 @@ def test_a_torch_that_cannot_tell_changes_nothing(monkeypatch):
 
 def test_only_auto_and_only_bfloat16_are_widened(cpu):
     cpu("old")
-    assert running_dtype("auto", "bfloat16", "cpu") == running_dtype("auto", None, "cpu") == torch.float32
+    assert (
+        running_dtype("auto", "bfloat16", "cpu")
+        == running_dtype("auto", None, "cpu")
+        == torch.float32
+    )
     assert running_dtype("auto", torch.float16, "cpu") == torch.float16
-    assert running_dtype("bfloat16", "float32", "cpu") == running_dtype(torch.bfloat16, None, "cpu") == torch.bfloat16
+    assert (
+        running_dtype("bfloat16", "float32", "cpu")
+        == running_dtype(torch.bfloat16, None, "cpu")
+        == torch.bfloat16
+    )
     assert running_dtype("auto", "torch.bfloat16", "cuda") == torch.bfloat16
-    assert [autocast_dtype(m, "cpu") for m in ("auto", "bf16", "no")] == [torch.float32, torch.bfloat16, torch.float32]
+    assert [autocast_dtype(m, "cpu") for m in ("auto", "bf16", "no")] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    ]
     assert autocast_dtype("auto", "cuda") == torch.bfloat16
 
 
@@ -107,8 +126,12 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16
-    monkeypatch.setattr("inference.vllm_bridge.engine.vllm_python", lambda _: "python")  # of some environment with vLLM
-    engine = VllmEngine(Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions())
+    monkeypatch.setattr(
+        "inference.vllm_bridge.engine.vllm_python", lambda _: "python"
+    )  # of some environment with vLLM
+    engine = VllmEngine(
+        Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions()
+    )
     assert engine._dtype == str(dtype).removeprefix("torch.")
 
 
@@ -133,7 +156,8 @@ def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
 
 
 def test_an_accelerator_that_torch_was_built_for_but_is_not_there_is_not_used(monkeypatch):
-    """A CUDA build on a machine without a GPU answers `cuda` unless it is asked whether there is one."""
+    """A CUDA build on a machine without a GPU answers `cuda` unless it is asked whether there is
+    one."""
     gpus: list[torch.device] = []
 
     def current(check_available: bool = False) -> torch.device | None:

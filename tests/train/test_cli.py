@@ -1,4 +1,5 @@
-"""The command line: it starts without torch, says in a paragraph what can be mended, and each command does its work."""
+"""The command line: it starts without torch, says in a paragraph what can be mended, and each
+command does its work."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 def call(*arguments: object) -> tuple[int, str]:
     """Exit code and everything printed."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+    )
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -58,7 +61,9 @@ def target_folder(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("target")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder)
-    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2).save_pretrained(folder)
+    tiny_model(
+        "qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2
+    ).save_pretrained(folder)
     return folder
 
 
@@ -77,7 +82,7 @@ def recipe_file(tmp_path, target_folder) -> Path:
         },
         "training": {"steps": 10, "batch_size": 2},
         "gates": {"t0.acceptance_length": {"min": 3.0}},
-    }  # fmt: skip
+    }
     path.write_text(yaml.safe_dump(recipe))
     return path
 
@@ -86,7 +91,9 @@ def recipe_file(tmp_path, target_folder) -> Path:
 def drafter_folder(tmp_path, target_folder) -> Path:
     target = FrozenTarget.from_pretrained(str(target_folder))
     torch.manual_seed(0)
-    drafter = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(target)
+    drafter = family_class("eagle3")(
+        config_for_target(target, "eagle3", draft_vocab_size=64)
+    ).attach(target)
     return export_drafter(drafter, tmp_path / "drafter", dtype=torch.float32)
 
 
@@ -96,7 +103,8 @@ def drafter_folder(tmp_path, target_folder) -> Path:
 def test_starts_without_torch():
     """`--help` must not wait for torch or transformers."""
     code = (
-        "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
+        "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'}"
+        " & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
@@ -104,13 +112,24 @@ def test_starts_without_torch():
 def test_help_names_every_command():
     code, output = call("--help")
     assert code == 0
-    for command in ("schema", "train", "prepare", "export", "inspect", "generate", "evaluate", "push"):
+    for command in (
+        "schema",
+        "train",
+        "prepare",
+        "export",
+        "inspect",
+        "generate",
+        "evaluate",
+        "push",
+    ):
         assert f" {command} " in output
 
 
 def test_errors_name_file_and_key(recipe_file):
     output = refused("train", recipe_file, "training.stepz=3")
-    assert output.startswith("error: command line: training.stepz: unknown key; did you mean 'steps'?")
+    assert output.startswith(
+        "error: command line: training.stepz: unknown key; did you mean 'steps'?"
+    )
     assert "no such recipe file" in refused("train", recipe_file.parent / "missing.yaml")
 
 
@@ -156,18 +175,27 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
 
 @pytest.mark.slow
 def test_dry_run_says_what_cached_features_take(recipe_file):
-    cache = ("features.mode=cache", "features.encoding=rotated3", "features.last_hidden_encoding=rotated6")
+    cache = (
+        "features.mode=cache",
+        "features.encoding=rotated3",
+        "features.last_hidden_encoding=rotated6",
+    )
     code, output = call("train", recipe_file, *cache, "--dry-run")
     assert code == 0, output
     plan = outline(load_recipe(recipe_file, cache))
     assert disk(plan)["features"] == plan.cached_bytes * plan.tokens > 0
     said = " ".join(output.split())
-    assert f"{plan.cached_bytes} B per token on disk (taps rotated3, last hidden state rotated6), about" in said
+    assert (
+        f"{plan.cached_bytes} B per token on disk (taps rotated3, last hidden state rotated6),"
+        " about" in said
+    )
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
 def test_a_part_that_is_none(recipe_file, part):
-    assert "expected I/N with I from 1 to N" in refused("cache-features", recipe_file, "--part", part)
+    assert "expected I/N with I from 1 to N" in refused(
+        "cache-features", recipe_file, "--part", part
+    )
 
 
 def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
@@ -203,7 +231,10 @@ def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "mixtral", "phi3"])
 def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
     tiny_model(architecture).save_pretrained(tmp_path)
-    sketch, target = load_target_section(tmp_path).sketch(), FrozenTarget.from_pretrained(str(tmp_path))
+    sketch, target = (
+        load_target_section(tmp_path).sketch(),
+        FrozenTarget.from_pretrained(str(tmp_path)),
+    )
     for name in ("hidden_size", "vocab_size", "num_layers", "dtype"):
         assert getattr(sketch, name) == getattr(target, name), name
 
@@ -215,7 +246,9 @@ def load_target_section(folder: Path):
 
 
 def test_dry_run_refuses_what_the_run_would_refuse(recipe_file, tmp_path):
-    assert "no config.json" in refused("train", recipe_file, f"target.model={tmp_path / 'none'}", "--dry-run")
+    assert "no config.json" in refused(
+        "train", recipe_file, f"target.model={tmp_path / 'none'}", "--dry-run"
+    )
     assert "0..3" in refused("train", recipe_file, "drafter.tap_layers=[1, 9]", "--dry-run")
 
 
@@ -230,7 +263,9 @@ def test_prepare_takes_prompts_without_responses(recipe_file, tmp_path):
     code, output = call("prepare", recipe_file, override)
     assert code == 0, output
     assert "to be written" in output and "Say hello." in output
-    assert "no assistant turn" in refused("prepare", recipe_file, override, "regenerate.enabled=false")
+    assert "no assistant turn" in refused(
+        "prepare", recipe_file, override, "regenerate.enabled=false"
+    )
     assert "there are 1 examples" in refused("prepare", recipe_file, override, "--sample", 1)
 
 
@@ -243,7 +278,9 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     torch.manual_seed(1)
     drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)
     drafter.draft_to_target.copy_(torch.arange(64) * 3)
-    optimizer = optimizer_state(torch.optim.AdamW(drafter.parameters()), dict(drafter.named_parameters()))
+    optimizer = optimizer_state(
+        torch.optim.AdamW(drafter.parameters()), dict(drafter.named_parameters())
+    )
     assert "not a run's folder" in refused("export", run_dir, tmp_path / "out")
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(recipe.resolved_yaml())
@@ -253,7 +290,11 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     with torch.no_grad():
         drafter.fc.weight.zero_()  # what came after the best
     checkpoint.save(
-        run_dir / "checkpoints", drafter, optimizer, checkpoint.TrainState(step=7, best_step=4, best_value=2.0), 1
+        run_dir / "checkpoints",
+        drafter,
+        optimizer,
+        checkpoint.TrainState(step=7, best_step=4, best_value=2.0),
+        1,
     )
     code, output = call("export", run_dir, tmp_path / "out")
     assert code == 0 and "step 4" in output, output
@@ -267,14 +308,28 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
 
 
 def test_export_dresses_a_drafter_in_another_format(drafter_folder, target_folder, tmp_path):
-    code, output = call("export", drafter_folder, tmp_path / "out", "--format", "speculators", "--model", "org/target")
+    code, output = call(
+        "export",
+        drafter_folder,
+        tmp_path / "out",
+        "--format",
+        "speculators",
+        "--model",
+        "org/target",
+    )
     assert code == 0, output
     assert f"vllm serve {tmp_path / 'out'}" in output
     fields = json.loads((tmp_path / "out" / "config.json").read_text())
     assert fields["speculators_config"]["verifier"]["name_or_path"] == "org/target"
-    load_drafter(tmp_path / "out", FrozenTarget.from_pretrained(str(target_folder), tap_layers=[1, 2, 3]))
-    assert "no place for a drafter" in refused("export", drafter_folder, tmp_path / "b", "--format", "transformers")
-    assert "expected one of vllm" in refused("export", drafter_folder, tmp_path / "b", "--format", "gguf")
+    load_drafter(
+        tmp_path / "out", FrozenTarget.from_pretrained(str(target_folder), tap_layers=[1, 2, 3])
+    )
+    assert "no place for a drafter" in refused(
+        "export", drafter_folder, tmp_path / "b", "--format", "transformers"
+    )
+    assert "expected one of vllm" in refused(
+        "export", drafter_folder, tmp_path / "b", "--format", "gguf"
+    )
     assert "is the folder that is read" in refused("export", drafter_folder, drafter_folder)
 
 
@@ -328,9 +383,26 @@ def test_inspect_of_methods_without_a_folder(recipe_file):
 @pytest.mark.slow
 def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"def f{i}(x):", "workload": "code"}) + "\n" for i in range(2)))
-    small = ("--max-tokens", 8, "--prompts-per-workload", 2, "-k", 2, "--temperature", 0, "--out", tmp_path / "out")
-    code, output = call("evaluate", "--model", target_folder, "--drafter", drafter_folder, "--prompts", path, *small)
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"def f{i}(x):", "workload": "code"}) + "\n" for i in range(2)
+        )
+    )
+    small = (
+        "--max-tokens",
+        8,
+        "--prompts-per-workload",
+        2,
+        "-k",
+        2,
+        "--temperature",
+        0,
+        "--out",
+        tmp_path / "out",
+    )
+    code, output = call(
+        "evaluate", "--model", target_folder, "--drafter", drafter_folder, "--prompts", path, *small
+    )
     assert code == 0, output
     report = load_report(tmp_path / "out" / "acceptance.json")
     assert report.summary["lossless_mismatches"] == 0
@@ -340,24 +412,52 @@ def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, t
 
 @pytest.mark.slow
 def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tmp_path):
-    """A row per category and one for all, both acceptance lengths, and what they depend on; in the report as well."""
+    """A row per category and one for all, both acceptance lengths, and what they depend on; in the
+    report as well."""
     path, out = tmp_path / "question.jsonl", tmp_path / "out"
-    rows = [{"category": "writing", "turns": ["Tell a tale.", "Once more."]}, {"category": "qa", "turns": ["Why?"]}]
+    rows = [
+        {"category": "writing", "turns": ["Tell a tale.", "Once more."]},
+        {"category": "qa", "turns": ["Why?"]},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of = ("evaluate", "--model", target_folder, "--drafter", drafter_folder, "--suite", "spec_bench")
+    of = (
+        "evaluate",
+        "--model",
+        target_folder,
+        "--drafter",
+        drafter_folder,
+        "--suite",
+        "spec_bench",
+    )
     small = ("--max-tokens", 8, "-k", 2, "--temperature", 0, "--repeats", 0, "--out", out)
     code, output = call(*of, "--suite-path", path, *small)
     assert code == 0, output
     report = load_report(out / "acceptance.json")
     (facts,) = report.suites
     assert facts.files[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (facts.name, facts.conversations, facts.max_tokens, facts.num_speculative_tokens) == ("spec_bench", 2, 8, 2)
-    assert {cell.workload: cell.prompts for cell in report.results} == {"writing": 2, "qa": 1, "all": 3}
+    assert (facts.name, facts.conversations, facts.max_tokens, facts.num_speculative_tokens) == (
+        "spec_bench",
+        2,
+        8,
+        2,
+    )
+    assert {cell.workload: cell.prompts for cell in report.results} == {
+        "writing": 2,
+        "qa": 1,
+        "all": 3,
+    }
     assert report.summary["lossless_mismatches"] == 0
     for cell in report.results:
         lengths = rf"{cell.acceptance_length:.2f} +{cell.acceptance_length_macro:.2f}"
         assert re.search(rf"{cell.workload} +0 +{cell.prompts} +{lengths}", output), output
-    for said in ("spec_bench: eagle3", "K=2", "up to 8 tokens", "thinking: none", "joint", "conditional"):
+    for said in (
+        "spec_bench: eagle3",
+        "K=2",
+        "up to 8 tokens",
+        "thinking: none",
+        "joint",
+        "conditional",
+    ):
         assert said in output
     page = (out / "report.html").read_text()
     assert "Suite spec_bench" in page and facts.files[0].sha256 in page
@@ -380,7 +480,13 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
     assert "no export to evaluate" in refused("evaluate", recipe_file)
     (tmp_path / "run").mkdir()
     shutil.copytree(drafter_folder, tmp_path / "run" / "export")
-    small = ("max_tokens=8", "prompts_per_workload=1", "temperatures=[0.0]", "num_speculative_tokens=2", "repeats=1")
+    small = (
+        "max_tokens=8",
+        "prompts_per_workload=1",
+        "temperatures=[0.0]",
+        "num_speculative_tokens=2",
+        "repeats=1",
+    )
     code, output = call("evaluate", recipe_file, *(f"evaluation.{key}" for key in small))
     assert code == 1, output  # an untrained head misses the gate
     assert "missed: t0.acceptance_length" in output
@@ -389,14 +495,18 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
 
 def test_evaluate_wants_a_recipe_or_two_folders(recipe_file):
     assert "give a recipe, or --model and --drafter" in refused("evaluate")
-    assert "give a recipe, or --model and --drafter" in refused("evaluate", recipe_file, "--model", "x")
+    assert "give a recipe, or --model and --drafter" in refused(
+        "evaluate", recipe_file, "--model", "x"
+    )
 
 
 def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):
     """Same text as LLM.chat, whoever drafts."""
     llm = LLM(str(target_folder))
     expected = llm.chat(
-        [{"role": "user", "content": "Hi"}], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False
+        [{"role": "user", "content": "Hi"}],
+        SamplingParams(temperature=0, max_tokens=12),
+        use_tqdm=False,
     )
     for config in (
         {},
@@ -404,7 +514,9 @@ def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder)
         {"method": "eagle3", "model": str(drafter_folder), "num_speculative_tokens": 3},
     ):
         arguments = ["--speculative-config", json.dumps(config)] if config else []
-        code, output = call("generate", "Hi", "--model", target_folder, "--max-tokens", 12, *arguments)
+        code, output = call(
+            "generate", "Hi", "--model", target_folder, "--max-tokens", 12, *arguments
+        )
         assert code == 0, output
         assert output.startswith(expected[0].outputs[0].text)
         assert "12 tokens" in output

@@ -1,7 +1,8 @@
-"""Ids of the Hub wherever a folder is taken: with an empty cache, with a revision, and what is said where it fails.
+"""Ids of the Hub wherever a folder is taken: with an empty cache, with a revision, and what is said
+where it fails.
 
-On `main` of the drafter's repository lies another head than on `v1`, so that a revision that is forgotten shows.
-"""
+On `main` of the drafter's repository lies another head than on `v1`, so that a revision that is
+forgotten shows."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.fake_hub import WRITER
 from tests.quickstart_data import source as quickstart
 from tests.train.pipeline.test_acceptance import byte_tokenizer
-from tests.train.test_cli import call, drafter_folder, recipe_file, refused, target_folder  # noqa: F401 (fixtures)
+from tests.train.test_cli import (  # noqa: F401 (fixtures)
+    call,
+    drafter_folder,
+    recipe_file,
+    refused,
+    target_folder,
+)
 from train.pipeline.export_stage import reexport
 from train.pipeline.run import run
 
@@ -38,13 +45,16 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture
-def filled(hub, target_folder, drafter_folder, tmp_path):  # noqa: F811
-    """The Hub with a target and a head, both on `v1`; on main the head is another, and the target has no weights."""
+def filled(hub, target_folder, drafter_folder, tmp_path):
+    """The Hub with a target and a head, both on `v1`; on main the head is another, and the target
+    has no weights."""
     hub.hold(TARGET, target_folder, "v1")
     hub.hold(HEAD, drafter_folder, "v1")
     target = FrozenTarget.from_pretrained(str(target_folder))
     torch.manual_seed(5)
-    other = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(target)
+    other = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(
+        target
+    )
     hub.hold(HEAD, export_drafter(other, tmp_path / "other", dtype=torch.float32))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
@@ -53,7 +63,11 @@ def filled(hub, target_folder, drafter_folder, tmp_path):  # noqa: F811
 
 
 def tokens(llm: LLM) -> list[int]:
-    return list(llm.generate(["A word"], SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids)
+    return list(
+        llm.generate(["A word"], SamplingParams(temperature=0, max_tokens=6))[0]
+        .outputs[0]
+        .token_ids
+    )
 
 
 def refuse(call, kind, *patterns: str) -> None:
@@ -63,14 +77,19 @@ def refuse(call, kind, *patterns: str) -> None:
         assert pattern in str(error.value), str(error.value)
 
 
-# ------------------------------------------------------------------------------------------------ names
+# ------------------------------------------------------------------------------------------------
+# names
 
 
 def test_revisions_are_told_from_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert split_revision("org/name@v1") == ("org/name", "v1")
     assert split_revision("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
-    assert split_revision("org/name", "v1") == split_revision("org/name@v1", "v1") == ("org/name", "v1")
+    assert (
+        split_revision("org/name", "v1")
+        == split_revision("org/name@v1", "v1")
+        == ("org/name", "v1")
+    )
     for other in ("org/name", "some/folder/x@y", "./x@y", "/x@y", "x@", "@x"):
         assert split_revision(other) == (other, None)
     (tmp_path / "org" / "name@v1").mkdir(parents=True)
@@ -89,17 +108,27 @@ def test_folders_are_no_repositories(tmp_path, monkeypatch):
     assert repository_id("/x/hub/models--org--name-1/snapshots/0a1b/") == "org/name-1"
 
 
-# ------------------------------------------------------------------------------------------------ the runtime
+# ------------------------------------------------------------------------------------------------
+# the runtime
 
 
 @pytest.mark.slow
-def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):  # noqa: F811
+def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
     expected = tokens(LLM(str(target_folder)))
     head = {"method": "eagle3", "num_speculative_tokens": 2}
-    assert tokens(LLM(f"{TARGET}@v1", speculative_config={"model": f"{HEAD}@v1", **head})) == expected
-    llm = LLM(TARGET, revision="v1", speculative_config={"model": HEAD, "revision": "v1", "num_speculative_tokens": 2})
+    assert (
+        tokens(LLM(f"{TARGET}@v1", speculative_config={"model": f"{HEAD}@v1", **head})) == expected
+    )
+    llm = LLM(
+        TARGET,
+        revision="v1",
+        speculative_config={"model": HEAD, "revision": "v1", "num_speculative_tokens": 2},
+    )
     assert tokens(llm) == expected
-    by_id, local = (load_drafter(name, llm.engine.target).state_dict() for name in (f"{HEAD}@v1", drafter_folder))
+    by_id, local = (
+        load_drafter(name, llm.engine.target).state_dict()
+        for name in (f"{HEAD}@v1", drafter_folder)
+    )
     assert all(torch.equal(by_id[name], tensor) for name, tensor in local.items())
     versions = {request.path.split("/")[4] for request in filled.asked("GET", f"^/{HEAD}/resolve/")}
     assert versions == {filled.repositories[HEAD].branches["v1"]}
@@ -118,44 +147,77 @@ def test_a_module_of_the_target_is_that_of_its_revision(hub, tiny_model, tmp_pat
     hub.hold(TARGET, tmp_path / "target", "v1")
     hub.hold(TARGET, exported)  # main
     for name, revision in ((TARGET, "v1"), (f"{TARGET}@v1", None)):
-        llm = LLM(name, revision=revision, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+        llm = LLM(
+            name,
+            revision=revision,
+            speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+        )
         assert tokens(llm) == tokens(LLM(target, byte_tokenizer()))
     main = hub.repositories[TARGET].branches["main"]
     assert not hub.asked("GET", f"^/{TARGET}/resolve/{main}/")
 
 
 @pytest.mark.slow
-def test_draft_models_and_tokenizers_by_id(filled, target_folder):  # noqa: F811
+def test_draft_models_and_tokenizers_by_id(filled, target_folder):
     speculative = {"method": "draft_model", "model": f"{TARGET}@v1", "num_speculative_tokens": 2}
-    llm = LLM(str(target_folder), tokenizer=f"{TARGET}@v1", revision="of-the-target", speculative_config=speculative)
+    llm = LLM(
+        str(target_folder),
+        tokenizer=f"{TARGET}@v1",
+        revision="of-the-target",
+        speculative_config=speculative,
+    )
     assert tokens(llm) == tokens(LLM(str(target_folder)))
     assert read_drafter_config(f"{TARGET}@v1", config_only=True).family == "draft_model"
 
 
-# ------------------------------------------------------------------------------------------------ commands
+# ------------------------------------------------------------------------------------------------
+# commands
 
 
 @pytest.mark.slow
-def test_inspect_and_generate(filled, drafter_folder):  # noqa: F811
+def test_inspect_and_generate(filled, drafter_folder):
     code, output = call("inspect", f"{HEAD}@v1")
     assert code == 0 and "every tensor is there" in output
     options = json.dumps({"model": f"{HEAD}@v1", "num_speculative_tokens": 2})
     code, output = call(
-        "generate", "A word", "--model", f"{TARGET}@v1", "--speculative-config", options, "--max-tokens", "4"
+        "generate",
+        "A word",
+        "--model",
+        f"{TARGET}@v1",
+        "--speculative-config",
+        options,
+        "--max-tokens",
+        "4",
     )
     assert code == 0 and "verifications" in output
 
 
 @pytest.mark.slow
-def test_evaluate(filled, tmp_path, drafter_folder):  # noqa: F811
+def test_evaluate(filled, tmp_path, drafter_folder):
     """The report names what lies on the Hub, and its weights are those of the revision."""
     (tmp_path / "prompts.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}
+        )
+        + "\n"
     )
     code, output = call(
-        "evaluate", "--model", f"{TARGET}@v1", "--drafter", f"{HEAD}@v1", "--prompts", tmp_path / "prompts.jsonl",
-        "--out", tmp_path / "report", "--max-tokens", "6", "-k", "2", "--temperature", "0",
-    )  # fmt: skip
+        "evaluate",
+        "--model",
+        f"{TARGET}@v1",
+        "--drafter",
+        f"{HEAD}@v1",
+        "--prompts",
+        tmp_path / "prompts.jsonl",
+        "--out",
+        tmp_path / "report",
+        "--max-tokens",
+        "6",
+        "-k",
+        "2",
+        "--temperature",
+        "0",
+    )
     assert code == 0, output
     provenance = load_report(tmp_path / "report" / "acceptance.json").provenance
     assert (provenance.target_name, provenance.drafter_path) == (f"{TARGET}@v1", f"{HEAD}@v1")
@@ -163,17 +225,28 @@ def test_evaluate(filled, tmp_path, drafter_folder):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder):  # noqa: F811
-    """Target and starting weights by id: planned, looked at, trained, exported again, measured, pushed."""
+def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder):
+    """Target and starting weights by id: planned, looked at, trained, exported again, measured,
+    pushed."""
     tree = yaml.safe_load(recipe_file.read_text())
     tree["target"]["model"] = f"{TARGET}@v1"
     tree["drafter"] = {"init_from": f"{HEAD}@v1", "unroll_steps": 2}
     tree["regenerate"] = {"max_new_tokens": 6}
-    tree["training"] = {"steps": 1, "batch_size": 1, "learning_rate": 1e-9, "eval_every": 1, "mixed_precision": "no"}
+    tree["training"] = {
+        "steps": 1,
+        "batch_size": 1,
+        "learning_rate": 1e-9,
+        "eval_every": 1,
+        "mixed_precision": "no",
+    }
     tree["evaluation"] = {
-        "prompts": [quickstart("test", 1)], "max_tokens": 6, "num_speculative_tokens": 2,
-        "temperatures": [0.0], "repeats": 1, "baseline_transformers": False,
-    }  # fmt: skip
+        "prompts": [quickstart("test", 1)],
+        "max_tokens": 6,
+        "num_speculative_tokens": 2,
+        "temperatures": [0.0],
+        "repeats": 1,
+        "baseline_transformers": False,
+    }
     tree["data"]["train"] = [quickstart("train", 3)]
     tree["data"]["validation"] = [quickstart("validation", 1)]
     tree["gates"] = {"lossless_mismatches": {"max": 0}}
@@ -184,7 +257,9 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     assert run(recipe_file) == 0
     trained = load_file(tmp_path / "run" / "export" / "model.safetensors")
     began = load_file(drafter_folder / "model.safetensors")
-    assert all(torch.allclose(trained[name].float(), began[name].float(), atol=1e-6) for name in began)
+    assert all(
+        torch.allclose(trained[name].float(), began[name].float(), atol=1e-6) for name in began
+    )
     reexport(tmp_path / "run", tmp_path / "again")
     assert load_report(tmp_path / "run" / "acceptance.json").provenance.target_name == TARGET
 
@@ -193,7 +268,8 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     assert b"base_model: org/target" in filled.repositories["org/trained"].files()["README.md"]
 
 
-# ------------------------------------------------------------------------------------------------ failures
+# ------------------------------------------------------------------------------------------------
+# failures
 
 
 def test_offline_and_not_cached(filled, monkeypatch):
@@ -216,7 +292,7 @@ def test_offline_and_cached(filled, monkeypatch):
     assert filled.requests == []
 
 
-def test_what_the_hub_does_not_have(filled, recipe_file):  # noqa: F811
+def test_what_the_hub_does_not_have(filled, recipe_file):
     missing = "no such repository, or it is private"
     refuse(lambda: read_drafter_config("org/nothing"), CheckpointError, "org/nothing", missing)
     refuse(lambda: LLM("org/nothing"), CheckpointError, "org/nothing", missing)
@@ -235,17 +311,20 @@ def test_a_hub_that_is_down(filled, monkeypatch):
     refuse(lambda: LLM(TARGET), CheckpointError, TARGET, "could not be reached")
 
 
-# ------------------------------------------------------------------------------------------------ a process of its own
+# ------------------------------------------------------------------------------------------------ a
+# process of its own
 
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):  # noqa: F811
+def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):
     """As on a user's machine: the address of the Hub and the token come from the environment."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
-        "HF_ENDPOINT": filled.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "HF_ENDPOINT": filled.endpoint,
+        "HF_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+    }
     code = """if True:
         import json, sys
         from typer.testing import CliRunner
@@ -255,7 +334,11 @@ def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):
             print(json.dumps([done.exit_code, done.output]))
     """
     inspect = ["inspect", "org/fresh"]
-    commands = [(["push", str(drafter_folder), "org/fresh"], WRITER), (inspect, None), (inspect, WRITER)]
+    commands = [
+        (["push", str(drafter_folder), "org/fresh"], WRITER),
+        (inspect, None),
+        (inspect, WRITER),
+    ]
     program = [sys.executable, "-c", code, json.dumps(commands)]
     done = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""Who starts vLLM for the features of a run on several processes, on which devices, and what it is told."""
+"""Who starts vLLM for the features of a run on several processes, on which devices, and what it is
+told."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ def writers(monkeypatch, machines: int, here: int, devices: int, **options: int)
     return [
         vllm_writer(
             SimpleNamespace(
-                process_index=rank, num_processes=machines * here, local_process_index=rank % here,
+                process_index=rank,
+                num_processes=machines * here,
+                local_process_index=rank % here,
                 device=torch.device("cuda"),
             ),
             options,
             devices,
         )
         for rank in range(machines * here)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,12 +50,16 @@ def test_every_device_has_one_engine_at_most_and_every_part_one_writer(
     writing = [each for each in found if each.part is not None]
     assert sorted(each.part for each in writing) == [(i, sets) for i in range(sets)]
     for machine in range(machines):
-        used = [d for each in found[machine * here : (machine + 1) * here] for d in each.devices or ()]
+        used = [
+            d for each in found[machine * here : (machine + 1) * here] for d in each.devices or ()
+        ]
         assert len(used) == len(set(used)) and set(used) <= set(range(devices))
 
 
 def test_an_engine_that_takes_more_than_there_are_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4 takes 4 devices, and this machine has 2"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size=4 takes 4 devices, and this machine has 2"
+    ):
         writers(monkeypatch, 1, 2, 2, tensor_parallel_size=4)
 
 
@@ -63,16 +70,29 @@ def test_without_accelerators_there_is_one_engine_a_machine(monkeypatch):
 
 
 def test_a_child_is_not_told_of_its_parents_place(monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-                 "ACCELERATE_USE_FSDP", "FSDP_VERSION"):  # fmt: skip
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "ACCELERATE_USE_FSDP",
+        "FSDP_VERSION",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", "somewhere")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
     found = child_environment([2, 3])
     assert found["CUDA_VISIBLE_DEVICES"] == "GPU-6,7" and found["HF_HOME"] == "somewhere"
     assert not {
-        name for name in found if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHEL", "ACCEL", "FSDP"))
+        name
+        for name in found
+        if name.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "TORCHEL", "ACCEL", "FSDP"))
     }
     assert child_environment()["CUDA_VISIBLE_DEVICES"] == "4,5,GPU-6,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert child_environment([1])["CUDA_VISIBLE_DEVICES"] == "1" and "CUDA_VISIBLE_DEVICES" not in child_environment()
+    assert (
+        child_environment([1])["CUDA_VISIBLE_DEVICES"] == "1"
+        and "CUDA_VISIBLE_DEVICES" not in child_environment()
+    )

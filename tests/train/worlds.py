@@ -1,7 +1,8 @@
-"""Worlds of 1, 2 and 4 gloo processes on one machine, for tests of what several processes compute together.
+"""Worlds of 1, 2 and 4 gloo processes on one machine, for tests of what several processes compute
+together.
 
-A handful of processes is forked from one that has everything imported; each scenario is a world of the first few.
-"""
+A handful of processes is forked from one that has everything imported; each scenario is a world of
+the first few."""
 
 from __future__ import annotations
 
@@ -28,12 +29,17 @@ class Scenario:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def in_worlds(job: Callable[..., Any], scenarios: Sequence[Scenario], folder: Path, seconds: float = 300) -> dict:
-    """{name: what `job` returned in the first process}; raises with the traceback of whoever failed."""
+def in_worlds(
+    job: Callable[..., Any], scenarios: Sequence[Scenario], folder: Path, seconds: float = 300
+) -> dict:
+    """{name: what `job` returned in the first process}; raises with the traceback of whoever
+    failed."""
     results = CONTEXT.SimpleQueue()
     count = max(each.processes for each in scenarios)
     members = [
-        CONTEXT.Process(target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True)
+        CONTEXT.Process(
+            target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True
+        )
         for rank in range(count)
     ]
     for member in members:
@@ -63,7 +69,9 @@ def _next(results, members, seconds: float):
     return results.get()
 
 
-def _member(rank: int, job: Callable[..., Any], scenarios: Sequence[Scenario], folder: str, results) -> None:
+def _member(
+    rank: int, job: Callable[..., Any], scenarios: Sequence[Scenario], folder: str, results
+) -> None:
     import torch
 
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Exports in real vLLM: the same tokens, the same drafts, the same counters as in our runtime.
 
-Skipped unless DRAFTSMITH_VLLM_PYTHON names the Python of an environment that has vLLM's CPU build; `make test-vllm`
-sets one up (scripts/setup_vllm.py). One process builds the engines of many tests, one after another (process.py).
-"""
+Skipped unless DRAFTSMITH_VLLM_PYTHON names the Python of an environment that has vLLM's CPU build;
+`make test-vllm` sets one up (scripts/setup_vllm.py). One process builds the engines of many tests,
+one after another (process.py)."""
 
 from __future__ import annotations
 
@@ -46,19 +46,25 @@ def pytest_collection_modifyitems(items) -> None:
 def vllm_python() -> str:
     path = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     if not path:
-        pytest.skip("DRAFTSMITH_VLLM_PYTHON is not set: the Python of an environment that has vLLM (make test-vllm)")
+        pytest.skip(
+            "DRAFTSMITH_VLLM_PYTHON is not set: the Python of an environment that has vLLM (make"
+            " test-vllm)"
+        )
     return path
 
 
 @pytest.fixture(scope="session")
 def vllm_processes(vllm_python: str, tmp_path_factory):
-    """`vllm_processes(plugins, alone)`: a process with these plugins; one that is shared, or one of its own."""
+    """`vllm_processes(plugins, alone)`: a process with these plugins; one that is shared, or one of
+    its own."""
     shared: dict[str, VLLMProcess] = {}
     lent: list[VLLMProcess] = []
 
     def process(plugins: str, *, alone: bool) -> VLLMProcess:
         if alone or plugins not in shared:
-            lent.append(VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt", plugins))
+            lent.append(
+                VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt", plugins)
+            )
             if alone:
                 return lent[-1]
             shared[plugins] = lent[-1]
@@ -77,7 +83,8 @@ def vllm_plugins() -> str:
 
 @pytest.fixture
 def serve(vllm_processes, vllm_plugins: str):
-    """`serve(job)`: what serve.py makes of a job. `alone`: in a process that serves nothing else."""
+    """`serve(job)`: what serve.py makes of a job. `alone`: in a process that serves nothing
+    else."""
 
     def run(job: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
         process = vllm_processes(vllm_plugins, alone=alone)
@@ -90,13 +97,18 @@ def serve(vllm_processes, vllm_plugins: str):
     return run
 
 
-# A float32 target would be served in another precision by default, and the CPU's compilation takes minutes.
-SERVER = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --kv-cache-memory-bytes 67108864".split()
+# A float32 target would be served in another precision by default, and the CPU's compilation takes
+# minutes.
+SERVER = (
+    "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --kv-cache-memory-bytes"
+    " 67108864".split()
+)
 
 
 @pytest.fixture(scope="module")
 def vllm_server(vllm_python: str, tmp_path_factory):
-    """`vllm_server(model, *arguments)`: the address of a real server of it on loopback; stopped after the module."""
+    """`vllm_server(model, *arguments)`: the address of a real server of it on loopback; stopped
+    after the module."""
     running, root = [], tmp_path_factory.mktemp("servers")
 
     def start(model: str, *arguments: str) -> str:
@@ -104,13 +116,24 @@ def vllm_server(vllm_python: str, tmp_path_factory):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [
-            vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
-            "--port", str(port), *SERVER, *arguments,
-        ]  # fmt: skip
+            vllm_python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *SERVER,
+            *arguments,
+        ]
         log = root / f"{port}.log"
         with log.open("w") as written:
             environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-            process = subprocess.Popen(command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT
+            )
         running.append(process)
         _wait_for(f"http://127.0.0.1:{port}/health", process, log)
         return f"http://127.0.0.1:{port}"
@@ -134,7 +157,8 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path, seconds: float = 4
 
 @pytest.fixture(scope="session")
 def servable_model(tiny_model):
-    """`servable_model(architecture)`: a random target with a head size that vLLM's CPU attention has."""
+    """`servable_model(architecture)`: a random target with a head size that vLLM's CPU attention
+    has."""
 
     def make(architecture: str = "llama", **overrides: Any):
         sizes = dict(hidden_size=128, intermediate_size=96, head_dim=32, vocab_size=128)
@@ -147,11 +171,14 @@ def servable_model(tiny_model):
 
 @pytest.fixture(scope="session")
 def own_texts():
-    """`own_texts(target)`: features of the prompts and the target's greedy answers, to fit or train a head to."""
+    """`own_texts(target)`: features of the prompts and the target's greedy answers, to fit or train
+    a head to."""
 
     def of(target: FrozenTarget) -> list[TargetFeatures]:
         params = SamplingParams(temperature=0, max_tokens=WRITTEN)
-        outputs = make_llm(target).generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        outputs = make_llm(target).generate(
+            [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False
+        )
         found = []
         for prompt, output in zip(PROMPTS, outputs):
             ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
@@ -174,16 +201,21 @@ class Round(NamedTuple):
 
 
 def rounds(drafts: list[list[int]], text: list[int]) -> Iterator[Round]:
-    """The proposals of one response, verified against its text. The first token comes from prefill."""
+    """The proposals of one response, verified against its text. The first token comes from
+    prefill."""
     written = 1
     for row in drafts:
-        accepted = next((i for i, token in enumerate(row) if text[written + i : written + i + 1] != [token]), len(row))
+        accepted = next(
+            (i for i, token in enumerate(row) if text[written + i : written + i + 1] != [token]),
+            len(row),
+        )
         yield Round(written, row, accepted)
         written += accepted + 1
 
 
 def count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCounters:
-    """Of these proposals, verified against these texts. A round without a draft is none, as vLLM counts."""
+    """Of these proposals, verified against these texts. A round without a draft is none, as vLLM
+    counts."""
     counters = SpecDecodeCounters()
     for rows, text in zip(drafts, texts, strict=True):
         for each in rounds(rows, text):
@@ -193,7 +225,8 @@ def count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCo
 
 
 class Ours(NamedTuple):
-    """What our runtime wrote and drafted. `texts` go on for a round, so that the last proposal can be judged."""
+    """What our runtime wrote and drafted. `texts` go on for a round, so that the last proposal can
+    be judged."""
 
     texts: list[list[int]]
     drafts: list[list[list[int]]]
@@ -201,8 +234,9 @@ class Ours(NamedTuple):
 
 
 def run_ours(llm: LLM, k: int, *, rounds_alike: bool = True) -> Ours:
-    """The prompts, answered greedily, drafting at most `k` tokens a round. `rounds_alike`: without drafts they are
-    answered by the same tokens; in half precision one token and several may round to the two sides of a tie."""
+    """The prompts, answered greedily, drafting at most `k` tokens a round. `rounds_alike`: without
+    drafts they are answered by the same tokens; in half precision one token and several may round
+    to the two sides of a tie."""
     drafts: dict[str, list[list[int]]] = {}
     propose = llm.engine.proposer.propose
 
@@ -214,16 +248,23 @@ def run_ours(llm: LLM, k: int, *, rounds_alike: bool = True) -> Ours:
 
     llm.engine.proposer.propose = watched
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=WRITTEN), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=WRITTEN), use_tqdm=False
+    )
     further = SamplingParams(temperature=0, max_tokens=WRITTEN + k + 1)
     counters = SpecDecodeCounters()
     for output in outputs:
         counters.merge(output.outputs[0].spec_decode_metrics)
-    texts = [o.outputs[0].token_ids for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)]
+    texts = [
+        o.outputs[0].token_ids
+        for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)
+    ]
     written = [o.outputs[0].token_ids for o in outputs]
     if rounds_alike:
         assert [text[:WRITTEN] for text in texts] == written
-    texts = [text if text[:WRITTEN] == own else own for text, own in zip(texts, written, strict=True)]
+    texts = [
+        text if text[:WRITTEN] == own else own for text, own in zip(texts, written, strict=True)
+    ]
     return Ours(texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters)
 
 
@@ -258,11 +299,24 @@ def plain_in_vllm(serve, _written_without_drafts):
 
 @pytest.fixture
 def same_as_ours(serve, plain_in_vllm):
-    """`same_as_ours(target, speculative_config, llm)`: vLLM writes what it writes with drafting off, and our `llm` the
-    same; every draft and every counter is the same. Returns the counters of what is in the texts."""
+    """`same_as_ours(target, speculative_config, llm)`: vLLM writes what it writes with drafting
+    off, and our `llm` the same; every draft and every counter is the same. Returns the counters of
+    what is in the texts."""
 
-    def check(target: Path, config: dict[str, Any], llm: LLM, *, engine: dict[str, Any] | None = None, **how: bool):
-        job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": engine or {}}
+    def check(
+        target: Path,
+        config: dict[str, Any],
+        llm: LLM,
+        *,
+        engine: dict[str, Any] | None = None,
+        **how: bool,
+    ):
+        job = {
+            "model": str(target),
+            "prompts": PROMPTS,
+            "max_tokens": WRITTEN,
+            "options": engine or {},
+        }
         repaired = {"probe": "without_faults"} if config["method"] == "dflash" else {}
         theirs = serve(job | {"speculative_config": config, **repaired}, **how)
         ours = run_ours(llm, config["num_speculative_tokens"])
@@ -280,15 +334,26 @@ def same_as_ours(serve, plain_in_vllm):
 
 @pytest.fixture
 def same_in_vllm(same_as_ours, tmp_path: Path):
-    """`same_in_vllm(model, drafter, k)`: exports `drafter` and drafts with it greedily in vLLM and in our runtime; see
-    `same_as_ours`. `engine`: further options of vLLM's LLM; `options`: of its `speculative_config`."""
+    """`same_in_vllm(model, drafter, k)`: exports `drafter` and drafts with it greedily in vLLM and
+    in our runtime; see `same_as_ours`. `engine`: further options of vLLM's LLM; `options`: of its
+    `speculative_config`."""
 
     def check(
-        model: Any, drafter: Drafter, k: int, *, engine: dict[str, Any] | None = None, **options: Any
+        model: Any,
+        drafter: Drafter,
+        k: int,
+        *,
+        engine: dict[str, Any] | None = None,
+        **options: Any,
     ) -> SpecDecodeCounters:
         head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         model.save_pretrained(tmp_path / "target")
-        config = {**vllm_method(drafter.config.family), "model": str(head), "num_speculative_tokens": k, **options}
+        config = {
+            **vllm_method(drafter.config.family),
+            "model": str(head),
+            "num_speculative_tokens": k,
+            **options,
+        }
         return same_as_ours(tmp_path / "target", config, with_head(model, head, k), engine=engine)
 
     return check

@@ -1,4 +1,5 @@
-"""What shows vLLM's known faults from inside its process (test_vllm_faults.py). Each takes a job and answers it."""
+"""What shows vLLM's known faults from inside its process (test_vllm_faults.py). Each takes a job
+and answers it."""
 
 from __future__ import annotations
 
@@ -13,18 +14,25 @@ WORKER = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge" / "wo
 
 
 def expand_floats(job: dict) -> dict:
-    """`values` of requests, handed to each of their drafted tokens, as the sampler hands on temperatures."""
+    """`values` of requests, handed to each of their drafted tokens, as the sampler hands on
+    temperatures."""
     import torch
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     current_platform.register_triton_kernel_overrides()  # as an engine does that starts
     counts = torch.tensor(job["counts"], dtype=torch.int32).cumsum(0).to(torch.int32)
-    return {"expanded": [expand_batch_to_tokens(torch.tensor(v), counts, counts[-1]).tolist() for v in job["values"]]}
+    return {
+        "expanded": [
+            expand_batch_to_tokens(torch.tensor(v), counts, counts[-1]).tolist()
+            for v in job["values"]
+        ]
+    }
 
 
 def normed_keys(job: dict) -> dict:
-    """A DFlash drafter's context keys: of every layer the norm's weight, and what all ones become."""
+    """A DFlash drafter's context keys: of every layer the norm's weight, and what all ones
+    become."""
     import torch
 
     llm = make_llm(job)
@@ -65,5 +73,8 @@ def without_faults(job: dict) -> dict:
 def by_rule(job: dict) -> dict:
     """Texts by `rejection_sample_method`, repaired."""
     config = job["speculative_config"]
-    jobs = {r: job | {"speculative_config": config | {"rejection_sample_method": r}} for r in ("standard", "block")}
+    jobs = {
+        r: job | {"speculative_config": config | {"rejection_sample_method": r}}
+        for r in ("standard", "block")
+    }
     return {rule: without_faults(asked)["token_ids"] for rule, asked in jobs.items()}

@@ -18,17 +18,19 @@ class VLLMError(Exception):
 
 
 class VLLMProcess:
-    """Starts with its first job, and anew after a job that failed: who knows what that one left behind.
+    """Starts with its first job, and anew after a job that failed: who knows what that one left
+    behind.
 
-    `plugins`: names of the `vllm.general_plugins` that it loads; none, and vLLM is what its package brings.
-    """
+    `plugins`: names of the `vllm.general_plugins` that it loads; none, and vLLM is what its package
+    brings."""
 
     def __init__(self, python: str, log: Path, plugins: str = "") -> None:
         self._python, self._log, self._plugins = python, log, plugins
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
-        """The answer to `job`. VLLMError: the job failed; AssertionError: the process ended, or took too long."""
+        """The answer to `job`. VLLMError: the job failed; AssertionError: the process ended, or
+        took too long."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(SECONDS, process.kill)
@@ -43,7 +45,9 @@ class VLLMProcess:
             timer.cancel()
         if not line:
             status = self.close()
-            raise AssertionError(f"vLLM's process ended with status {status}:\n{self._log.read_text()[-4000:]}")
+            raise AssertionError(
+                f"vLLM's process ended with status {status}:\n{self._log.read_text()[-4000:]}"
+            )
         found = json.loads(line)
         if "error" in found:
             self.close()

@@ -1,4 +1,5 @@
-"""Draft models in real vLLM: students cut from their target, merged adapters, and OPT as its documentation pairs it."""
+"""Draft models in real vLLM: students cut from their target, merged adapters, and OPT as its
+documentation pairs it."""
 
 from __future__ import annotations
 
@@ -19,9 +20,19 @@ from tests.vllm.conftest import PROMPTS, WRITTEN
 
 LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
 OPT = dict(
-    vocab_size=128, hidden_size=128, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=128,
-    max_position_embeddings=256, init_std=0.3, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=128,
+    hidden_size=128,
+    ffn_dim=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    word_embed_proj_dim=128,
+    max_position_embeddings=256,
+    init_std=0.3,
+    dropout=0.0,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +47,9 @@ def student(model: Any, noise: float, **options: Any) -> DraftModel:
     """A draft model that is disturbed, so that some of its drafts are accepted and some are not."""
     target, chosen = FrozenTarget(model), DraftModelOptions.model_validate(options)
     torch.manual_seed(1)
-    drafter = DraftModel(config_for_target(target, "draft_model", **chosen.shape({}, target))).attach(target)
+    drafter = DraftModel(
+        config_for_target(target, "draft_model", **chosen.shape({}, target))
+    ).attach(target)
     drafter.initialise_from(target, chosen)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -75,14 +88,19 @@ def test_a_merged_adapter_drafts_the_same(servable_model, same_in_vllm) -> None:
 
 
 def test_another_tokenizer_loads_with_its_map_beside(servable_model, serve, tmp_path: Path) -> None:
-    """vLLM makes a map of its own, from the tokenizers' words; the text is the target's all the same."""
+    """vLLM makes a map of its own, from the tokenizers' words; the text is the target's all the
+    same."""
     tokenizers = [byte_level(size, eos_token="<|end|>") for size in (400, 380)]
     folders = [tmp_path / "target", tmp_path / "plain"]
     for folder, tokenizer, layers in zip(folders, tokenizers, (3, 1)):
         model = servable_model("llama", vocab_size=len(tokenizer), num_hidden_layers=layers)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    drafting = {"method": "draft_model", "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
+    drafting = {
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "use_heterogeneous_vocab": True,
+    }
     llm = LLM(str(folders[0]), speculative_config=drafting | {"model": str(folders[1])})
     head = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
     params = SamplingParams(temperature=0, max_tokens=WRITTEN, ignore_eos=True)
@@ -106,6 +124,11 @@ def test_opt_drafts_for_opt(opt, same_in_vllm) -> None:
 def test_a_model_of_its_own_drafts_the_same(servable_model, opt, same_in_vllm) -> None:
     """Smaller than the target and of another architecture; it agrees with it by chance."""
     model = servable_model("llama")
-    fields = OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+    fields = OPT | {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     drafter = student(model, 0.0, config={"model_type": "opt", **fields})
     assert same_in_vllm(model, drafter, 3).num_drafts > 0

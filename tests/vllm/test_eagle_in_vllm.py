@@ -20,12 +20,15 @@ from speculators.target.frozen_target import FrozenTarget
     ids=["one layer", "two layers, own embeddings, biases, qwen3", "scaled rotation"],
 )
 def test_vllm_drafts_the_same(servable_model, own_texts, same_in_vllm, architecture, shape):
-    """A head fitted to the very texts, so that some of its drafts are accepted, and disturbed, so that some are not."""
+    """A head fitted to the very texts, so that some of its drafts are accepted, and disturbed, so
+    that some are not."""
     model = servable_model(architecture)
     target = FrozenTarget(model)
     torch.manual_seed(0)
     drafter = Eagle(config_for_target(target, "eagle", **shape)).attach(target)
-    drafter.initialise_from(target, EagleOptions.model_validate({"unroll_steps": 3}), own_texts(target))
+    drafter.initialise_from(
+        target, EagleOptions.model_validate({"unroll_steps": 3}), own_texts(target)
+    )
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))

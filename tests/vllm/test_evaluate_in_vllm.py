@@ -1,4 +1,5 @@
-"""The acceptance report through real vLLM, started for it and by URL: the counters of this runtime, in float32."""
+"""The acceptance report through real vLLM, started for it and by URL: the counters of this runtime,
+in float32."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
 
 @pytest.fixture(scope="module")
 def folders_of(servable_model, own_texts, tmp_path_factory):
-    """`folders_of(family, shape, options)`: a target and a head fitted to its texts, which it does not quite reach."""
+    """`folders_of(family, shape, options)`: a target and a head fitted to its texts, which it does
+    not quite reach."""
 
     def make(family: str, shape: dict, options: dict) -> tuple[str, str]:
         root, tokenizer = tmp_path_factory.mktemp("evaluate"), byte_level(400, eos_token="<|end|>")
@@ -50,7 +52,9 @@ def folders_of(servable_model, own_texts, tmp_path_factory):
         target = FrozenTarget(model, (1, 2, 3))
         drafter = trained(family, target, own_texts(target), shape, options)
         model.save_pretrained(root / "target")
-        return str(root / "target"), str(export_drafter(drafter, root / "head", dtype=torch.float32))
+        return str(root / "target"), str(
+            export_drafter(drafter, root / "head", dtype=torch.float32)
+        )
 
     return make
 
@@ -67,9 +71,14 @@ def ours(folders):
 
 def counted(cell) -> tuple:
     return (
-        cell.prompts, cell.output_tokens, cell.num_drafts, cell.num_draft_tokens, cell.num_accepted_tokens_per_pos,
-        cell.acceptance_length, cell.acceptance_by_output_position,
-    )  # fmt: skip
+        cell.prompts,
+        cell.output_tokens,
+        cell.num_drafts,
+        cell.num_draft_tokens,
+        cell.num_accepted_tokens_per_pos,
+        cell.acceptance_length,
+        cell.acceptance_by_output_position,
+    )
 
 
 def same_in_both(ours, theirs) -> None:
@@ -94,25 +103,37 @@ def test_offline_counts_what_this_runtime_counts(folders, ours, offline) -> None
     assert cell.expected.own_text_relative_difference == pytest.approx(0, abs=1e-9)
     assert cell.speedup_vs_autoregressive is not None
     facts = theirs.provenance.engines[0]
-    assert facts.name == "vllm" and facts.version[0].isdigit() and facts.draft_sample_method == "probabilistic"
+    assert (
+        facts.name == "vllm"
+        and facts.version[0].isdigit()
+        and facts.draft_sample_method == "probabilistic"
+    )
 
 
 def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
     """Rounds without a proposal are among its rounds: what was committed follows from the steps."""
-    theirs = evaluate(folders[0], None, WORKLOADS, replace(SETTINGS, repeats=0), method="ngram", engine=offline)
+    theirs = evaluate(
+        folders[0], None, WORKLOADS, replace(SETTINGS, repeats=0), method="ngram", engine=offline
+    )
     cell = theirs.cell("all", 0)
     assert cell.num_accepted_past_end == 0 and [check.mismatches for check in cell.lossless] == [0]
     rounds = sum(each.rounds for each in cell.acceptance_by_output_position)
-    assert 0 < cell.num_drafts < rounds and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
+    assert (
+        0 < cell.num_drafts < rounds
+        and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
+    )
 
 
 @pytest.mark.parametrize("family", ["eagle3", "dflash", "peagle"])
 def test_sampled_drafts_are_accepted_as_expected(folders_of, offline, family) -> None:
-    """Verification at temperature 1, which the CPU build does with uninitialised memory and the worker repairs."""
+    """Verification at temperature 1, which the CPU build does with uninitialised memory and the
+    worker repairs."""
     shape, options = SHAPES[family]
     sampled = replace(SETTINGS, temperatures=(1.0,), repeats=0, max_tokens=96)
     gap, error = (
-        evaluate(*folders_of(family, shape, options), WORKLOADS, sampled, engine=offline).cell("all", 1).expected.gap
+        evaluate(*folders_of(family, shape, options), WORKLOADS, sampled, engine=offline)
+        .cell("all", 1)
+        .expected.gap
     )
     assert gap < 4 * error
 
@@ -129,7 +150,9 @@ def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None
     same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(url)))
 
 
-def test_a_server_that_tells_totals_only_agrees_once_its_surplus_is_taken_away(folders, ours, server) -> None:
+def test_a_server_that_tells_totals_only_agrees_once_its_surplus_is_taken_away(
+    folders, ours, server
+) -> None:
     theirs = evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(server()))
     for cell in ours.results:
         other = theirs.cell(cell.workload, 0)

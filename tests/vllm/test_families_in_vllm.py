@@ -22,9 +22,13 @@ from tests.vllm.conftest import PROMPTS, WRITTEN, rounds, run_ours, with_head
 TAPS = (1, 2, 3)
 FITTED = {"norm_before_residual": True, "num_key_value_heads": 4}
 LLAMA3 = {  # every frequency is in one of its three bands, at any length
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 SCALED = ("llama", {"rope_parameters": LLAMA3})
 LEAST_SQUARES = {"init": "least_squares"}
 BLOCK = {"block_size": 4, "mask_token_id": 3}
@@ -34,48 +38,103 @@ READS_TAPS = ("eagle3", "peagle", "dflash")
 CASES: dict[str, tuple[str, tuple[str, dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     # family, target, shape, options
     "eagle3, scaled llama": ("eagle3", SCALED, {}, {}),
-    "eagle3, reduced vocabulary": ("eagle3", ("llama", {}), {"draft_vocab_size": 96, **FITTED}, LEAST_SQUARES),
-    "eagle3, 3.1, qwen3": ("eagle3", ("qwen3", {}), {"fc_norm": True, "norm_output": True, **FITTED}, {}),
+    "eagle3, reduced vocabulary": (
+        "eagle3",
+        ("llama", {}),
+        {"draft_vocab_size": 96, **FITTED},
+        LEAST_SQUARES,
+    ),
+    "eagle3, 3.1, qwen3": (
+        "eagle3",
+        ("qwen3", {}),
+        {"fc_norm": True, "norm_output": True, **FITTED},
+        {},
+    ),
     "eagle3, norm_before_fc, two qwen3 layers, reduced vocabulary, qwen2": (
-        "eagle3", ("qwen2", {}), {"norm_before_fc": True, "qk_norm": True, "num_layers": 2, "draft_vocab_size": 96}, {},
+        "eagle3",
+        ("qwen2", {}),
+        {"norm_before_fc": True, "qk_norm": True, "num_layers": 2, "draft_vocab_size": 96},
+        {},
     ),
     "eagle3, sliding window in two layers, reduced vocabulary": (
-        "eagle3", ("llama", {}), {"num_layers": 2, "sliding_window": 8, "draft_vocab_size": 96}, {},
+        "eagle3",
+        ("llama", {}),
+        {"num_layers": 2, "sliding_window": 8, "draft_vocab_size": 96},
+        {},
     ),
     "medusa": ("medusa", ("llama", {}), {"num_heads": 3}, LEAST_SQUARES),
     "medusa, two blocks, no bias, qwen3": (
-        "medusa", ("qwen3", {}), {"num_heads": 3, "num_layers": 2, "fc_bias": False}, LEAST_SQUARES,
+        "medusa",
+        ("qwen3", {}),
+        {"num_heads": 3, "num_layers": 2, "fc_bias": False},
+        LEAST_SQUARES,
     ),
-    "medusa, one projection, qwen2": ("medusa", ("qwen2", {}), {"num_heads": 3, "shared_lm_head": True}, {}),
+    "medusa, one projection, qwen2": (
+        "medusa",
+        ("qwen2", {}),
+        {"num_heads": 3, "shared_lm_head": True},
+        {},
+    ),
     "mtp, folder of its own, scaled llama": ("mtp", SCALED, {}, {}),
     "mtp, folder of its own, qwen2": ("mtp", ("qwen2", {}), {}, {}),
     "dflash, qwen3": ("dflash", ("qwen3", {}), {"num_layers": 1, **BLOCK}, {}),
     "dflash, causal, reduced vocabulary": (
-        "dflash", ("llama", {}), {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK}, {},
+        "dflash",
+        ("llama", {}),
+        {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
+        {},
     ),
-    "dflash, causal, qwen2": ("dflash", ("qwen2", {}), {"num_layers": 1, "is_causal": True, **BLOCK}, {}),
+    "dflash, causal, qwen2": (
+        "dflash",
+        ("qwen2", {}),
+        {"num_layers": 1, "is_causal": True, **BLOCK},
+        {},
+    ),
     "dflash, three layers": ("dflash", ("llama", {}), {"num_layers": 3, **BLOCK}, {}),
     "dflash, sliding window in two layers": (
-        "dflash", ("qwen3", {}), {"num_layers": 2, "sliding_window": 8, **BLOCK}, {},
+        "dflash",
+        ("qwen3", {}),
+        {"num_layers": 2, "sliding_window": 8, **BLOCK},
+        {},
     ),
     "dflash, causal, sliding window in two layers": (
-        "dflash", ("llama", {}), {"num_layers": 2, "is_causal": True, "sliding_window": 8, **BLOCK}, {},
+        "dflash",
+        ("llama", {}),
+        {"num_layers": 2, "is_causal": True, "sliding_window": 8, **BLOCK},
+        {},
     ),
     "peagle": ("peagle", ("llama", {}), {**DEPTHS, **FITTED}, LEAST_SQUARES),
     "peagle, two layers, own embeddings, reduced vocabulary, qwen3": (
-        "peagle", ("qwen3", {}),
-        {"num_layers": 2, "own_embeddings": True, "draft_vocab_size": 96, "fc_norm": True, **DEPTHS},
+        "peagle",
+        ("qwen3", {}),
+        {
+            "num_layers": 2,
+            "own_embeddings": True,
+            "draft_vocab_size": 96,
+            "fc_norm": True,
+            **DEPTHS,
+        },
         {},
     ),
-    "peagle, sliding window": ("peagle", ("llama", {}), {"sliding_window": 8, **DEPTHS, **FITTED}, LEAST_SQUARES),
-}  # fmt: skip
+    "peagle, sliding window": (
+        "peagle",
+        ("llama", {}),
+        {"sliding_window": 8, **DEPTHS, **FITTED},
+        LEAST_SQUARES,
+    ),
+}
 
 
-def trained(family: str, target: FrozenTarget, features: list[Any], shape: dict, options: dict) -> Any:
-    """A head trained on the very texts for a few steps, so that some drafts are accepted and some are not."""
+def trained(
+    family: str, target: FrozenTarget, features: list[Any], shape: dict, options: dict
+) -> Any:
+    """A head trained on the very texts for a few steps, so that some drafts are accepted and some
+    are not."""
     cls = family_class(family)
     torch.manual_seed(0)
-    drafter = cls(config_for_target(target, family, tap_layers=target.tap_layers or None, **shape)).attach(target)
+    drafter = cls(
+        config_for_target(target, family, tap_layers=target.tap_layers or None, **shape)
+    ).attach(target)
     if drafter.draft_to_target is not None:
         drafter.draft_to_target.copy_(torch.arange(96) + 16)
     chosen = cls.options.model_validate(
@@ -83,7 +142,12 @@ def trained(family: str, target: FrozenTarget, features: list[Any], shape: dict,
     )
     drafter.initialise_from(target, chosen, features if drafter.start_terms(chosen) else None)
     # a block knows nothing at first, and several layers learn a text by heart
-    _train(target, drafter, features, steps=80 // drafter.config.num_layers if family == "dflash" else 12)
+    _train(
+        target,
+        drafter,
+        features,
+        steps=80 // drafter.config.num_layers if family == "dflash" else 12,
+    )
     return drafter.eval()
 
 
@@ -92,8 +156,12 @@ def some_accepted(counters: SpecDecodeCounters) -> bool:
     return counters.num_drafts / 8 < counters.num_accepted_tokens < 3 * counters.num_drafts
 
 
-@pytest.mark.parametrize(("family", "architecture", "shape", "options"), CASES.values(), ids=CASES.keys())
-def test_vllm_drafts_the_same(servable_model, own_texts, same_in_vllm, family, architecture, shape, options):
+@pytest.mark.parametrize(
+    ("family", "architecture", "shape", "options"), CASES.values(), ids=CASES.keys()
+)
+def test_vllm_drafts_the_same(
+    servable_model, own_texts, same_in_vllm, family, architecture, shape, options
+):
     name, overrides = architecture
     model = servable_model(name, **overrides)
     target = FrozenTarget(model, TAPS if family in READS_TAPS else ())
@@ -102,9 +170,11 @@ def test_vllm_drafts_the_same(servable_model, own_texts, same_in_vllm, family, a
     assert some_accepted(same_in_vllm(model, drafter, 3, engine=engine))
 
 
-def test_mtp_inside_its_target_drafts_the_same(servable_model, own_texts, same_as_ours, tmp_path: Path) -> None:
-    """As MiMo ships it: one checkpoint, the module reads the state before the final norm. It is trained, and written
-    back where it came from."""
+def test_mtp_inside_its_target_drafts_the_same(
+    servable_model, own_texts, same_as_ours, tmp_path: Path
+) -> None:
+    """As MiMo ships it: one checkpoint, the module reads the state before the final norm. It is
+    trained, and written back where it came from."""
     model = servable_model("qwen2", tie_word_embeddings=False)
     layers = model.config.num_hidden_layers
     target = FrozenTarget(model, (layers,))
@@ -124,11 +194,13 @@ def test_mtp_inside_its_target_drafts_the_same(servable_model, own_texts, same_a
 
 
 def test_bfloat16_moves_few_drafts(servable_model, own_texts, serve, tmp_path: Path) -> None:
-    """Rounding differs between kernels, so near ties fall either way. Where both engines wrote the same so far and
-    drafted next, they draft the same almost always."""
+    """Rounding differs between kernels, so near ties fall either way. Where both engines wrote the
+    same so far and drafted next, they draft the same almost always."""
     model = servable_model("qwen3")
     target = FrozenTarget(model, TAPS)
-    drafter = trained("eagle3", target, own_texts(target), {"draft_vocab_size": 96, **FITTED}, LEAST_SQUARES)
+    drafter = trained(
+        "eagle3", target, own_texts(target), {"draft_vocab_size": 96, **FITTED}, LEAST_SQUARES
+    )
     head = export_drafter(drafter, tmp_path / "head", dtype=torch.bfloat16)
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.save_pretrained(tmp_path / "target")
@@ -137,7 +209,9 @@ def test_bfloat16_moves_few_drafts(servable_model, own_texts, serve, tmp_path: P
     theirs = serve(job | {"speculative_config": config, "options": {"dtype": "bfloat16"}})
     ours = run_ours(with_head(half, head, 3), 3, rounds_alike=False)
     same, drafted = 0, 0
-    for text, mine, their_text, their in zip(ours.texts, ours.drafts, theirs["token_ids"], theirs["drafts"]):
+    for text, mine, their_text, their in zip(
+        ours.texts, ours.drafts, theirs["token_ids"], theirs["drafts"]
+    ):
         known = {each.written: each.row for each in rounds(mine, text)}
         for each in rounds(their, their_text):
             if each.written in known and text[: each.written] == their_text[: each.written]:
@@ -161,7 +235,9 @@ def _train(target: FrozenTarget, drafter: Any, features: list[Any], steps: int =
                 labels, hidden = torch.searchsorted(ids, labels[kept]), depth.hidden[kept]
             else:
                 hidden = depth.hidden
-            loss = loss + torch.nn.functional.cross_entropy(drafter.head(hidden, depth.depth), labels)
+            loss = loss + torch.nn.functional.cross_entropy(
+                drafter.head(hidden, depth.depth), labels
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,5 @@
-"""Features by vLLM's hidden-state extraction: those of FrozenTarget, and the same cache and training from either."""
+"""Features by vLLM's hidden-state extraction: those of FrozenTarget, and the same cache and
+training from either."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from train.pipeline.features_stage import features_of_states, fill, open_cache
 from train.pipeline.progress import Stages
 from train.trainer.trainer import Trainer
 
-ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 64}  # long texts come in parts
+ENGINE = {
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_batched_tokens": 64,
+}  # long texts come in parts
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -38,11 +42,14 @@ def saved(request, servable_model, tmp_path_factory):
 
 
 def test_states_are_those_of_the_target(saved, vllm_python):
-    """The taps and, once the final norm is applied here, the last hidden state; also of a text longer than a step."""
+    """The taps and, once the final norm is applied here, the last hidden state; also of a text
+    longer than a step."""
     model, folder = saved
     target = FrozenTarget(model, (1, 2))
     texts = [*PROMPTS, [3 + i * 7 % 120 for i in range(150)], [5]]
-    with HiddenStates(str(folder), (1, 2, 3), longest=150, dtype="float32", python=vllm_python, options=ENGINE) as it:
+    with HiddenStates(
+        str(folder), (1, 2, 3), longest=150, dtype="float32", python=vllm_python, options=ENGINE
+    ) as it:
         found = it.of(texts)
         again = it.of(texts[:1])
         with pytest.raises(VllmError, match="maximum|longer|length"):
@@ -57,17 +64,24 @@ def test_states_are_those_of_the_target(saved, vllm_python):
 
 
 def test_training_from_either_is_the_same_training(saved, vllm_python, tmp_path, monkeypatch):
-    """The stage writes what vLLM says to the cache; the losses of the first steps are those of online features."""
+    """The stage writes what vLLM says to the cache; the losses of the first steps are those of
+    online features."""
     monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", vllm_python)
     model, folder = saved
     target, rng = FrozenTarget(model, (1, 2, 3)), np.random.default_rng(0)
-    rows = pack([TokenRow(rng.integers(3, 120, n), np.arange(n) >= 3) for n in rng.integers(8, 24, 12)], 48)
+    rows = pack(
+        [TokenRow(rng.integers(3, 120, n), np.arange(n) >= 3) for n in rng.integers(8, 24, 12)], 48
+    )
     recipe = make_recipe(steps=3)
     tree = yaml.safe_load(recipe.resolved_yaml())
     tree["target"]["model"] = str(folder)
     tree["features"] = {
-        "mode": "cache", "encoding": "exact", "dir": str(tmp_path), "engine": "vllm", "vllm_options": ENGINE
-    }  # fmt: skip
+        "mode": "cache",
+        "encoding": "exact",
+        "dir": str(tmp_path),
+        "engine": "vllm",
+        "vllm_options": ENGINE,
+    }
     recipe = type(recipe).model_validate(tree)
     tokenizer: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict))
     data = TrainingData(rows, [], {}, tokenizer, TargetHashes("w", "c", "t"))
@@ -78,12 +92,18 @@ def test_training_from_either_is_the_same_training(saved, vllm_python, tmp_path,
     losses = []
     for source in (None, cache):
         torch.manual_seed(0)
-        drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)).attach(target)
+        drafter = Eagle3(
+            config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)
+        ).attach(target)
         drafter.initialise_from(target)
         trainer = Trainer(
-            recipe, target, drafter, rows,
-            accelerator=Accelerator(cpu=True), folder=tmp_path / str(len(losses)),
+            recipe,
+            target,
+            drafter,
+            rows,
+            accelerator=Accelerator(cpu=True),
+            folder=tmp_path / str(len(losses)),
             features=RowFeatures(target, rows, cache=source),
-        )  # fmt: skip
+        )
         losses.append([record["loss"] for record in trainer.run().history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

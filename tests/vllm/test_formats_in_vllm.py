@@ -1,4 +1,5 @@
-"""Formats in real vLLM: a folder that names its target; faults that vLLM notices or not, as their table says."""
+"""Formats in real vLLM: a folder that names its target; faults that vLLM notices or not, as their
+table says."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def world(servable_model, own_texts, tmp_path: Path) -> tuple[Path, Drafter]:
     model = servable_model("llama")
     target = FrozenTarget(model, (1, 2, 3))
     cls = family_class("eagle3")
-    drafter = cls(config_for_target(target, "eagle3", tap_layers=target.tap_layers, **SHAPE)).attach(target)
+    drafter = cls(
+        config_for_target(target, "eagle3", tap_layers=target.tap_layers, **SHAPE)
+    ).attach(target)
     drafter.draft_to_target.copy_(torch.arange(96) + 16)
     options = cls.options.model_validate({"norm_before_residual": True, "init": "least_squares"})
     drafter.initialise_from(target, options, own_texts(target))
@@ -47,10 +50,11 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("peagle", {**SHAPE, **DEPTHS}),
     "dflash": ("dflash", {"num_layers": 1, **BLOCK}),
     "dflash, causal, reduced vocabulary": (
-        "dflash", {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
+        "dflash",
+        {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
     ),
     "dflash, sliding window": ("dflash", {"num_layers": 1, "sliding_window": 8, **BLOCK}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("family", "shape"), HEADS.values(), ids=HEADS)
@@ -61,13 +65,23 @@ def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
     model, target = servable_model("llama"), tmp_path / "target"
     model.save_pretrained(target)
     frozen = FrozenTarget(model, (1, 2, 3))
-    drafter = trained(family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES)
-    told = {"target": {"name_or_path": str(target), "architectures": []}, "num_speculative_tokens": 3}
+    drafter = trained(
+        family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES
+    )
+    told = {
+        "target": {"name_or_path": str(target), "architectures": []},
+        "num_speculative_tokens": 3,
+    }
     folders = {
-        name: export_drafter(drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told)
+        name: export_drafter(
+            drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told
+        )
         for name in ("vllm", "speculators")
     }
-    options = next(way.options for way in serving(family, folder=str(folders["vllm"]), tokens=3, config=drafter.config))
+    options = next(
+        way.options
+        for way in serving(family, folder=str(folders["vllm"]), tokens=3, config=drafter.config)
+    )
     native = serve(job(target, speculative_config=options))
     alone = serve(job(folders["speculators"]))
     assert alone["token_ids"] == native["token_ids"]
@@ -104,20 +118,35 @@ OTHER_FAULTS: dict[str, tuple[str, dict[str, Any], Any]] = {  # kind -> family, 
     "mask_token_range": ("dflash", ONE, section(mask_token_id=1000)),
     "taps_out_of_range": ("dflash", ONE, section(target_layer_ids=[0, 1, 9])),
     "causal_disagrees": ("dflash", ONE, section(causal=True)),
-    "window_dropped": ("dflash", {**ONE, "sliding_window": 8}, lambda c, t: c.pop("use_sliding_window")),
+    "window_dropped": (
+        "dflash",
+        {**ONE, "sliding_window": 8},
+        lambda c, t: c.pop("use_sliding_window"),
+    ),
     "window_ignored": ("eagle3", {"sliding_window": 8}, lambda c, t: c.pop("layer_types")),
     "missing_mask_hidden": ("peagle", DEPTHS, lambda c, t: t.pop("mask_hidden")),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_FAULTS)
-def test_vllm_makes_of_a_fault_of_another_drafter_what_the_table_says(servable_model, serve, tmp_path, kind) -> None:
+def test_vllm_makes_of_a_fault_of_another_drafter_what_the_table_says(
+    servable_model, serve, tmp_path, kind
+) -> None:
     family, shape, change = OTHER_FAULTS[kind]
     model = servable_model("llama")
     target = FrozenTarget(model, (1, 2, 3))
-    drafter = family_class(family)(config_for_target(target, family, tap_layers=(1, 2, 3), **shape)).attach(target)
+    drafter = family_class(family)(
+        config_for_target(target, family, tap_layers=(1, 2, 3), **shape)
+    ).attach(target)
     model.save_pretrained(tmp_path / "target")
-    judged(serve, tmp_path / "target", drafter.initialise_from(target).eval(), tmp_path / "head", kind, change)
+    judged(
+        serve,
+        tmp_path / "target",
+        drafter.initialise_from(target).eval(),
+        tmp_path / "head",
+        kind,
+        change,
+    )
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -126,9 +155,13 @@ def test_vllm_makes_of_a_fault_what_the_table_says(world, serve, tmp_path, kind)
 
 
 def judged(serve, target: Path, drafter: Drafter, head: Path, kind: str, change: Any) -> None:
-    """Makes the fault in a published folder; inspect names it, and vLLM does what faults.yaml says."""
+    """Makes the fault in a published folder; inspect names it, and vLLM does what faults.yaml
+    says."""
     folder = export_drafter(drafter, head, dtype=torch.float32)
-    fields, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    fields, tensors = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
     fields.pop("draftsmith")
     change(fields, tensors)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -136,7 +169,10 @@ def judged(serve, target: Path, drafter: Drafter, head: Path, kind: str, change:
     found = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
     verdict = next(each.vllm for each in found.faults if each.kind == kind)
     assert verdict in (REFUSES, CRASHES, SWALLOWS)
-    config = vllm_method(drafter.config.family) | {"model": str(folder), "num_speculative_tokens": 3}
+    config = vllm_method(drafter.config.family) | {
+        "model": str(folder),
+        "num_speculative_tokens": 3,
+    }
     if verdict == SWALLOWS:
         serve(job(target, speculative_config=config))
     else:

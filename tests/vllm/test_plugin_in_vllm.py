@@ -1,7 +1,7 @@
 """The plugin in real vLLM: MLP speculators served again.
 
-The environment that DRAFTSMITH_VLLM_PYTHON names must have the project, too: `pip install --no-deps -e .`.
-"""
+The environment that DRAFTSMITH_VLLM_PYTHON names must have the project, too: `pip install --no-deps
+-e .`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any], int]] = {  # architecture, shape, t
 
 @pytest.fixture(autouse=True)
 def _project_in_vllm(vllm_python: str) -> None:
-    code = "from importlib.metadata import entry_points as e; e(group='vllm.general_plugins')['draftsmith']"
+    code = (
+        "from importlib.metadata import entry_points as e;"
+        " e(group='vllm.general_plugins')['draftsmith']"
+    )
     found = subprocess.run([vllm_python, "-c", code], capture_output=True)
-    assert found.returncode == 0, f"{vllm_python} does not have the project: pip install --no-deps -e . there"
+    assert found.returncode == 0, (
+        f"{vllm_python} does not have the project: pip install --no-deps -e . there"
+    )
 
 
 @pytest.fixture
@@ -60,15 +65,20 @@ def trained(target: FrozenTarget, features: list[Any], **shape: Any) -> MLPSpecu
 
 
 @pytest.mark.parametrize("architecture, shape, k", SHAPES.values(), ids=SHAPES.keys())
-def test_trained_heads_draft_the_same(servable_model, own_texts, same_in_vllm, architecture, shape, k) -> None:
+def test_trained_heads_draft_the_same(
+    servable_model, own_texts, same_in_vllm, architecture, shape, k
+) -> None:
     model = servable_model(architecture)
     target = FrozenTarget(model)
     counters = same_in_vllm(model, trained(target, own_texts(target), **shape), k, method=METHOD)
     assert counters.num_drafts / 8 < counters.num_accepted_tokens < k * counters.num_drafts
 
 
-def write_published(folder: Path, *, width: int, inner: int, heads: int, tied: bool, scale: bool) -> dict[str, Any]:
-    """A random speculator as IBM publishes them, with every copy of what is tied; returns its tensors."""
+def write_published(
+    folder: Path, *, width: int, inner: int, heads: int, tied: bool, scale: bool
+) -> dict[str, Any]:
+    """A random speculator as IBM publishes them, with every copy of what is tied; returns its
+    tensors."""
     torch.manual_seed(5)
     shared = 1 if tied else heads
     tensors = {"speculator.proj.0.weight": torch.randn(inner, width) / width**0.5}
@@ -103,28 +113,37 @@ def write_published(folder: Path, *, width: int, inner: int, heads: int, tied: b
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied, scale, inner", [(False, False, 128), (True, True, 96)], ids=["plain", "tied, scaled"])
+@pytest.mark.parametrize(
+    "tied, scale, inner", [(False, False, 128), (True, True, 96)], ids=["plain", "tied, scaled"]
+)
 def test_published_speculators_draft_by_the_published_formula(
     servable_model, serve, tmp_path: Path, tied, scale, inner
 ) -> None:
-    """Every draft of every round, from the checkpoint's tensors and transformers' hidden states alone."""
+    """Every draft of every round, from the checkpoint's tensors and transformers' hidden states
+    alone."""
     model, heads = servable_model("llama"), 3
     model.save_pretrained(tmp_path / "target")
-    tensors = write_published(tmp_path / "head", width=128, inner=inner, heads=heads, tied=tied, scale=scale)
+    tensors = write_published(
+        tmp_path / "head", width=128, inner=inner, heads=heads, tied=tied, scale=scale
+    )
     job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN}
     plain = serve(job)
     drafting = {"method": METHOD, "model": str(tmp_path / "head"), "num_speculative_tokens": heads}
     theirs = serve(job | {"speculative_config": drafting})
     assert theirs["token_ids"] == plain["token_ids"]
     for prompt, text, rounds in zip(PROMPTS, theirs["token_ids"], theirs["drafts"], strict=True):
-        states = model(torch.tensor([prompt + text]), output_hidden_states=True).hidden_states[-1][0]
+        states = model(torch.tensor([prompt + text]), output_hidden_states=True).hidden_states[-1][
+            0
+        ]
         at = 1
         for row in rounds[:-1]:  # behind the end of the text there may be one more
             newest = text[at - 1]
             read = [newest, *row[:-1]]
             logits = published(tensors, heads, scale, states[len(prompt) + at - 2], read)
             assert row == [int(each.argmax()) for each in logits]
-            at += 1 + next((i for i, token in enumerate(row) if text[at + i : at + i + 1] != [token]), len(row))
+            at += 1 + next(
+                (i for i, token in enumerate(row) if text[at + i : at + i + 1] != [token]), len(row)
+            )
         assert at >= WRITTEN - heads - 1
 
 
@@ -134,18 +153,32 @@ def test_more_tokens_than_heads_are_refused(servable_model, serve, tmp_path: Pat
     servable_model("llama").save_pretrained(tmp_path / "target")
     write_published(tmp_path / "head", width=128, inner=128, heads=3, tied=False, scale=False)
     drafting = {"method": METHOD, "model": str(tmp_path / "head"), "num_speculative_tokens": k}
-    job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": 4, "speculative_config": drafting}
-    with pytest.raises(VLLMError, match=f"num_speculative_tokens is {k}, but this MLP speculator has 3 heads"):
+    job = {
+        "model": str(tmp_path / "target"),
+        "prompts": PROMPTS,
+        "max_tokens": 4,
+        "speculative_config": drafting,
+    }
+    with pytest.raises(
+        VLLMError, match=f"num_speculative_tokens is {k}, but this MLP speculator has 3 heads"
+    ):
         serve(job)
 
 
 def test_a_missing_tensor_is_named(servable_model, serve, tmp_path: Path) -> None:
     servable_model("llama").save_pretrained(tmp_path / "target")
-    tensors = write_published(tmp_path / "head", width=128, inner=128, heads=3, tied=False, scale=False)
+    tensors = write_published(
+        tmp_path / "head", width=128, inner=128, heads=3, tied=False, scale=False
+    )
     del tensors["speculator.ln.1.bias"]
     save_file(tensors, tmp_path / "head" / "model.safetensors", metadata={"format": "pt"})
     drafting = {"method": METHOD, "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": 4, "speculative_config": drafting}
+    job = {
+        "model": str(tmp_path / "target"),
+        "prompts": PROMPTS,
+        "max_tokens": 4,
+        "speculative_config": drafting,
+    }
     with pytest.raises(VLLMError, match=r"speculator\.ln\.1\.bias is missing"):
         serve(job)
 
@@ -170,7 +203,8 @@ def joint(model: Any, params: SamplingParams) -> torch.Tensor:
 
 @pytest.fixture
 def sampled(servable_model, serve, tmp_path: Path):
-    """`sampled(sampling, **config)`: p-value of the joint of the first tokens against the target's own."""
+    """`sampled(sampling, **config)`: p-value of the joint of the first tokens against the target's
+    own."""
     model = servable_model("llama", vocab_size=VOCAB, initializer_range=0.1)
     model.save_pretrained(tmp_path / "target")
     target = FrozenTarget(model)
@@ -188,7 +222,9 @@ def sampled(servable_model, serve, tmp_path: Path):
         job = {"model": str(tmp_path / "target"), "prompts": [PROMPT], "max_tokens": LENGTH}
         job |= {"sampling": sampling | {"n": SAMPLES}, "options": {"max_num_seqs": 128, "seed": 7}}
         result = serve(job | {"speculative_config": drafting | config, "probe": "without_faults"})
-        assert min(result["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]) > SAMPLES / 40
+        assert (
+            min(result["counters"]["vllm:spec_decode_num_accepted_tokens_per_pos"]) > SAMPLES / 40
+        )
         texts = torch.tensor(result["samples"])
         codes = texts @ torch.tensor([VOCAB**i for i in reversed(range(LENGTH))])
         observed = torch.bincount(codes, minlength=VOCAB**LENGTH)

@@ -1,8 +1,8 @@
-"""Drafting without a checkpoint: real vLLM's methods `ngram` and `suffix`, and ours of the same names.
+"""Drafting without a checkpoint: real vLLM's methods `ngram` and `suffix`, and ours of the same
+names.
 
-Compared context by context, at those that vLLM drafted at: where several drafts are as good as one another the two may
-settle for different ones, and so come to different contexts.
-"""
+Compared context by context, at those that vLLM drafted at: where several drafts are as good as one
+another the two may settle for different ones, and so come to different contexts."""
 
 from __future__ import annotations
 
@@ -23,30 +23,50 @@ from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
 from tests.vllm.process import VLLMError
 
 SIZE = 2  # of the matches of ngram
-SUFFIX = {"max_tree_depth": 24, "max_cached_requests": 0, "max_spec_factor": 1.0, "min_token_prob": 0.1}
+SUFFIX = {
+    "max_tree_depth": 24,
+    "max_cached_requests": 0,
+    "max_spec_factor": 1.0,
+    "min_token_prob": 0.1,
+}
 
 
 @pytest.fixture
 def drafted(servable_model, serve, plain_in_vllm, tmp_path: Path):
-    """`drafted(config)`: of every prompt the contexts that vLLM drafted at, and the drafts. The target listens little
-    to what came before its last token, so its text goes in circles, and leaves them again."""
+    """`drafted(config)`: of every prompt the contexts that vLLM drafted at, and the drafts. The
+    target listens little to what came before its last token, so its text goes in circles, and
+    leaves them again."""
     model = servable_model("llama")
     with torch.no_grad():
         for layer in model.model.layers:
             for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 module.weight.mul_(0.003)
     model.save_pretrained(tmp_path / "target")
-    job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN, "options": {}}
+    job = {
+        "model": str(tmp_path / "target"),
+        "prompts": PROMPTS,
+        "max_tokens": WRITTEN,
+        "options": {},
+    }
 
-    def run(config: dict[str, Any], *, alone: bool = False) -> list[list[tuple[list[int], list[int]]]]:
+    def run(
+        config: dict[str, Any], *, alone: bool = False
+    ) -> list[list[tuple[list[int], list[int]]]]:
         answer = serve(job | {"speculative_config": config}, alone=alone)
         assert answer["token_ids"] == plain_in_vllm(job)
         counters = answer["counters"]
-        accepted, all_drafts = (counters[f"vllm:spec_decode_num_{n}_tokens"] for n in ("accepted", "draft"))
+        accepted, all_drafts = (
+            counters[f"vllm:spec_decode_num_{n}_tokens"] for n in ("accepted", "draft")
+        )
         assert 20 < accepted < all_drafts
         texts = zip(PROMPTS, answer["token_ids"], answer["drafts"], strict=True)
-        return [  # after the last round vLLM drafts once more, for a text that is longer than what it returns
-            [(prompt + text[: each.written], each.row) for each in rounds(rows, text) if each.written < WRITTEN]
+        # after the last round vLLM drafts once more, for a text that is longer than what it returns
+        return [
+            [
+                (prompt + text[: each.written], each.row)
+                for each in rounds(rows, text)
+                if each.written < WRITTEN
+            ]
             for prompt, text, rows in texts
         ]
 
@@ -60,12 +80,21 @@ def occurrences(pattern: list[int], context: list[int]) -> list[int]:
 
 
 def test_ngram_drafts_the_same(drafted) -> None:
-    """The same contexts have a match. Of several vLLM takes the first and ours the latest, and vLLM's draft ends with
-    the text (docs/ngram.md): so the drafts are the same up to there for a match that is the only one."""
-    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
+    """The same contexts have a match. Of several vLLM takes the first and ours the latest, and
+    vLLM's draft ends with the text (docs/ngram.md): so the drafts are the same up to there for a
+    match that is the only one."""
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": SIZE,
+        "prompt_lookup_max": SIZE,
+    }
     single = several = 0
     for context, row in chain(*drafted(config, alone=True)):  # numba stays in the process (fault 3)
-        ours, found = NgramIndex(SIZE, SIZE).lookup(context, 4), occurrences(context[-SIZE:], context)
+        ours, found = (
+            NgramIndex(SIZE, SIZE).lookup(context, 4),
+            occurrences(context[-SIZE:], context),
+        )
         assert bool(row) == bool(ours) == bool(found)
         if len(found) == 1:
             assert row == ours[: len(context) - found[0]]
@@ -77,17 +106,26 @@ def test_ngram_drafts_the_same(drafted) -> None:
 
 
 def test_vllm_follows_the_advice(drafted) -> None:
-    """What `bench --compare` writes is taken as it is: none of four requests has more drafts than its K for them."""
-    levels = [LevelSpeeds(4, (1.0,), {4: (0.8,), 2: (1.1,)}), LevelSpeeds(16, (1.0,), {4: (2.0,), 2: (1.5,)})]
-    measured = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
+    """What `bench --compare` writes is taken as it is: none of four requests has more drafts than
+    its K for them."""
+    levels = [
+        LevelSpeeds(4, (1.0,), {4: (0.8,), 2: (1.1,)}),
+        LevelSpeeds(16, (1.0,), {4: (2.0,), 2: (1.5,)}),
+    ]
+    measured = {
+        "method": "ngram",
+        "num_speculative_tokens": 6,
+        "prompt_lookup_min": SIZE,
+        "prompt_lookup_max": SIZE,
+    }
     config = advise(levels, measured)["speculative_config"]
     assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 8, 2], [9, 512, 4]]
     assert max(len(row) for _, row in chain(*drafted(config, alone=True))) == 2
 
 
 def test_suffix_drafts_the_same(drafted) -> None:
-    """Of each request's own text, since vLLM opens running responses to one another (docs/suffix.md). Where they differ
-    one draft is as good as the other."""
+    """Of each request's own text, since vLLM opens running responses to one another
+    (docs/suffix.md). Where they differ one draft is as good as the other."""
     config = {"method": "suffix", "num_speculative_tokens": 8}
     config |= {f"suffix_decoding_{name}": value for name, value in SUFFIX.items()}
     try:
@@ -117,7 +155,8 @@ def ours_of(contexts: list[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
 
 
 def tied(context: list[int], theirs: list[int], ours: list[int]) -> bool:
-    """Whether both are as good: they part where two tokens followed equally often, or are worth the same."""
+    """Whether both are as good: they part where two tokens followed equally often, or are worth the
+    same."""
     part = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), None)
     for size in range(1, len(context)) if part is not None else ():
         pattern = context[-size:] + ours[:part]
@@ -128,8 +167,8 @@ def tied(context: list[int], theirs: list[int], ours: list[int]) -> bool:
 
 
 def worth(context: list[int], draft: list[int]) -> float:
-    """Tokens of it expected to be right, after the match for which they are most: the sum of the products of how often
-    each followed what stands before it."""
+    """Tokens of it expected to be right, after the match for which they are most: the sum of the
+    products of how often each followed what stands before it."""
     most = 0.0
     for size in range(len(draft), len(context)):  # a draft is no longer than its match
         probability, total = 1.0, 0.0

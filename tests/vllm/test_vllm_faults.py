@@ -1,4 +1,5 @@
-"""Faults of the vLLM build that the tests run with (docs/vllm-faults.md). A test passes while its fault is there.
+"""Faults of the vLLM build that the tests run with (docs/vllm-faults.md). A test passes while its
+fault is there.
 
 One that fails with "fault N is gone" is good news: what was written because of the fault can go.
 """
@@ -30,7 +31,10 @@ HEAD, LAYERS = 32, 2  # of the DFlash drafter
 
 
 def gone(fault: str, work_around: str) -> str:
-    return f"fault {fault} is gone: remove the work-around in {work_around}, and its line in docs/vllm-faults.md"
+    return (
+        f"fault {fault} is gone: remove the work-around in {work_around}, and its line in"
+        " docs/vllm-faults.md"
+    )
 
 
 def refusal(serve, job: dict[str, Any], **how: bool) -> str:
@@ -58,8 +62,13 @@ def job(target: Path) -> dict[str, Any]:
 def student(servable_model, target: Path, tmp_path: Path) -> dict[str, Any]:
     """The configuration of a draft model that is now right, now wrong: the target, disturbed."""
     model = servable_model("llama")
-    frozen, options = FrozenTarget(model), DraftModelOptions.model_validate({"from_target": [0, 1, 2]})
-    drafter = DraftModel(config_for_target(frozen, "draft_model", **options.shape({}, frozen))).attach(frozen)
+    frozen, options = (
+        FrozenTarget(model),
+        DraftModelOptions.model_validate({"from_target": [0, 1, 2]}),
+    )
+    drafter = DraftModel(
+        config_for_target(frozen, "draft_model", **options.shape({}, frozen))
+    ).attach(frozen)
     drafter.initialise_from(frozen, options)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -69,14 +78,17 @@ def student(servable_model, target: Path, tmp_path: Path) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
 
 
-# -------------------------------------------------------------------- numbered as in docs/vllm-faults.md
+# -------------------------------------------------------------------- numbered as in
+# docs/vllm-faults.md
 
 
 def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
     """Two calls, since a right answer may happen to lie in the memory that is handed out."""
     values, counts = [[0.8125, 0.4375], [0.3125, 0.6875]], [2, 1]
     found = serve({"probe": "expand_floats", "values": values, "counts": counts})["expanded"]
-    assert found != [[v[0], v[0], v[1]] for v in values], gone("1", "inference/vllm_bridge/worker.py (expand)")
+    assert found != [[v[0], v[0], v[1]] for v in values], gone(
+        "1", "inference/vllm_bridge/worker.py (expand)"
+    )
 
 
 def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve, job) -> None:
@@ -84,7 +96,9 @@ def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve,
     first, second = (torch.tensor(row) for row in answer["normed"])
     weights = [torch.tensor(row) for row in answer["weights"]]
     torch.testing.assert_close(first, weights[0])
-    assert not torch.allclose(second, weights[1]), gone("2", "inference/vllm_bridge/worker.py (norm_keys)")
+    assert not torch.allclose(second, weights[1]), gone(
+        "2", "inference/vllm_bridge/worker.py (norm_keys)"
+    )
 
 
 def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
@@ -95,13 +109,18 @@ def test_fault_3_no_engine_in_a_process_that_has_numba(serve, job) -> None:
 
 def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> None:
     command = [Path(vllm_python).with_name("vllm"), "serve", "--help"]
-    done = subprocess.run(command, env=os.environ | {"VLLM_PLUGINS": ""}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | {"VLLM_PLUGINS": ""}, capture_output=True, text=True
+    )
     assert done.returncode != 0, gone("4", "docs/serving.md")
-    assert "PackageNotFoundError" in done.stderr, f"another error than fault 4's: {done.stderr[-2000:]}"
+    assert "PackageNotFoundError" in done.stderr, (
+        f"another error than fault 4's: {done.stderr[-2000:]}"
+    )
 
 
 def test_fault_5_block_verification_is_the_standard_rule(serve, job, student) -> None:
-    """The same seeds give the same texts under both; under another rule for sampled drafts they would not."""
+    """The same seeds give the same texts under both; under another rule for sampled drafts they
+    would not."""
     sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": student}
     texts = serve(job | sampled | {"probe": "by_rule"})
     assert texts["standard"] == texts["block"], gone("5", "docs/vllm-faults.md")
@@ -114,7 +133,9 @@ def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
     assert "Synthetic acceptance not supported" in said
 
 
-@pytest.mark.parametrize("sampling", [{"logit_bias": {"5": -100.0}}, {"temperature": 1.0, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "sampling", [{"logit_bias": {"5": -100.0}}, {"temperature": 1.0, "min_p": 0.1}]
+)
 def test_fault_6_these_parameters_are_refused_while_drafting(serve, job, student, sampling) -> None:
     said = refusal(serve, job | {"speculative_config": student, "sampling": sampling})
     assert said, gone("6", "docs/vllm-faults.md")
@@ -128,7 +149,9 @@ def test_fault_6_these_parameters_are_refused_while_drafting(serve, job, student
 def head(servable_model, own_texts, tmp_path: Path):
     """The folder of an EAGLE-3 head with a reduced vocabulary, and its tensors."""
     frozen = FrozenTarget(servable_model("llama"), (1, 2, 3))
-    drafter = Eagle3(config_for_target(frozen, "eagle3", tap_layers=(1, 2, 3), draft_vocab_size=96)).attach(frozen)
+    drafter = Eagle3(
+        config_for_target(frozen, "eagle3", tap_layers=(1, 2, 3), draft_vocab_size=96)
+    ).attach(frozen)
     drafter.draft_to_target.copy_(torch.arange(96) + 16)
     drafter.initialise_from(frozen)
     folder = export_drafter(drafter, tmp_path / "eagle3", dtype=torch.float32)
@@ -141,7 +164,9 @@ def silent(serve, job, head: tuple) -> dict[str, Any]:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(DraftsmithError):
         load_drafter(folder, target)
-    return loaded(serve, job, {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
+    return loaded(
+        serve, job, {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    )
 
 
 def loaded(serve, job, config: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +174,9 @@ def loaded(serve, job, config: dict[str, Any]) -> dict[str, Any]:
     try:
         return serve(job | {"speculative_config": config})
     except VLLMError as error:
-        pytest.fail(gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}")
+        pytest.fail(
+            gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}"
+        )
 
 
 @pytest.mark.parametrize("missing", ["d2t", "norm.weight", "fc.weight"])
@@ -159,18 +186,26 @@ def test_fault_7_eagle3_loads_without(serve, job, head, missing: str) -> None:
 
 
 def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
-    """A head 64 wide, whose config says so and which has no embeddings of its own, on a target of 128."""
+    """A head 64 wide, whose config says so and which has no embeddings of its own, on a target of
+    128."""
     folder, tensors, target = head
     fields = json.loads((folder / "config.json").read_text())
     fields |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     (folder / "config.json").write_text(json.dumps(fields))
-    narrow = {name: t if name == "d2t" else narrowed(t, 128) for name, t in tensors.items() if name != "fc.weight"}
-    answer = silent(serve, job, (folder, narrow | {"fc.weight": tensors["fc.weight"][:64].contiguous()}, target))
+    narrow = {
+        name: t if name == "d2t" else narrowed(t, 128)
+        for name, t in tensors.items()
+        if name != "fc.weight"
+    }
+    answer = silent(
+        serve, job, (folder, narrow | {"fc.weight": tensors["fc.weight"][:64].contiguous()}, target)
+    )
     assert answer["counters"]["vllm:spec_decode_num_drafts"] > 0
 
 
 def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Half of it in every dimension that is a multiple of the width, or of its queries' or keys'."""
+    """Half of it in every dimension that is a multiple of the width, or of its queries' or
+    keys'."""
     for dim, size in enumerate(tensor.shape):
         if size % (width // 2) == 0:
             tensor = tensor.narrow(dim, 0, size // 2)
@@ -179,14 +214,22 @@ def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 @pytest.fixture
 def dflash(tmp_path: Path):
-    """`dflash(without)`: the configuration of a random DFlash drafter of two layers, one of its tensors left out."""
+    """`dflash(without)`: the configuration of a random DFlash drafter of two layers, one of its
+    tensors left out."""
 
     def make(without: str | None = None) -> dict[str, Any]:
         folder = tmp_path / "dflash"
         fields = dict(
-            model_type="qwen3", hidden_size=128, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=HEAD, vocab_size=128, max_position_embeddings=256,
-        )  # fmt: skip
+            model_type="qwen3",
+            hidden_size=128,
+            intermediate_size=96,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=HEAD,
+            vocab_size=128,
+            max_position_embeddings=256,
+        )
         own = {
             "architectures": ["DFlashDraftModel"],
             "block_size": 4,
@@ -195,13 +238,22 @@ def dflash(tmp_path: Path):
         }
         torch.manual_seed(0)
         layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-        tensors = {name: t for name, t in layers.model.state_dict().items() if name != "embed_tokens.weight"}
-        tensors |= {"fc.weight": 0.1 * torch.randn(128, 3 * 128), "hidden_norm.weight": torch.ones(128)}
+        tensors = {
+            name: t
+            for name, t in layers.model.state_dict().items()
+            if name != "embed_tokens.weight"
+        }
+        tensors |= {
+            "fc.weight": 0.1 * torch.randn(128, 3 * 128),
+            "hidden_norm.weight": torch.ones(128),
+        }
         for i in range(LAYERS):
             tensors[f"layers.{i}.self_attn.k_norm.weight"] = torch.full((HEAD,), i + 1.0)
         tensors.pop(without or "", None)
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(AutoConfig.for_model(**fields).to_dict() | own))
+        (folder / "config.json").write_text(
+            json.dumps(AutoConfig.for_model(**fields).to_dict() | own)
+        )
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         return {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
 

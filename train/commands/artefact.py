@@ -1,4 +1,5 @@
-"""`draftsmith inspect` and `draftsmith export`, over speculators/export. torch is imported when a command runs."""
+"""`draftsmith inspect` and `draftsmith export`, over speculators/export. torch is imported when a
+command runs."""
 
 from __future__ import annotations
 
@@ -29,17 +30,28 @@ WORDS = {  # an engine's reaction to a fault
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or the folder or id of a drafter or its adapter.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A run's folder, or the folder or id of a drafter or its adapter.",
+        ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")
+    ],
     dtype: Annotated[
         str, typer.Option(help="auto: the recipe's or the drafter's; float32, bfloat16, float16.")
     ] = "auto",
     format: Annotated[str, typer.Option(help="vllm, speculators, sglang, transformers.")] = "vllm",
-    model: Annotated[str, typer.Option(help="The target, where the drafter does not name it.")] = "",
-    target_layers: Annotated[int | None, typer.Option(help="Its layers, where taps are not named.")] = None,
+    model: Annotated[
+        str, typer.Option(help="The target, where the drafter does not name it.")
+    ] = "",
+    target_layers: Annotated[
+        int | None, typer.Option(help="Its layers, where taps are not named.")
+    ] = None,
 ) -> None:
-    """Write the best drafter of a run, finished or not, or any drafter once more, in a format that engines load."""
+    """Write the best drafter of a run, finished or not, or any drafter once more, in a format that
+    engines load."""
     from speculators.export import read_drafter_config, read_fields
     from speculators.export.convert import redress
     from train.pipeline.export_stage import reexport
@@ -50,26 +62,40 @@ def export(
     on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
     if any((source / name).is_file() for name in ("config.json", "adapter_config.json")) or on_hub:
         target: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
-        redress(source, out, format=format, dtype=dtype, provenance=target, num_target_layers=target_layers)
+        redress(
+            source,
+            out,
+            format=format,
+            dtype=dtype,
+            provenance=target,
+            num_target_layers=target_layers,
+        )
         console.print(f"{out}: {source} in the format {format}", highlight=False)
     else:
         _, step = reexport(source, out, dtype=dtype, format=format)
         console.print(f"{out}: the drafter of step {step}", highlight=False)
-    _print_ways(console, _ways(read_drafter_config(out, target_layers), read_fields(out), str(out), model))
+    _print_ways(
+        console, _ways(read_drafter_config(out, target_layers), read_fields(out), str(out), model)
+    )
 
 
 def inspect(
     drafter: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder or repository id of a drafter, anybody's; or ngram, suffix.")
+        str,
+        typer.Argument(
+            metavar="DIR", help="Folder or repository id of a drafter, anybody's; or ngram, suffix."
+        ),
     ],
     model: Annotated[str, typer.Option(help="A target to check it against.")] = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor as well.")] = False,
     target_layers: Annotated[
-        int | None, typer.Option(help="Layers of the target, for heads that do not say which they tap.")
+        int | None,
+        typer.Option(help="Layers of the target, for heads that do not say which they tap."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there are faults."""
+    """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
+    are faults."""
     from speculators.export.inspection import inspect_folder
     from speculators.export.serving_commands import TRAINING_FREE, serving
     from train.recipe.sections import TargetSection
@@ -78,16 +104,25 @@ def inspect(
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         ways = serving(drafter, target=model)
         if as_json:
-            typer.echo(json.dumps({"method": drafter, "serving": [vars(way) for way in ways]}, indent=2))
+            typer.echo(
+                json.dumps({"method": drafter, "serving": [vars(way) for way in ways]}, indent=2)
+            )
         else:
             _print_ways(console, ways)
         return
     if drafter.endswith((".yaml", ".yml")):
-        raise ConfigError(f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with prepare")
+        raise ConfigError(
+            f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with"
+            " prepare"
+        )
     target = TargetSection(model=model).sketch() if model else None
     tokenizer = _tokenizer(model) if model else None
     result = inspect_folder(drafter, target, num_target_layers=target_layers, tokenizer=tokenizer)
-    if model and tokenizer is None and (mask := getattr(result.config, "mask_token_id", None)) is not None:
+    if (
+        model
+        and tokenizer is None
+        and (mask := getattr(result.config, "mask_token_id", None)) is not None
+    ):
         result.add("mask_token_unchecked", f"mask_token_id is {mask}")
     if as_json:
         typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
@@ -113,7 +148,9 @@ def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
     target = model or (own.get("target") or {}).get("name_or_path", "")
     format_ = "speculators" if "speculators_config" in fields else own.get("format", "vllm")
     tokens = own.get("num_speculative_tokens")
-    return serving(config.family, folder=folder, target=target, tokens=tokens, config=config, format=format_)
+    return serving(
+        config.family, folder=folder, target=target, tokens=tokens, config=config, format=format_
+    )
 
 
 def _facts(result: Inspection) -> dict[str, Any]:
@@ -136,7 +173,10 @@ def _facts(result: Inspection) -> dict[str, Any]:
             "draft_vocabulary": config.draft_vocab_size,
         }
         if getattr(config, "rope_parameters", None):
-            facts |= {name: getattr(config, name, None) for name in ("rope_parameters", "max_position_embeddings")}
+            facts |= {
+                name: getattr(config, name, None)
+                for name in ("rope_parameters", "max_position_embeddings")
+            }
     return facts | {"parameters": result.parameters, "dtype": ", ".join(result.dtypes)}
 
 
@@ -148,7 +188,10 @@ def _as_data(result: Inspection, drafter: str, model: str) -> dict[str, Any]:
         **_facts(result),
         "faults": [vars(fault) for fault in result.faults],
         "serving": [vars(way) for way in ways],
-        "tensors": {name: {"shape": list(h.shape), "dtype": h.dtype} for name, h in sorted(result.headers.items())},
+        "tensors": {
+            name: {"shape": list(h.shape), "dtype": h.dtype}
+            for name, h in sorted(result.headers.items())
+        },
     }
 
 
@@ -159,7 +202,9 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
     table = Table("", "", box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     for name, value in _facts(result).items():
         if value not in (None, "", [], {}):
-            table.add_row(name.replace("_", " "), Text(f"{value:,}" if isinstance(value, int) else str(value)))
+            table.add_row(
+                name.replace("_", " "), Text(f"{value:,}" if isinstance(value, int) else str(value))
+            )
     console.print(table)
     if tensors:
         table = Table("tensor", "shape", "dtype", box=SIMPLE_HEAD, pad_edge=False)
@@ -172,7 +217,9 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
             kind = Text(f"{fault.kind}: ", style="yellow" if fault.warning else "bold red")
             reaction = WORDS[fault.vllm].format("vLLM") + (f": {fault.then}" if fault.then else "")
             reaction += f". {WORDS[fault.sglang].format('SGLang')}" if fault.sglang else ""
-            table.add_row(kind.append(fault.what, style="default"), Text(reaction), Text(fault.todo))
+            table.add_row(
+                kind.append(fault.what, style="default"), Text(reaction), Text(fault.todo)
+            )
         console.print(table)
     if result.config is not None:
         _print_ways(console, _ways(result.config, result.fields, drafter, model))
@@ -182,6 +229,8 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
 
 def _print_ways(console: Console, ways: list[Way]) -> None:
     for way in ways:
-        console.print(Text(way.engine, style="bold"), Text(way.note, style="dim") if way.note else "")
+        console.print(
+            Text(way.engine, style="bold"), Text(way.note, style="dim") if way.note else ""
+        )
         if way.command:
             console.print(Text(f"  {way.command}"), soft_wrap=True)

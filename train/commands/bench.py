@@ -10,8 +10,15 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "bench",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-        help="Measure a server under load, as vllm bench serve does; --compare: with and without drafting.",
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        },
+        help=(
+            "Measure a server under load, as vllm bench serve does; --compare: with and without"
+            " drafting."
+        ),
     )
     def bench(context: typer.Context) -> None:
         from inference.bench.command import run

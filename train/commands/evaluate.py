@@ -1,4 +1,5 @@
-"""`draftsmith evaluate`: its options and the engines that they name. Torch is imported when it runs."""
+"""`draftsmith evaluate`: its options and the engines that they name. Torch is imported when it
+runs."""
 
 from __future__ import annotations
 
@@ -19,68 +20,110 @@ OURS, VLLM = "draftsmith", "vllm"
 
 
 def evaluate(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")] = None,
-    overrides: Overrides = None,
-    model: Annotated[str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")] = "",
-    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
-    method: Annotated[str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")] = "",
-    engine: Annotated[
-        list[str] | None, typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side.")
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")
     ] = None,
-    url: Annotated[str, typer.Option(help="A vLLM server that drafts; without it one is started.")] = "",
-    baseline_url: Annotated[str, typer.Option(help="A vLLM server of the same target that does not draft.")] = "",
+    overrides: Overrides = None,
+    model: Annotated[
+        str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")
+    ] = "",
+    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
+    method: Annotated[
+        str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")
+    ] = "",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side."),
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="A vLLM server that drafts; without it one is started.")
+    ] = "",
+    baseline_url: Annotated[
+        str, typer.Option(help="A vLLM server of the same target that does not draft.")
+    ] = "",
     vllm_python: Annotated[
-        str, typer.Option(help="Python of an environment that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
+        str,
+        typer.Option(
+            help="Python of an environment that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON."
+        ),
     ] = "",
     vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = "",
-    prompts: Annotated[str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the quickstart's.")] = "",
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="JSONL of prompts; default: the quickstart's.")
+    ] = "",
     suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A suite (docs/suites.md), instead of prompts or beside.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A suite (docs/suites.md), instead of prompts or beside."
+        ),
     ] = None,
     suite_path: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Of each --suite in turn; default: suites/NAME.jsonl.")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Of each --suite in turn; default: suites/NAME.jsonl."),
     ] = None,
     chat_template_kwargs: Annotated[
-        str, typer.Option(metavar="JSON", help="Variables of the chat template, such as enable_thinking.")
+        str,
+        typer.Option(
+            metavar="JSON", help="Variables of the chat template, such as enable_thinking."
+        ),
     ] = "",
     thinking: Annotated[
-        list[str] | None, typer.Option(metavar="on|off", help="Thinking mode; repeated: both, side by side.")
+        list[str] | None,
+        typer.Option(metavar="on|off", help="Thinking mode; repeated: both, side by side."),
     ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")] = 4,
-    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")] = None,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")
+    ] = 4,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
     prompts_per_workload: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of each workload; default: 16, all of a suite's category.")
+        int | None,
+        typer.Option(
+            min=1, help="Prompts of each workload; default: 16, all of a suite's category."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")
+    ] = 3,
     enforce_eager: Annotated[
         bool | None,
         typer.Option(
-            "--enforce-eager/--no-enforce-eager", help="no: rounds of this runtime are compiled, before they are timed."
+            "--enforce-eager/--no-enforce-eager",
+            help="no: rounds of this runtime are compiled, before they are timed.",
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")
+    ] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
 ) -> None:
-    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for --model."""
+    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for
+    --model."""
     from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from train.recipe.load import load_recipe
 
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
     if recipe is not None and (suite or suite_path or chat_template_kwargs or thinking):
         raise ConfigError(
-            "evaluate: a recipe names its suites and modes: evaluation.suites='[spec_bench]', or a path for each; "
-            "evaluation.thinking='[true, false]'"
+            "evaluate: a recipe names its suites and modes: evaluation.suites='[spec_bench]', or a"
+            " path for each; evaluation.thinking='[true, false]'"
         )
     if unknown := set(thinking or ()) - {"on", "off"}:
         raise ConfigError(f"--thinking {', '.join(sorted(unknown))}: expected on or off")
     if suite_path and len(suite_path) != len(suite or ()):
-        raise ConfigError(f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or none")
+        raise ConfigError(
+            f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or"
+            " none"
+        )
     if recipe is not None and not (model or drafter or method or prompts):
         checked = load_recipe(recipe, overrides or ())
         raise typer.Exit(evaluate_run(checked, engines))
     if recipe is not None or not model or bool(drafter) == bool(method):
-        raise ConfigError("evaluate: give a recipe, or --model and --drafter (or --method) without one")
+        raise ConfigError(
+            "evaluate: give a recipe, or --model and --drafter (or --method) without one"
+        )
     page = evaluate_folders(
         model,
         drafter or None,
@@ -103,21 +146,40 @@ def evaluate(
 
 
 def _engines(
-    names: list[str] | None, url: str, baseline_url: str, python: str, options: str, eager: bool | None
+    names: list[str] | None,
+    url: str,
+    baseline_url: str,
+    python: str,
+    options: str,
+    eager: bool | None,
 ) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
-    given = {"--url": url, "--baseline-url": baseline_url, "--vllm-python": python, "--vllm-options": options}
+    given = {
+        "--url": url,
+        "--baseline-url": baseline_url,
+        "--vllm-python": python,
+        "--vllm-options": options,
+    }
     about_vllm = [name for name, value in given.items() if value]
     if unknown := set(names or ()) - {OURS, VLLM}:
         raise ConfigError(f"--engine {', '.join(sorted(unknown))}: expected {OURS} or {VLLM}")
     if about_vllm and VLLM not in (names or ()):
-        raise ConfigError(f"{', '.join(about_vllm)}: without --engine vllm it would mean nothing; add it")
+        raise ConfigError(
+            f"{', '.join(about_vllm)}: without --engine vllm it would mean nothing; add it"
+        )
     if baseline_url and not url:
-        raise ConfigError("--baseline-url: the server without drafting stands beside one with; give --url too")
+        raise ConfigError(
+            "--baseline-url: the server without drafting stands beside one with; give --url too"
+        )
     if url and (python or options):
-        raise ConfigError(f"--url: the server runs already; {about_vllm[-1]} is for a vLLM that is started")
+        raise ConfigError(
+            f"--url: the server runs already; {about_vllm[-1]} is for a vLLM that is started"
+        )
     if eager is not None and names and OURS not in names:
-        raise ConfigError("--enforce-eager is of this runtime; for vLLM say --vllm-options '{\"enforce_eager\": true}'")
+        raise ConfigError(
+            '--enforce-eager is of this runtime; for vLLM say --vllm-options \'{"enforce_eager":'
+            " true}'"
+        )
     if not names and eager is None:
         return None
     from inference.vllm_bridge.engine import VllmOptions

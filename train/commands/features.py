@@ -1,4 +1,5 @@
-"""`draftsmith cache-features`: the features of a recipe's training rows, written ahead of the run that reads them.
+"""`draftsmith cache-features`: the features of a recipe's training rows, written ahead of the run
+that reads them.
 
 Several processes may each write a part, on machines that share the folder.
 """
@@ -9,7 +10,8 @@ from train.commands.options import Overrides, Part, RecipeFile, parse_part
 
 
 def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
-    """Write the target's features of a recipe's training rows to disk, for runs with features.mode: cache."""
+    """Write the target's features of a recipe's training rows to disk, for runs with features.mode:
+    cache."""
     from train.pipeline.adapted_target import with_adapted_target
     from train.pipeline.data_stage import DataStage, TrainingData
     from train.pipeline.features_stage import Writer, fill, open_cache
@@ -29,4 +31,6 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
         texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
         data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
         del texts  # and the engine that wrote them
-        fill(stage, target, data.rows, open_cache(stage, target, data, stages).scan(), stages, writer)
+        fill(
+            stage, target, data.rows, open_cache(stage, target, data, stages).scan(), stages, writer
+        )

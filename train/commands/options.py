@@ -1,4 +1,5 @@
-"""Arguments that several commands have: the recipe and its overrides, and the part of a process that shares work."""
+"""Arguments that several commands have: the recipe and its overrides, and the part of a process
+that shares work."""
 
 from __future__ import annotations
 
@@ -10,12 +11,18 @@ import typer
 
 from speculators.errors import ConfigError
 
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")]
+RecipeFile = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200.")
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200."),
 ]
 Part = Annotated[
-    str, typer.Option(metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work.")
+    str,
+    typer.Option(
+        metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work."
+    ),
 ]
 PART = re.compile(r"(?P<number>[1-9][0-9]*)/(?P<of>[1-9][0-9]*)")
 

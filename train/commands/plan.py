@@ -1,8 +1,8 @@
-"""`draftsmith plan`: time, memory, disk and cost of a recipe on given devices, before anything is spent.
+"""`draftsmith plan`: time, memory, disk and cost of a recipe on given devices, before anything is
+spent.
 
-Exit code 1: it does not fit, with what takes the memory and which changes make it fit. What is shown, and how; the
-figures are train/planner/plan.py's.
-"""
+Exit code 1: it does not fit, with what takes the memory and which changes make it fit. What is
+shown, and how; the figures are train/planner/plan.py's."""
 
 from __future__ import annotations
 
@@ -22,18 +22,29 @@ if TYPE_CHECKING:
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="Device, such as h100; cpu measures this machine's.")] = "cpu",
-    count: Annotated[int, typer.Option(min=1, help="Devices, each with a process, on one host.")] = 1,
+    gpu: Annotated[
+        str, typer.Option(help="Device, such as h100; cpu measures this machine's.")
+    ] = "cpu",
+    count: Annotated[
+        int, typer.Option(min=1, help="Devices, each with a process, on one host.")
+    ] = 1,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="Price of one device for an hour; without it no cost is given.")
+        float | None,
+        typer.Option(min=0, help="Price of one device for an hour; without it no cost is given."),
     ] = None,
     examples: Annotated[
-        int | None, typer.Option(min=1, help="Conversations of each training source that is not on this machine.")
+        int | None,
+        typer.Option(
+            min=1, help="Conversations of each training source that is not on this machine."
+        ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one conversation, instead of counting.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one conversation, instead of counting.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Estimate time, memory, disk and cost of a recipe on given devices. Exit code 1: it does not fit."""
+    """Estimate time, memory, disk and cost of a recipe on given devices. Exit code 1: it does not
+    fit."""
     from train.planner.advice import advise
     from train.planner.devices import find_device
     from train.planner.plan import make_plan
@@ -76,7 +87,9 @@ def facts(made: Plan, advice: list[Advice]) -> dict[str, Any]:
         "seconds": made.seconds._asdict() if made.complete else None,
         "phases": [
             {"name": name, **time._asdict(), "flops": phase.whole.flops}
-            for (name, time), phase in zip(made.times, (p for s in made.stages for p in s.phases), strict=True)
+            for (name, time), phase in zip(
+                made.times, (p for s in made.stages for p in s.phases), strict=True
+            )
         ],
         "disk": made.disk,
         "cost": made.cost._asdict() if made.cost else None,
@@ -93,9 +106,15 @@ def verdict(made: Plan) -> str:
     room = f"{size_text(made.needed)} of {size_text(made.available)} per device"
     if not made.fits:
         worst = max(made.peak.parts.items(), key=lambda part: part[1])
-        return f"does not fit: {room}, most of all {worst[0]} ({size_text(worst[1])}), when it has to {made.peak.name}"
+        return (
+            f"does not fit: {room}, most of all {worst[0]} ({size_text(worst[1])}), when it has to"
+            f" {made.peak.name}"
+        )
     if not made.complete:
-        return f"fits: {room}; time is not known, because nobody knows how many examples there are: give --examples"
+        return (
+            f"fits: {room}; time is not known, because nobody knows how many examples there are:"
+            " give --examples"
+        )
     cost = f", {_range(made.cost, '{:,.2f}')} in money" if made.cost else ""
     return f"fits: {room}; {_duration(made.seconds)}{cost}"
 
@@ -110,21 +129,36 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     from train.planner.dry_run import byte_rows, memory_rows, print_pairs
 
     console = Console()
-    console.print(f"[bold]{escape(made.recipe.name)}[/bold] on {made.count} x {made.device.name}", highlight=False)
-    times = Table("phase", "time", "of it", "PFLOP", box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    times.title = "Time, from low to high" if made.complete else "Time of one step, from low to high"
+    console.print(
+        f"[bold]{escape(made.recipe.name)}[/bold] on {made.count} x {made.device.name}",
+        highlight=False,
+    )
+    times = Table(
+        "phase", "time", "of it", "PFLOP", box=SIMPLE_HEAD, pad_edge=False, title_justify="left"
+    )
+    times.title = (
+        "Time, from low to high" if made.complete else "Time of one step, from low to high"
+    )
     whole = made.seconds.likely or 1.0
     works = [phase.whole.flops for stage in made.stages for phase in stage.phases]
     for (name, time), flops in zip(made.times, works, strict=True):
         if time.high:
-            times.add_row(escape(name), _duration(time), f"{time.likely / whole:.0%}", f"{flops / 1e15:.3g}")
+            times.add_row(
+                escape(name), _duration(time), f"{time.likely / whole:.0%}", f"{flops / 1e15:.3g}"
+            )
     times.add_row("all", _duration(made.seconds), "", f"{sum(works) / 1e15:.3g}", style="bold")
     console.print(times)
     rows = memory_rows(made.peak)[:-1]
-    rows += [("runtime and libraries", size_text(made.device.context)), ("needed", size_text(made.needed))]
+    rows += [
+        ("runtime and libraries", size_text(made.device.context)),
+        ("needed", size_text(made.needed)),
+    ]
     print_pairs(console, f"Memory of one device at its peak, when it has to {made.peak.name}", rows)
     others = [
-        (f"{stage.name}: {each.name}" if stage.name else each.name, size_text(each.total + made.device.context))
+        (
+            f"{stage.name}: {each.name}" if stage.name else each.name,
+            size_text(each.total + made.device.context),
+        )
         for stage in made.stages
         for each in stage.memory
     ]
@@ -132,15 +166,20 @@ def _print(made: Plan, advice: list[Advice]) -> None:
     print_pairs(console, "Disk", byte_rows(made.disk))
     print_pairs(console, "Assumed", [("", text) for text in made.assumptions])
     style = "green" if made.fits else "red"
-    console.print(f"[bold {style}]{escape(verdict(made))}[/bold {style}]", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold {style}]{escape(verdict(made))}[/bold {style}]", highlight=False, soft_wrap=True
+    )
     for text in made.hints:
         console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
     for each in advice:
         saves = f"  (saves {size_text(each.saves)})" if each.saves else ""
-        console.print(f"  would fit: {escape(' '.join(each.changes))}{saves}", highlight=False, soft_wrap=True)
+        console.print(
+            f"  would fit: {escape(' '.join(each.changes))}{saves}", highlight=False, soft_wrap=True
+        )
     if not made.fits and not advice:
         console.print(
-            "  no change of the recipe that was tried makes it fit, and no device of the table", soft_wrap=True
+            "  no change of the recipe that was tried makes it fit, and no device of the table",
+            soft_wrap=True,
         )
 
 

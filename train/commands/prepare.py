@@ -1,4 +1,5 @@
-"""`draftsmith prepare`: a recipe's data before anything is trained on it, as tables and a sample with its mask.
+"""`draftsmith prepare`: a recipe's data before anything is trained on it, as tables and a sample
+with its mask.
 
 Examples are read and tokenised as a run does it; torch is imported when the command runs.
 """
@@ -40,11 +41,16 @@ LEFT_OUT = {
 def prepare(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    sample: Annotated[int, typer.Option(min=0, help="Show the mask of this example, counted from 0.")] = 0,
-    validation: Annotated[bool, typer.Option("--validation", help="Look at data.validation instead.")] = False,
+    sample: Annotated[
+        int, typer.Option(min=0, help="Show the mask of this example, counted from 0.")
+    ] = 0,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Look at data.validation instead.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Read the data of a recipe as a run would: counts, lengths, what is left out and why, and a sample's mask."""
+    """Read the data of a recipe as a run would: counts, lengths, what is left out and why, and a
+    sample's mask."""
     from train.data.packing import conversation_tokenizer
     from train.data.prepare import bad_rows, training_examples, validation_examples
     from train.recipe.load import load_recipe
@@ -55,26 +61,36 @@ def prepare(
     folder, stage = Path(checked.output_dir), "validation" if validation else ""
     bad = bad_rows(checked.data, folder, stage)
     with Console(stderr=True).status("reading and tokenising"):
-        prepared = validation_examples(checked, bad) if validation else training_examples(checked, bad, folder)
+        prepared = (
+            validation_examples(checked, bad)
+            if validation
+            else training_examples(checked, bad, folder)
+        )
         tokenizer = conversation_tokenizer(checked.data, checked.target.load_tokenizer())
         report = make_report(checked, prepared, tokenizer)
     if sample >= len(prepared.examples):
-        raise ConfigError(f"--sample {sample}: there are {len(prepared.examples)} examples, numbered from 0")
+        raise ConfigError(
+            f"--sample {sample}: there are {len(prepared.examples)} examples, numbered from 0"
+        )
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         console = Console()
         _print(console, report, regenerated=checked.regenerate.enabled)
-        _print_sample(console, prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled)
+        _print_sample(
+            console, prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled
+        )
     bad.finish()
 
 
-def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer) -> dict[str, Any]:
-    """The report as JSON. Tokenises all examples as a run does it; bad ones go to `prepared.bad`. DataError if no row
-    is left.
+def make_report(
+    recipe: Recipe, prepared: Prepared, tokenizer: ConversationTokenizer
+) -> dict[str, Any]:
+    """The report as JSON. Tokenises all examples as a run does it; bad ones go to `prepared.bad`.
+    DataError if no row is left.
 
-    Where the target rewrites the responses, those of the data are an indication only, and need not be there.
-    """
+    Where the target rewrites the responses, those of the data are an indication only, and need not
+    be there."""
     from train.data.packing import tokenise
 
     data, regenerated, bad = recipe.data, recipe.regenerate.enabled, prepared.bad
@@ -82,7 +98,9 @@ def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationToken
     unique = list({id(example): example for example in prepared.examples}.values())
     rows: dict[str, list[TokenRow]] = {}
     examples, prompt_tokens = Counter[str](), Counter[str]()
-    for example, tokenised in zip(unique, tokenise(unique, tokenizer, data.max_length, data.num_proc)):
+    for example, tokenised in zip(
+        unique, tokenise(unique, tokenizer, data.max_length, data.num_proc)
+    ):
         try:
             if isinstance(tokenised, BadRow) and not regenerated:
                 raise tokenised
@@ -93,7 +111,9 @@ def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationToken
         times = uses[id(example)]
         examples[example.workload] += times
         prompt_tokens[example.workload] += times * prompt
-        rows.setdefault(example.workload, []).extend([] if isinstance(tokenised, BadRow) else tokenised * times)
+        rows.setdefault(example.workload, []).extend(
+            [] if isinstance(tokenised, BadRow) else tokenised * times
+        )
     if not examples or not (regenerated or any(rows.values())):
         raise DataError(f"no row is left: {bad}; the first is {bad.first()}")
     everything = [row for workload in rows.values() for row in workload]
@@ -103,7 +123,9 @@ def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationToken
     left_out = [(why, count, bad.first(why)) for why, count in bad.by_reason().items()]
     left_out += [(why, count, first[why]) for why, count in choices.items()]
     if overall["dropped_cut"]:
-        left_out.append((f"no response within {data.max_length} tokens", overall["dropped_cut"], ""))
+        left_out.append(
+            (f"no response within {data.max_length} tokens", overall["dropped_cut"], "")
+        )
     lists = [(bad.path, bad.count()), (prepared.listed_in, len(prepared.left_out))]
     return {
         "use": bad.use,
@@ -111,15 +133,20 @@ def make_report(recipe: Recipe, prepared: Prepared, tokenizer: ConversationToken
         "responses": "to be rewritten by the target" if regenerated else "those of the data",
         "all": overall,
         "workloads": {
-            name: _lengths(own, data.max_length, examples[name], prompt_tokens[name]) for name, own in rows.items()
+            name: _lengths(own, data.max_length, examples[name], prompt_tokens[name])
+            for name, own in rows.items()
         },
-        "left_out": [{"why": why, "count": count, "first": example} for why, count, example in left_out],
+        "left_out": [
+            {"why": why, "count": count, "first": example} for why, count, example in left_out
+        ],
         "lists": [str(path) for path, count in lists if path and count],
         **tokenizer.template_facts(),
     }
 
 
-def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens: int) -> dict[str, Any]:
+def _lengths(
+    rows: list[TokenRow], max_length: int, examples: int, prompt_tokens: int
+) -> dict[str, Any]:
     """Counts, quantiles and a histogram of the rows' tokens, as they are trained on."""
     import numpy as np
 
@@ -129,16 +156,21 @@ def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens
     statistics.examples = examples
     lengths = np.array([len(row) for row in kept], int)
     edges = np.unique(np.linspace(0, max_length, BUCKETS + 1).round().astype(int)).tolist()
-    buckets = np.bincount(np.searchsorted(edges[1:], lengths), minlength=len(edges) - 1).tolist()  # (low, high]
+    buckets = np.bincount(
+        np.searchsorted(edges[1:], lengths), minlength=len(edges) - 1
+    ).tolist()  # (low, high]
     names = {"min": 0, "median": 50, "p90": 90, "p99": 99, "max": 100}
-    quantiles = np.percentile(lengths, list(names.values()), method="inverted_cdf").tolist() if kept else []
+    quantiles = (
+        np.percentile(lengths, list(names.values()), method="inverted_cdf").tolist() if kept else []
+    )
     return {
         "examples": examples,
         "prompt_tokens": prompt_tokens,
         **statistics.to_dict(),
         "lengths": dict(zip(names, map(int, quantiles))),
         "histogram": [
-            {"from": low + 1, "to": high, "rows": count} for low, high, count in zip(edges, edges[1:], buckets)
+            {"from": low + 1, "to": high, "rows": count}
+            for low, high, count in zip(edges, edges[1:], buckets)
         ],
     }
 
@@ -146,9 +178,14 @@ def _lengths(rows: list[TokenRow], max_length: int, examples: int, prompt_tokens
 def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> None:
     console.print(_counts(report))
     if regenerated:
-        console.print("Responses are those of the data; the run replaces them by the target's own.\n", style="dim")
+        console.print(
+            "Responses are those of the data; the run replaces them by the target's own.\n",
+            style="dim",
+        )
     if report["all"]["rows"]:
-        quantiles = ", ".join(f"{name} {value:,}" for name, value in report["all"]["lengths"].items())
+        quantiles = ", ".join(
+            f"{name} {value:,}" for name, value in report["all"]["lengths"].items()
+        )
         console.print(Text("Tokens per row", style="bold"), Text(quantiles, style="dim"))
     if not report["left_out"]:
         return
@@ -165,7 +202,13 @@ def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> No
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", title_style="bold")
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+    )
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
@@ -176,10 +219,21 @@ def _counts(report: dict[str, Any]) -> Table:
     table = _table("", "workload", *numbers, f"1 … {report['max_length']}", right=numbers)
     groups = list(report["workloads"].items())
     for name, counts in [*groups, ("all", report["all"])] if len(groups) > 1 else groups:
-        cells = [name, f"{counts['examples']:,}", f"{counts['prompt_tokens'] / max(counts['examples'], 1):.0f}"]
+        cells = [
+            name,
+            f"{counts['examples']:,}",
+            f"{counts['prompt_tokens'] / max(counts['examples'], 1):.0f}",
+        ]
         if counts["rows"]:
-            cells += [f"{counts['rows']:,}", f"{counts['tokens']:,}", f"{counts['supervised_share']:.0%}"]
-            cells += [f"{counts['truncated']:,}", _sparkline([bucket["rows"] for bucket in counts["histogram"]])]
+            cells += [
+                f"{counts['rows']:,}",
+                f"{counts['tokens']:,}",
+                f"{counts['supervised_share']:.0%}",
+            ]
+            cells += [
+                f"{counts['truncated']:,}",
+                _sparkline([bucket["rows"] for bucket in counts["histogram"]]),
+            ]
         else:
             cells += ["to be written", "-", "-", "-", "-"]
         table.add_row(*map(Text, cells), style="bold" if counts is report["all"] else "")
@@ -192,8 +246,11 @@ def _sparkline(counts: list[int]) -> str:
     return "".join(BLOCKS[round((len(BLOCKS) - 1) * n / top)] if n else " " for n in counts)
 
 
-def _print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool) -> None:
-    """The rows of an example, supervised text green and the rest dim; the prompt alone if its response is missing."""
+def _print_sample(
+    console: Console, example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool
+) -> None:
+    """The rows of an example, supervised text green and the rest dim; the prompt alone if its
+    response is missing."""
     import numpy as np
 
     try:
@@ -207,15 +264,24 @@ def _print_sample(console: Console, example: Example, tokenizer: ConversationTok
     for ids, mask in rows:
         text = Text()
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-            words, supervised = str(tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)), mask[part[0]]
+            words, supervised = (
+                str(tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)),
+                mask[part[0]],
+            )
             if not supervised and len(words) > 2 * ELIDED:
                 words = f"{words[:ELIDED]} […] {words[-ELIDED:]}"
             text.append(_visible(words), style="green" if supervised else "dim")
         console.print(text)
-        console.print(f"{mask.sum()} of {len(ids)} tokens are supervised (green)", style="dim", highlight=False)
+        console.print(
+            f"{mask.sum()} of {len(ids)} tokens are supervised (green)",
+            style="dim",
+            highlight=False,
+        )
 
 
 def _visible(words: str) -> str:
     """Control characters as pictures, so that a terminal shows them and obeys none."""
-    pictures: dict[int, Any] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+    pictures: dict[int, Any] = {
+        code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"
+    }
     return words.translate(pictures | {127: "␡"})

@@ -14,32 +14,57 @@ from speculators.errors import ConfigError
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="An exported drafter, or the folder of a run.")],
-    repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")],
-    public: Annotated[bool, typer.Option("--public", help="Make the repository public; private otherwise.")] = False,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="An exported drafter, or the folder of a run.")
+    ],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository public; private otherwise.")
+    ] = False,
     revision: Annotated[str, typer.Option(help="Branch to write, made if it is not there.")] = "",
-    commit_message: Annotated[str, typer.Option(help="Message of the commit, or title of the pull request.")] = "",
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
-    base_model: Annotated[str, typer.Option(metavar="ORG/NAME", help="The target's id, for the card.")] = "",
-    license_: Annotated[str, typer.Option("--license", help="License for the card, such as apache-2.0.")] = "",
-    report: Annotated[Path | None, typer.Option(help="acceptance.json; default: the one beside the drafter.")] = None,
-    target_layers: Annotated[
-        int | None, typer.Option(help="Layers of the target, for heads that do not say which they tap.")
+    commit_message: Annotated[
+        str, typer.Option(help="Message of the commit, or title of the pull request.")
+    ] = "",
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request instead.")
+    ] = False,
+    base_model: Annotated[
+        str, typer.Option(metavar="ORG/NAME", help="The target's id, for the card.")
+    ] = "",
+    license_: Annotated[
+        str, typer.Option("--license", help="License for the card, such as apache-2.0.")
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option(help="acceptance.json; default: the one beside the drafter.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write what would be sent, and contact nobody.")] = False,
+    target_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers of the target, for heads that do not say which they tap."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write what would be sent, and contact nobody.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="With --dry-run: the folder to write.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Send a drafter that does not load.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Send a drafter that does not load.")
+    ] = False,
     token: Annotated[
-        str, typer.Option(help="Better: HF_TOKEN, or `hf auth login`; others may read command lines.")
+        str,
+        typer.Option(help="Better: HF_TOKEN, or `hf auth login`; others may read command lines."),
     ] = "",
 ) -> None:
-    """Upload a drafter with a card written from its acceptance report; again, it sends only what is missing."""
+    """Upload a drafter with a card written from its acceptance report; again, it sends only what is
+    missing."""
     from speculators.export.upload import Destination
     from train.pipeline.publish import PushOptions, listing, stage
     from train.pipeline.publish import push as send
 
     if create_pr and revision:
-        raise ConfigError("push: a pull request goes to the main branch; give --create-pr or --revision")
+        raise ConfigError(
+            "push: a pull request goes to the main branch; give --create-pr or --revision"
+        )
     if out is not None and not dry_run:
         raise ConfigError("push: --out belongs to --dry-run")
     options = PushOptions(base_model or None, license_ or None, report, target_layers, force)

@@ -1,8 +1,8 @@
-"""`draftsmith regenerate`: writes the responses of a recipe ahead of its training, which then finds them.
+"""`draftsmith regenerate`: writes the responses of a recipe ahead of its training, which then finds
+them.
 
-The machines that write (a cluster of servers) and those that train need not wait for each other. With endpoints the
-target is loaded only with --check-target.
-"""
+The machines that write (a cluster of servers) and those that train need not wait for each other.
+With endpoints the target is loaded only with --check-target."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ def regenerate(
     overrides: Overrides = None,
     part: Part = "1/1",
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask again for what an earlier run was allowed to go without.")
+        bool,
+        typer.Option(
+            "--retry-failed", help="Ask again for what an earlier run was allowed to go without."
+        ),
     ] = False,
     check_target: Annotated[
-        bool, typer.Option("--check-target", help="Load the target here, and compare the endpoints with it.")
+        bool,
+        typer.Option(
+            "--check-target", help="Load the target here, and compare the endpoints with it."
+        ),
     ] = False,
 ) -> None:
     """Write the responses of a recipe, at its endpoints if it names some; again, it continues."""
@@ -39,16 +45,33 @@ def regenerate(
     parts = [(name, each) for name, each in checked.training_stages() if each.regenerate.enabled]
     held_out = bool(checked.data.validation)
     if not parts and not held_out:
-        raise ConfigError(f"{recipe}: regenerate.enabled is false and there is no data.validation; nothing is written")
-    stages, accelerator = Stages(len(parts) + len(checked.training_stages()) * held_out), Accelerator()
+        raise ConfigError(
+            f"{recipe}: regenerate.enabled is false and there is no data.validation; nothing is"
+            " written"
+        )
+    stages, accelerator = (
+        Stages(len(parts) + len(checked.training_stages()) * held_out),
+        Accelerator(),
+    )
     checked = with_adapted_target(checked, accelerator)
     t = checked.target
-    tokenizer = load_tokenizer(t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    tokenizer = load_tokenizer(
+        t.model, None, revision=t.revision, trust_remote_code=t.trust_remote_code
+    )
     target = None
     for name, each in checked.training_stages():
         if target is None and (check_target or not each.regenerate.endpoints):
             target = load_target(checked, accelerator, ())
-        data = DataStage(each, target, tokenizer, accelerator, stages, stage=name, part=mine, retry_failed=retry_failed)
+        data = DataStage(
+            each,
+            target,
+            tokenizer,
+            accelerator,
+            stages,
+            stage=name,
+            part=mine,
+            retry_failed=retry_failed,
+        )
         if each.regenerate.enabled:
             data.responses()
         data.held_out()

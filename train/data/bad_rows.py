@@ -1,9 +1,9 @@
 """Rows that cannot be used: each is listed with its place and its reason, and the others go on.
 
-There are two kinds. A *damaged* row is wrong in itself (not JSON, no role, an empty turn): it is left out and
-reported, and a run stops only at the bounds its recipe sets. A mask that cannot be *proved* is more often the fault of
-a template or tokenizer than of one row: it stops the run unless the recipe says to drop such rows.
-"""
+There are two kinds. A *damaged* row is wrong in itself (not JSON, no role, an empty turn): it is
+left out and reported, and a run stops only at the bounds its recipe sets. A mask that cannot be
+*proved* is more often the fault of a template or tokenizer than of one row: it stops the run unless
+the recipe says to drop such rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ QUOTED = 400  # characters of a message that are kept
 
 
 class BadRow(DataError):
-    """One row that cannot be used: `origin` its place (`chats.jsonl:12`), `reason` one of REASONS, `what` in words."""
+    """One row that cannot be used: `origin` its place (`chats.jsonl:12`), `reason` one of REASONS,
+    `what` in words."""
 
     def __init__(self, origin: str, reason: str, what: str) -> None:
         super().__init__(origin, reason, what)  # the arguments of the copy that pickle makes
@@ -53,11 +54,12 @@ class BadRow(DataError):
 
 
 class BadRows:
-    """The rows that were left out: written to `path` (JSON lines) as they come, and counted by reason.
+    """The rows that were left out: written to `path` (JSON lines) as they come, and counted by
+    reason.
 
-    `refuse` raises instead where the recipe says so: for an unproved mask if `on_bad_row` is "error", and for any row
-    once more than `max_rows` are bad; `finish` where more than the share `max_share` of the rows read is.
-    """
+    `refuse` raises instead where the recipe says so: for an unproved mask if `on_bad_row` is
+    "error", and for any row once more than `max_rows` are bad; `finish` where more than the share
+    `max_share` of the rows read is."""
 
     def __init__(
         self,
@@ -67,7 +69,12 @@ class BadRows:
         max_rows: int | None = None,
         max_share: float | None = None,
     ) -> None:
-        self.path, self.on_bad_row, self.max_rows, self.max_share = path, on_bad_row, max_rows, max_share
+        self.path, self.on_bad_row, self.max_rows, self.max_share = (
+            path,
+            on_bad_row,
+            max_rows,
+            max_share,
+        )
         self.use, self.read, self.entries = "train", 0, list[dict[str, Any]]()
         self._counts: dict[str, Counter[str]] = {}
         self._known: set[tuple[str, str]] = set()
@@ -75,19 +82,28 @@ class BadRows:
             path.unlink(missing_ok=True)
 
     def begin(self, use: str) -> BadRows:
-        """Begins the rows of `use` ("train", "validation"), which have counts and bounds of their own."""
+        """Begins the rows of `use` ("train", "validation"), which have counts and bounds of their
+        own."""
         self.use, self.read = use, 0
         return self
 
     def refuse(self, error: BadRow) -> None:
-        """Reports `error` and returns, or raises DataError. A row used several times is reported once."""
+        """Reports `error` and returns, or raises DataError. A row used several times is reported
+        once."""
         if error.reason in UNPROVED and self.on_bad_row == "error":
-            raise DataError(f"{error} (data.on_bad_row: drop leaves such rows out and reports them)") from error
+            raise DataError(
+                f"{error} (data.on_bad_row: drop leaves such rows out and reports them)"
+            ) from error
         if (self.use, error.origin) in self._known:
             return
         self._known.add((self.use, error.origin))
         what = _printable(error.what)
-        entry = {"use": self.use, "origin": _printable(error.origin), "reason": error.reason, "what": what[:QUOTED]}
+        entry = {
+            "use": self.use,
+            "origin": _printable(error.origin),
+            "reason": error.reason,
+            "what": what[:QUOTED],
+        }
         self.entries.append(entry)
         self._counts.setdefault(self.use, Counter())[error.reason] += 1
         if self.path is not None:
@@ -96,7 +112,8 @@ class BadRows:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         if self.max_rows is not None and self.count() > self.max_rows:
             raise DataError(
-                f"data.max_bad_rows: more than {self.max_rows} bad rows, the last of them {error}{self._listed()}"
+                f"data.max_bad_rows: more than {self.max_rows} bad rows, the last of them"
+                f" {error}{self._listed()}"
             )
 
     def finish(self) -> None:
@@ -104,8 +121,9 @@ class BadRows:
         bad = self.count()
         if self.max_share is not None and bad > self.max_share * self.read:
             raise DataError(
-                f"data.max_bad_share: {bad} of {self.read} rows ({bad / self.read:.1%}) are bad, more than "
-                f"{self.max_share:.1%}: {self._counted()}; the first is {self.first()}{self._listed()}"
+                f"data.max_bad_share: {bad} of {self.read} rows ({bad / self.read:.1%}) are bad,"
+                f" more than {self.max_share:.1%}: {self._counted()}; the first is"
+                f" {self.first()}{self._listed()}"
             )
 
     def count(self) -> int:
@@ -117,7 +135,9 @@ class BadRows:
 
     def first(self, reason: str | None = None) -> str:
         """The first bad row (of one reason) as text; empty if there is none."""
-        matching = (e for e in self.entries if e["use"] == self.use and reason in (None, e["reason"]))
+        matching = (
+            e for e in self.entries if e["use"] == self.use and reason in (None, e["reason"])
+        )
         return next((f"{e['origin']}: {e['what']}" for e in matching), "")
 
     def __str__(self) -> str:

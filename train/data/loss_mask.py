@@ -1,20 +1,23 @@
-"""The loss mask of a conversation: the tokens that the assistant wrote, found with the chat template.
+"""The loss mask of a conversation: the tokens that the assistant wrote, found with the chat
+template.
 
-A mask is either proved or refused (`BadRow`). It is proved for each assistant turn on the conversation that ends with
-that turn, as serving would see it, in one of two ways:
+A mask is either proved or refused (`BadRow`). It is proved for each assistant turn on the
+conversation that ends with that turn, as serving would see it, in one of two ways:
 
-1. the template marks the assistant's text itself (`{% generation %}`), and the tokenizer reports those tokens;
-2. otherwise the tokens of the prompt (everything before the turn, plus the generation prompt) must be a true prefix of
-   the tokens including the turn; the difference is the response.
+1. the template marks the assistant's text itself (`{% generation %}`), and the tokenizer reports
+   those tokens;
+2. otherwise the tokens of the prompt (everything before the turn, plus the generation prompt) must
+   be a true prefix of the tokens including the turn; the difference is the response.
 
-The response's tokens are supervised *and the end-of-turn token* (the special token that closes it), since the target
-must emit that too; template text after it (a newline) is not. A template without such a token supervises the whole
-turn. Template languages whose turns end with the next turn's header teach no end.
+The response's tokens are supervised *and the end-of-turn token* (the special token that closes it),
+since the target must emit that too; template text after it (a newline) is not. A template without
+such a token supervises the whole turn. Template languages whose turns end with the next turn's
+header teach no end.
 
-Templates that rewrite history (dropping `<think>` of earlier turns, moving the system prompt to the last user turn)
-render an earlier turn differently from the text that the target saw when it wrote it. Such a conversation becomes
-several rows: as few as give every assistant turn once, each in the context it was written in.
-"""
+Templates that rewrite history (dropping `<think>` of earlier turns, moving the system prompt to the
+last user turn) render an earlier turn differently from the text that the target saw when it wrote
+it. Such a conversation becomes several rows: as few as give every assistant turn once, each in the
+context it was written in."""
 
 from __future__ import annotations
 
@@ -35,8 +38,14 @@ from train.data.bad_rows import BadRow
 from train.data.sources import REASONING_FIELDS, Example, Message, says_something, thought_of
 
 _TEMPLATE_ERRORS = (
-    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
-)  # fmt: skip
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -53,13 +62,18 @@ class TokenRow:
         self.input_ids = np.asarray(self.input_ids, dtype=np.int32)
         self.loss_mask = np.asarray(self.loss_mask, dtype=bool)
         if self.input_ids.shape != self.loss_mask.shape or self.input_ids.ndim != 1:
-            raise DataError(f"a row needs one mask value per token, got {self.input_ids.shape}, {self.loss_mask.shape}")
+            raise DataError(
+                f"a row needs one mask value per token, got {self.input_ids.shape},"
+                f" {self.loss_mask.shape}"
+            )
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @classmethod
-    def from_response(cls, prompt_ids: Sequence[int], response_ids: Sequence[int], workload: str) -> TokenRow:
+    def from_response(
+        cls, prompt_ids: Sequence[int], response_ids: Sequence[int], workload: str
+    ) -> TokenRow:
         """A prompt and the response the target wrote to it, as tokens: nothing is left to prove."""
         return cls(
             np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]),
@@ -77,7 +91,8 @@ class Turn:
 
 
 def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
-    """Turns of one conversation, in order, as rows: a turn that another one begins with is supervised in its row."""
+    """Turns of one conversation, in order, as rows: a turn that another one begins with is
+    supervised in its row."""
     pending, rows = list(turns), []
     while pending:
         last = pending[-1]
@@ -91,7 +106,8 @@ def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
 
 
 class ConversationTokenizer:
-    """Turns examples into token rows with proved masks. Picklable, so that processes can share the work."""
+    """Turns examples into token rows with proved masks. Picklable, so that processes can share the
+    work."""
 
     def __init__(
         self,
@@ -101,7 +117,8 @@ class ConversationTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: Literal["keep", "drop"] = "keep",
     ) -> None:
-        """`chat_template`: template text instead of the tokenizer's; `template_kwargs`: its variables."""
+        """`chat_template`: template text instead of the tokenizer's; `template_kwargs`: its
+        variables."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
@@ -110,12 +127,18 @@ class ConversationTokenizer:
     def template_facts(self) -> dict[str, Any]:
         """The hash of the template and its variables, which serving has to use too."""
         template = self.chat_template or self.tokenizer.chat_template
-        text = template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
-        return {"chat_template_sha256": text_sha256(text), "chat_template_kwargs": self.template_kwargs}
+        text = (
+            template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
+        )
+        return {
+            "chat_template_sha256": text_sha256(text),
+            "chat_template_kwargs": self.template_kwargs,
+        }
 
     def prompt_ids(self, example: Example) -> list[int]:
-        """The prompt that serving would send for the last response of `example`: its text prompt, or the conversation
-        before its last assistant turn (all of it if the user spoke last) with the generation prompt."""
+        """The prompt that serving would send for the last response of `example`: its text prompt,
+        or the conversation before its last assistant turn (all of it if the user spoke last) with
+        the generation prompt."""
         if example.prompt is not None:
             return self.tokenizer(example.prompt, verbose=False)["input_ids"]
         messages = self._messages(example)
@@ -123,12 +146,16 @@ class ConversationTokenizer:
         return self._encode(self._render(example, messages, end, prompt=True))
 
     def knows(self, name: str) -> bool:
-        """Whether the variable turns anything on or off: a question, or an answer to it, renders in two ways."""
+        """Whether the variable turns anything on or off: a question, or an answer to it, renders in
+        two ways."""
         said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
         def rendered(value: bool) -> list[str]:
             probe = Example("probe", "probe", said, template_kwargs={name: value})
-            return [self._render(probe, list(said), end, prompt=prompt) for end, prompt in ((1, True), (2, False))]
+            return [
+                self._render(probe, list(said), end, prompt=prompt)
+                for end, prompt in ((1, True), (2, False))
+            ]
 
         return rendered(True) != rendered(False)
 
@@ -145,20 +172,22 @@ class ConversationTokenizer:
             raise BadRow(
                 example.origin,
                 "no_response",
-                "the conversation has no assistant turn to learn from; turn regenerate on to have the target answer it",
+                "the conversation has no assistant turn to learn from; turn regenerate on to have"
+                " the target answer it",
             )
         return fewest_rows(self._turns(example, messages, spoken, max_length), example.workload)
 
-    # ------------------------------------------------------------------------------------------ one turn
+    # ------------------------------------------------------------------------------------------ one
+    # turn
 
     def _turns(
         self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None
     ) -> list[Turn]:
-        """The assistant turns at the places `spoken`, without those that begin behind `max_length` tokens.
+        """The assistant turns at the places `spoken`, without those that begin behind `max_length`
+        tokens.
 
-        A turn does so if the text before it begins with that of an earlier turn, up to the special token that ends it
-        (no merge crosses one), and that is longer already.
-        """
+        A turn does so if the text before it begins with that of an earlier turn, up to the special
+        token that ends it (no merge crosses one), and that is longer already."""
         turns, full = [], None
         for index in spoken:
             head = self._render(example, messages, index, prompt=True)
@@ -167,16 +196,24 @@ class ConversationTokenizer:
             tail = self._render(example, messages, index + 1, prompt=False)
             turn = self._turn(example, messages, index, head, tail)
             turns.append(turn)
-            if max_length is not None and len(turn.ids) > max_length and turn.ids[-1] in self._special_ids:
+            if (
+                max_length is not None
+                and len(turn.ids) > max_length
+                and turn.ids[-1] in self._special_ids
+            ):
                 full = tail
         return turns
 
-    def _turn(self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str) -> Turn:
-        """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up to its end."""
+    def _turn(
+        self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str
+    ) -> Turn:
+        """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up
+        to its end."""
         refusal = partial(_refusal, example, messages, index)
         if not says_something(messages[index]):
             raise refusal(
-                "empty_turn", "it is empty, so there is nothing to learn; turn regenerate on to have it written"
+                "empty_turn",
+                "it is empty, so there is nothing to learn; turn regenerate on to have it written",
             )
         if missing := _not_shown(messages[index], tail_text[_common(head_text, tail_text) :]):
             advice = "set data.reasoning: drop, " if missing in REASONING_FIELDS else ""
@@ -191,22 +228,25 @@ class ConversationTokenizer:
         if common < len(head) and tail_text.startswith(head_text):
             raise refusal(
                 "boundary",
-                f"it changes the tokens of the prompt before it, which alone ends in {alone!r} but is "
-                f"followed up as {joined!r}; strip the turn's leading whitespace",
+                f"it changes the tokens of the prompt before it, which alone ends in {alone!r} but"
+                f" is followed up as {joined!r}; strip the turn's leading whitespace",
             )
         if self._marked(example):
             mask = self._marked_mask(example, messages, index)
             if len(mask) != len(ids):
-                raise refusal("no_mask", "two renderings of it differ; the template must not depend on time or chance")
+                raise refusal(
+                    "no_mask",
+                    "two renderings of it differ; the template must not depend on time or chance",
+                )
             mask[:common] = False
         elif common == len(head):
             mask = np.arange(len(ids)) >= common
         else:
             raise refusal(
                 "unlike_prompt",
-                f"the template renders it unlike its own generation prompt, which ends in {alone!r} "
-                f"where the turn has {joined!r} (thoughts dropped?); turn regenerate on, which needs no "
-                "mask, or give data.chat_template a template with generation markers",
+                f"the template renders it unlike its own generation prompt, which ends in {alone!r}"
+                f" where the turn has {joined!r} (thoughts dropped?); turn regenerate on, which"
+                " needs no mask, or give data.chat_template a template with generation markers",
             )
         mask = self._close(ids, mask)
         if not mask.any():
@@ -225,12 +265,15 @@ class ConversationTokenizer:
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
         )
         mask, spans = np.asarray(out["assistant_masks"], dtype=bool), out["offset_mapping"]
-        for i in range(1, len(mask)):  # of the tokens that share the last character transformers marks one
+        for i in range(
+            1, len(mask)
+        ):  # of the tokens that share the last character transformers marks one
             mask[i] |= mask[i - 1] and spans[i][0] < spans[i - 1][1]
         return mask
 
     def _close(self, ids: list[int], mask: np.ndarray) -> np.ndarray:
-        """End the mask with the end-of-turn token: taken in if markers left it out, and nothing after it."""
+        """End the mask with the end-of-turn token: taken in if markers left it out, and nothing
+        after it."""
         written = np.flatnonzero(mask)
         if not len(written):
             return mask
@@ -244,27 +287,34 @@ class ConversationTokenizer:
         mask[end:] = False
         return mask
 
-    # ------------------------------------------------------------------------------------------ text
+    # ------------------------------------------------------------------------------------------
+    # text
 
     def _completion_row(self, example: Example) -> TokenRow:
-        """Prompt and completion, no template; no end-of-text is added, for a file may be cut anywhere."""
+        """Prompt and completion, no template; no end-of-text is added, for a file may be cut
+        anywhere."""
         prompt = self.prompt_ids(example)
-        joint = self.tokenizer(example.prompt + (example.completion or ""), verbose=False)["input_ids"]
-        if joint[: len(prompt)] != prompt:  # the boundary is inside a token; serving has the prompt's alone
+        joint = self.tokenizer(example.prompt + (example.completion or ""), verbose=False)[
+            "input_ids"
+        ]
+        if (
+            joint[: len(prompt)] != prompt
+        ):  # the boundary is inside a token; serving has the prompt's alone
             split = prompt + self._encode(example.completion or "")
             if self._decode(split) != self._decode(joint):
                 raise BadRow(
                     example.origin,
                     "boundary",
-                    "the prompt's tokens change when the completion is added, and the two do not join: the prompt ends "
-                    f"in {example.prompt[-40:]!r}",
+                    "the prompt's tokens change when the completion is added, and the two do not"
+                    f" join: the prompt ends in {example.prompt[-40:]!r}",
                 )
             joint = split
         if len(joint) == len(prompt):
             raise BadRow(
                 example.origin,
                 "no_response",
-                "the completion is empty, so there is nothing to learn; turn regenerate on to have the target write it",
+                "the completion is empty, so there is nothing to learn; turn regenerate on to have"
+                " the target write it",
             )
         return TokenRow.from_response(prompt, joint[len(prompt) :], example.workload)
 
@@ -285,10 +335,14 @@ class ConversationTokenizer:
     def _render(self, example: Example, messages: list[Message], end: int, *, prompt: bool) -> str:
         """The first `end` messages as text, with the generation prompt if `prompt`."""
         try:
-            return self._apply_template(example, messages[:end], add_generation_prompt=prompt, tokenize=False)
+            return self._apply_template(
+                example, messages[:end], add_generation_prompt=prompt, tokenize=False
+            )
         except _TEMPLATE_ERRORS as error:
             if self.tokenizer.chat_template is None and self.chat_template is None:
-                raise DataError("the tokenizer has no chat template; give one with data.chat_template") from None
+                raise DataError(
+                    "the tokenizer has no chat template; give one with data.chat_template"
+                ) from None
             why = f"the chat template refuses it: {error}"
             raise _refusal(example, messages, end - 1, "template_refuses", why) from None
 
@@ -307,7 +361,9 @@ class ConversationTokenizer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _marked(self, example: Example) -> bool:
         template = self.tokenizer.get_chat_template(self.chat_template, list(example.tools) or None)
@@ -316,24 +372,35 @@ class ConversationTokenizer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        return frozenset(self.tokenizer.all_special_ids) | {
+            i for i, token in added.items() if token.special
+        }
 
 
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def _not_shown(message: Message, text: str) -> str | None:
-    """The first part of a turn that its rendering lacks; whitespace, often trimmed, is not compared."""
-    parts = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {"text": message["content"]}
+    """The first part of a turn that its rendering lacks; whitespace, often trimmed, is not
+    compared."""
+    parts = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {
+        "text": message["content"]
+    }
     for call in message.get("tool_calls", ()):
         parts[f"tool call {call['function']['name']}"] = call["function"]["name"]
     shown = "".join(text.split())
-    return next((name for name, words in parts.items() if "".join(str(words).split()) not in shown), None)
+    return next(
+        (name for name, words in parts.items() if "".join(str(words).split()) not in shown), None
+    )
 
 
-def _refusal(example: Example, messages: list[Message], index: int, reason: str, what: str) -> BadRow:
+def _refusal(
+    example: Example, messages: list[Message], index: int, reason: str, what: str
+) -> BadRow:
     message = messages[index]
     words = message["content"]
     quoted = repr(words if len(words) <= 100 else words[:97] + "...")

@@ -1,8 +1,8 @@
 """Examples -> token rows -> packed rows -> batches, with counts of what was lost on the way.
 
-Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are counted.
-Packing joins documents into rows of at most `max_length` tokens with positions that restart and segment ids
-that keep attention apart; `Shuffled` is the order in which steps see them.
+Rows longer than `max_length` are cut, those left without a supervised token are dropped; both are
+counted. Packing joins documents into rows of at most `max_length` tokens with positions that
+restart and segment ids that keep attention apart; `Shuffled` is the order in which steps see them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class RowStatistics:
     supervised: int = 0
     truncated: int = 0  # rows cut at max_length and kept
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
-    dropped_bad: int = 0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
+    dropped_bad: int = (
+        0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
+    )
     rows_by_workload: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -49,16 +51,27 @@ class RowStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for reports."""
-        shares = {"rows_by_workload": dict(self.rows_by_workload), "supervised_share": self.supervised_share}
+        shares = {
+            "rows_by_workload": dict(self.rows_by_workload),
+            "supervised_share": self.supervised_share,
+        }
         return asdict(self) | shares
 
     def __str__(self) -> str:
-        losses = {"cut": self.truncated, "dropped after cutting": self.dropped_cut, "bad": self.dropped_bad}
+        losses = {
+            "cut": self.truncated,
+            "dropped after cutting": self.dropped_cut,
+            "bad": self.dropped_bad,
+        }
         lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
-        return f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
+        return (
+            f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
+        )
 
 
-def conversation_tokenizer(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> ConversationTokenizer:
+def conversation_tokenizer(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase
+) -> ConversationTokenizer:
     """The recipe's `data` section as a ConversationTokenizer; reads the template file it names."""
     template = None
     if section.chat_template is not None:
@@ -66,15 +79,18 @@ def conversation_tokenizer(section: DataSection, tokenizer: PreTrainedTokenizerB
             raise DataError(f"data.chat_template: no such file: {section.chat_template}")
         template = Path(section.chat_template).read_text(encoding="utf-8")
     kwargs = section.chat_template_kwargs
-    made = ConversationTokenizer(tokenizer, chat_template=template, template_kwargs=kwargs, reasoning=section.reasoning)
+    made = ConversationTokenizer(
+        tokenizer, chat_template=template, template_kwargs=kwargs, reasoning=section.reasoning
+    )
     for place, sources in {"train": section.train, "validation": section.validation}.items():
         for i, source in enumerate(sources):
             for name, value in source.chat_template_kwargs.items():
                 if isinstance(value, bool) and not made.knows(name):
                     raise ConfigError(
-                        f"data.{place}.{i}.chat_template_kwargs: the chat template of "
-                        f"{tokenizer.name_or_path or 'the target'} renders the same text whether {name} is true or "
-                        "false; leave it out, or name a template that reads it (data.chat_template)"
+                        f"data.{place}.{i}.chat_template_kwargs: the chat template of"
+                        f" {tokenizer.name_or_path or 'the target'} renders the same text whether"
+                        f" {name} is true or false; leave it out, or name a template that reads it"
+                        " (data.chat_template)"
                     )
     return made
 
@@ -88,11 +104,11 @@ def prepare_rows(
     num_proc: int = 1,
     progress: Progress | None = None,
 ) -> tuple[list[TokenRow], RowStatistics]:
-    """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was lost.
+    """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
+    lost.
 
-    An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting the turn. Always
-    raises DataError if no row is left.
-    """
+    An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting
+    the turn. Always raises DataError if no row is left."""
     tokenised: list[TokenRow] = []
     dropped: list[BadRow] = []
     for done, rows in enumerate(tokenise(examples, tokenizer, max_length, num_proc), 1):
@@ -110,19 +126,23 @@ def prepare_rows(
     if not kept:
         first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {len(dropped)} are damaged or have no provable mask{first}, "
-            f"{statistics.dropped_cut} have no response within max_length={max_length}"
+            f"no row is left of {len(examples)} examples: {len(dropped)} are damaged or have no"
+            f" provable mask{first}, {statistics.dropped_cut} have no response within"
+            f" max_length={max_length}"
         )
     return kept, statistics
 
 
 def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow], RowStatistics]:
-    """Cut rows at `max_length` tokens and drop those left without a supervised one; the input is kept."""
+    """Cut rows at `max_length` tokens and drop those left without a supervised one; the input is
+    kept."""
     kept, statistics = [], RowStatistics()
     for row in rows:
         statistics.examples += 1
         if len(row) > max_length:
-            row = TokenRow(row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True)
+            row = TokenRow(
+                row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True
+            )
         if not row.loss_mask.any():
             statistics.dropped_cut += 1
             continue
@@ -135,7 +155,9 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
     return kept, statistics
 
 
-_shared: tuple[ConversationTokenizer, int]  # in a worker process: set once, not sent with every chunk
+_shared: tuple[
+    ConversationTokenizer, int
+]  # in a worker process: set once, not sent with every chunk
 
 
 def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:
@@ -143,7 +165,9 @@ def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:
     _shared = tokenizer, max_length
 
 
-def _rows_or_error(example: Example, given: tuple[ConversationTokenizer, int] | None = None) -> list[TokenRow] | BadRow:
+def _rows_or_error(
+    example: Example, given: tuple[ConversationTokenizer, int] | None = None
+) -> list[TokenRow] | BadRow:
     tokenizer, max_length = given or _shared
     try:
         return tokenizer.rows(example, max_length)
@@ -152,9 +176,13 @@ def _rows_or_error(example: Example, given: tuple[ConversationTokenizer, int] | 
 
 
 def tokenise(
-    examples: Sequence[Example], tokenizer: ConversationTokenizer, max_length: int, num_proc: int = 1
+    examples: Sequence[Example],
+    tokenizer: ConversationTokenizer,
+    max_length: int,
+    num_proc: int = 1,
 ) -> Iterator[list[TokenRow] | BadRow]:
-    """The rows of each example in order, not yet cut, or the BadRow that says why there are none."""
+    """The rows of each example in order, not yet cut, or the BadRow that says why there are
+    none."""
     if num_proc == 1:
         yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
         return
@@ -163,19 +191,23 @@ def tokenise(
         yield from pool.map(_rows_or_error, examples, chunksize=64)
 
 
-# --------------------------------------------------------------------------------------------- packing
+# ---------------------------------------------------------------------------------------------
+# packing
 
 
 @dataclass(eq=False)
 class PackedRow:
-    """Several documents in one row of T tokens. `segment_ids` numbers them from 0; positions restart in each."""
+    """Several documents in one row of T tokens. `segment_ids` numbers them from 0; positions
+    restart in each."""
 
     input_ids: np.ndarray  # int32 [T]
     position_ids: np.ndarray  # int32 [T]
     segment_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]
     workloads: tuple[str, ...]  # of each segment
-    paths: np.ndarray | None = None  # int32 [T, K] and [T]: only in rows with branches, see TargetFeatures
+    paths: np.ndarray | None = (
+        None  # int32 [T, K] and [T]: only in rows with branches, see TargetFeatures
+    )
     forks: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -185,25 +217,37 @@ class PackedRow:
     def of(cls, row: TokenRow) -> PackedRow:
         """One document."""
         positions = np.arange(len(row), dtype=np.int32)
-        return cls(row.input_ids, positions, np.zeros_like(positions), row.loss_mask, (row.workload,))
+        return cls(
+            row.input_ids, positions, np.zeros_like(positions), row.loss_mask, (row.workload,)
+        )
 
 
-def pack(rows: Sequence[TokenRow | PackedRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
-    """Put every document into exactly one packed row of at most `max_length` tokens; `packing=False`: one each.
+def pack(
+    rows: Sequence[TokenRow | PackedRow], max_length: int, *, packing: bool = True
+) -> list[PackedRow]:
+    """Put every document into exactly one packed row of at most `max_length` tokens;
+    `packing=False`: one each.
 
-    Best fit, longest first: deterministic, and the order says nothing about content, so shuffle afterwards.
-    """
+    Best fit, longest first: deterministic, and the order says nothing about content, so shuffle
+    afterwards."""
     documents = [PackedRow.of(row) if isinstance(row, TokenRow) else row for row in rows]
     for row in documents:
         if not 0 < len(row) <= max_length:
-            raise DataError(f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows first")
+            raise DataError(
+                f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows"
+                " first"
+            )
     if not packing:
         return documents
-    return [_join([documents[i] for i in members]) for members in best_fit(list(map(len, documents)), max_length)]
+    return [
+        _join([documents[i] for i in members])
+        for members in best_fit(list(map(len, documents)), max_length)
+    ]
 
 
 def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Bins of at most `max_length`, as indices into `lengths`: the longest first, each where the least room is left."""
+    """Bins of at most `max_length`, as indices into `lengths`: the longest first, each where the
+    least room is left."""
     bins: list[list[int]] = []
     room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
     sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
@@ -227,15 +271,23 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def _join(rows: Sequence[PackedRow]) -> PackedRow:
-    """One after the other. Segment ids, and the slots in paths and forks, move behind those of the rows before."""
+    """One after the other. Segment ids, and the slots in paths and forks, move behind those of the
+    rows before."""
     starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
 
     def joined(name: str, shifts: Sequence[int]) -> np.ndarray:
         parts = [getattr(row, name) for row in rows]
-        return np.concatenate([np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]).astype(np.int32)
+        return np.concatenate(
+            [np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]
+        ).astype(np.int32)
 
-    same = {n: np.concatenate([getattr(row, n) for row in rows]) for n in ("input_ids", "position_ids", "loss_mask")}
-    branches = {} if rows[0].paths is None else {name: joined(name, starts) for name in ("paths", "forks")}
+    same = {
+        n: np.concatenate([getattr(row, n) for row in rows])
+        for n in ("input_ids", "position_ids", "loss_mask")
+    }
+    branches = (
+        {} if rows[0].paths is None else {name: joined(name, starts) for name in ("paths", "forks")}
+    )
     return PackedRow(
         **same,
         segment_ids=joined("segment_ids", range(len(rows))),
@@ -245,7 +297,8 @@ def _join(rows: Sequence[PackedRow]) -> PackedRow:
 
 
 class Shuffled:
-    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own; `seed`: of all of them."""
+    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own; `seed`:
+    of all of them."""
 
     def __init__(self, seed: Sequence[int], count: int) -> None:
         self.seed, self.count = seed, count
@@ -258,25 +311,33 @@ class Shuffled:
         return int(self._epoch[1][offset])
 
 
-def collate(rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+def collate(
+    rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0
+) -> dict[str, torch.Tensor]:
     """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
 
-    T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token is never
-    attended. Rows with branches also give paths [B, T, K] and forks [B, T]; they go together only with their like.
-    """
+    T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token
+    is never attended. Rows with branches also give paths [B, T, K] and forks [B, T]; they go
+    together only with their like."""
     size = max(map(len, rows)) if length is None else length
     if size < max(map(len, rows)):
-        raise DataError(f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}")
+        raise DataError(
+            f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}"
+        )
     filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
     branching = [row.paths is not None for row in rows]
     if any(branching):
         if not all(branching):
-            raise DataError("rows with branches and rows without are in one batch; make a batch of each")
+            raise DataError(
+                "rows with branches and rows without are in one batch; make a batch of each"
+            )
         filling |= {"paths": -1, "forks": -1}
     batch = {}
     for name, fill in filling.items():
         dtype = torch.bool if name == "loss_mask" else torch.long
-        batch[name] = torch.full((len(rows), size, *getattr(rows[0], name).shape[1:]), fill, dtype=dtype)
+        batch[name] = torch.full(
+            (len(rows), size, *getattr(rows[0], name).shape[1:]), fill, dtype=dtype
+        )
         for i, row in enumerate(rows):
             batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
     return batch

@@ -1,8 +1,8 @@
-"""From a recipe to the examples it trains on: read, fanned out, without duplicates and evaluation prompts, mixed.
+"""From a recipe to the examples it trains on: read, fanned out, without duplicates and evaluation
+prompts, mixed.
 
-A run and `draftsmith prepare` share these functions, so that the examples that are shown are those that are trained
-on. Examples that are left out are listed in the run's folder.
-"""
+A run and `draftsmith prepare` share these functions, so that the examples that are shown are those
+that are trained on. Examples that are left out are listed in the run's folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BAD_ROWS, LEFT_OUT = "bad_rows.jsonl", "left_out.jsonl"
 
 @dataclass
 class Prepared:
-    """The examples of a recipe, as often as they are used, and those left out; `listed_in`: the file that lists the
-    ones left out by choice."""
+    """The examples of a recipe, as often as they are used, and those left out; `listed_in`: the
+    file that lists the ones left out by choice."""
 
     examples: list[Example]
     bad: BadRows
@@ -43,13 +43,22 @@ class Prepared:
 
 
 def bad_rows(section: DataSection, folder: Path | None = None, stage: str = "") -> BadRows:
-    """The collector that a recipe's `data` section asks for; it lists bad rows in `folder`, if there is one."""
+    """The collector that a recipe's `data` section asks for; it lists bad rows in `folder`, if
+    there is one."""
     path = None if folder is None else folder / _stage_file(BAD_ROWS, stage)
-    return BadRows(path, on_bad_row=section.on_bad_row, max_rows=section.max_bad_rows, max_share=section.max_bad_share)
+    return BadRows(
+        path,
+        on_bad_row=section.on_bad_row,
+        max_rows=section.max_bad_rows,
+        max_share=section.max_bad_share,
+    )
 
 
-def training_examples(recipe: Recipe, bad: BadRows, folder: Path | None = None, stage: str = "") -> Prepared:
-    """The examples of `data.train`. `folder`: where what is left out is listed. DataError if nothing is left."""
+def training_examples(
+    recipe: Recipe, bad: BadRows, folder: Path | None = None, stage: str = ""
+) -> Prepared:
+    """The examples of `data.train`. `folder`: where what is left out is listed. DataError if
+    nothing is left."""
     data = recipe.data
     lists = read_sources(data.train, seed=data.shuffle_seed, bad=bad.begin("train"))
     if data.fan_out:
@@ -57,20 +66,27 @@ def training_examples(recipe: Recipe, bad: BadRows, folder: Path | None = None, 
     read, left_out = sum(map(len, lists)), list[LeftOut]()
     if data.deduplicate != "off":
         similarity = data.near_duplicate_similarity if data.deduplicate == "near" else None
-        lists, repeated = deduplicate(lists, responses=not recipe.regenerate.enabled, similarity=similarity)
+        lists, repeated = deduplicate(
+            lists, responses=not recipe.regenerate.enabled, similarity=similarity
+        )
         left_out += repeated
     if data.decontaminate != "off" and recipe.measured:
         # the evaluation itself says which of its rows are bad
         prompts = load_sources(_held_out_sources(recipe), bad=BadRows())
         ngram = data.decontaminate_ngram if data.decontaminate == "ngram" else None
-        lists, contaminated = decontaminate(lists, prompts, ngram=ngram, questions=suite_turns(recipe))
+        lists, contaminated = decontaminate(
+            lists, prompts, ngram=ngram, questions=suite_turns(recipe)
+        )
         left_out += contaminated
     path = None if folder is None else folder / _stage_file(LEFT_OUT, stage)
     if path is not None:
         _list_left_out(path, left_out)
     for source, some in zip(data.train, lists):
         if source.share is not None and not some:
-            raise DataError(f"{source.label}: nothing is left of it, so it cannot have a share of {source.share:g}")
+            raise DataError(
+                f"{source.label}: nothing is left of it, so it cannot have a share of"
+                f" {source.share:g}"
+            )
     prepared = Prepared(mix(data.train, lists, seed=data.shuffle_seed), bad, left_out, read, path)
     if not prepared.examples:
         raise DataError(f"data.train: no example is left: {prepared}")
@@ -87,11 +103,16 @@ def validation_examples(recipe: Recipe, bad: BadRows) -> Prepared:
 def _held_out_sources(recipe: Recipe) -> list[Source]:
     """The sources that are measured on, each once."""
     sources = [*recipe.evaluation.prompts, *recipe.data.validation]
-    return [source.model_copy(update={"share": None}) for i, source in enumerate(sources) if source not in sources[:i]]
+    return [
+        source.model_copy(update={"share": None})
+        for i, source in enumerate(sources)
+        if source not in sources[:i]
+    ]
 
 
 def suite_turns(recipe: Recipe) -> list[Example]:
-    """Every turn of the user in the recipe's suites, as a prompt of its own. DataError for a file that is missing."""
+    """Every turn of the user in the recipe's suites, as a prompt of its own. DataError for a file
+    that is missing."""
     return [
         Example(f"{name}/{one.category}", one.origin, ({"role": "user", "content": turn},))
         for name, path in recipe.evaluation.suite_paths.items()
@@ -100,8 +121,11 @@ def suite_turns(recipe: Recipe) -> list[Example]:
     ]
 
 
-def askable(examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows) -> list[Example]:
-    """The examples of which a prompt can be made; the others go to `bad`. DataError if none is left."""
+def askable(
+    examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows
+) -> list[Example]:
+    """The examples of which a prompt can be made; the others go to `bad`. DataError if none is
+    left."""
     usable = []
     for example in examples:
         try:
@@ -111,7 +135,10 @@ def askable(examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: 
         else:
             usable.append(example)
     if not usable:
-        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}; the first is {bad.first()}")
+        raise DataError(
+            f"no prompt can be made of any of {len(examples)} examples: {bad}; the first is"
+            f" {bad.first()}"
+        )
     return usable
 
 
@@ -125,4 +152,7 @@ def _list_left_out(path: Path, left_out: Sequence[LeftOut]) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out),
+        encoding="utf-8",
+    )

@@ -1,8 +1,8 @@
-"""Reads rows from files and data sets, each with its place; a row that cannot be read is a BadRow in its turn.
+"""Reads rows from files and data sets, each with its place; a row that cannot be read is a BadRow
+in its turn.
 
-JSON is read strictly and a line at a time, so that a damaged line is named and harms no other. The `datasets` library
-reads the hub and its own folders, and tells splits and slices.
-"""
+JSON is read strictly and a line at a time, so that a damaged line is named and harms no other. The
+`datasets` library reads the hub and its own folders, and tells splits and slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ BOM = b"\xef\xbb\xbf"
 
 
 def rows_of(source: Source, *, seed: int = 0) -> Iterator[Row]:
-    """The rows of a source with a path or a name, in order. Raises DataError where there is nothing to read."""
+    """The rows of a source with a path or a name, in order. Raises DataError where there is nothing
+    to read."""
     path = None if source.path is None else Path(source.path)
     if path is None or any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
         yield from _dataset_rows(source, seed)
@@ -52,20 +53,26 @@ def kind_of(path: Path) -> str | None:
 
 def _known(path: Path, split: str) -> Path:
     if kind_of(path) is None:
-        raise DataError(f"{path}: expected a .jsonl, .json or .parquet file, or a dataset directory")
+        raise DataError(
+            f"{path}: expected a .jsonl, .json or .parquet file, or a dataset directory"
+        )
     if split.partition("[")[0] != "train":
         raise DataError(f"{path}: split {split!r}: a single file has the split train alone")
     return path
 
 
 def _shards(folder: Path, split: str) -> list[Path]:
-    """The files of a split in a directory, as the `datasets` library tells splits by file and folder names."""
+    """The files of a split in a directory, as the `datasets` library tells splits by file and
+    folder names."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     if not any(kind_of(file) for file in folder.rglob("*")):
         raise DataError(f"{folder}: the directory holds no .jsonl, .json or .parquet file")
     splits = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    files = {str(name): [Path(file) for file in some if kind_of(Path(file))] for name, some in splits.items()}
+    files = {
+        str(name): [Path(file) for file in some if kind_of(Path(file))]
+        for name, some in splits.items()
+    }
     if not files.get(split):
         there = ", ".join(name for name, some in files.items() if some)
         raise DataError(f"{folder}: the directory has no split {split!r}; it has {there}")
@@ -131,7 +138,9 @@ def _list(path: Path) -> Iterator[Row]:
         yield from _lines(path)
     else:
         quoted = data[:60].decode("utf-8", "replace")
-        raise DataError(f"{path}: expected a list of rows, got {quoted!r}; use .jsonl for a row per line")
+        raise DataError(
+            f"{path}: expected a list of rows, got {quoted!r}; use .jsonl for a row per line"
+        )
 
 
 def _items(path: Path, data: bytes) -> Iterator[Row]:
@@ -172,7 +181,9 @@ def _why(error: Exception, place: str) -> BadRow:
         case BadRow():
             return BadRow(place, error.reason, error.what)
         case UnicodeDecodeError():
-            return BadRow(place, "not_utf8", f"not UTF-8 text (byte {error.start + 1}): {error.reason}")
+            return BadRow(
+                place, "not_utf8", f"not UTF-8 text (byte {error.start + 1}): {error.reason}"
+            )
         case RecursionError():
             return BadRow(place, "too_deep", "nested too deeply to be read")
         case json.JSONDecodeError():
@@ -184,7 +195,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise BadRow("", "duplicate_key", f"the key {name!r} is given twice, and it is not clear which counts")
+        raise BadRow(
+            "",
+            "duplicate_key",
+            f"the key {name!r} is given twice, and it is not clear which counts",
+        )
     return made
 
 
@@ -196,11 +211,13 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_consta
 _SPACE, _SEPARATOR = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
 
 
-# --------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------------
+# tables
 
 
 def _table(path: Path) -> Iterator[Row]:
-    """Parquet, a few hundred rows at a time; row by row where a batch has text that is not UTF-8."""
+    """Parquet, a few hundred rows at a time; row by row where a batch has text that is not
+    UTF-8."""
     from pyarrow import parquet
 
     number = 0
@@ -209,7 +226,10 @@ def _table(path: Path) -> Iterator[Row]:
             try:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
-                rows = [_table_row(batch.slice(i, 1), f"{path} #{number + i}") for i in range(batch.num_rows)]
+                rows = [
+                    _table_row(batch.slice(i, 1), f"{path} #{number + i}")
+                    for i in range(batch.num_rows)
+                ]
             for row in rows:
                 yield f"{path} #{number}", row
                 number += 1
@@ -237,7 +257,9 @@ def _dataset_rows(source: Source, seed: int) -> Iterator[Row]:
             yield f"{source.label} {split} #{number}", row
             number += 1
     except Exception as error:
-        raise DataError(f"{source.label}: split {split!r} breaks off after {number} rows: {error}") from error
+        raise DataError(
+            f"{source.label}: split {split!r} breaks off after {number} rows: {error}"
+        ) from error
 
 
 def _dataset(source: Source, split: str, seed: int) -> Iterable[Any]:
@@ -245,9 +267,17 @@ def _dataset(source: Source, split: str, seed: int) -> Iterable[Any]:
 
     if source.path is None:
         table = datasets.load_dataset(
-            source.name, source.config, split=split, revision=source.revision, streaming=source.streaming
+            source.name,
+            source.config,
+            split=split,
+            revision=source.revision,
+            streaming=source.streaming,
         )
-        return table.shuffle(seed=seed, buffer_size=source.shuffle_buffer) if source.shuffle_buffer else table
+        return (
+            table.shuffle(seed=seed, buffer_size=source.shuffle_buffer)
+            if source.shuffle_buffer
+            else table
+        )
     table = datasets.load_from_disk(source.path)
     table = table[split.partition("[")[0]] if isinstance(table, datasets.DatasetDict) else table
     return table.select(_slice(split, len(table))) if "[" in split else table

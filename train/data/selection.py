@@ -1,7 +1,8 @@
-"""Selects the examples that are trained on: one per turn where wanted, none twice, none with an evaluation prompt.
+"""Selects the examples that are trained on: one per turn where wanted, none twice, none with an
+evaluation prompt.
 
-Pure functions over lists of examples, one list per source; examples that are left out are listed with the reason.
-"""
+Pure functions over lists of examples, one list per source; examples that are left out are listed
+with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An example that is not trained on. `why`: duplicate, near_duplicate or contaminated; `like`: what it repeats."""
+    """An example that is not trained on. `why`: duplicate, near_duplicate or contaminated; `like`:
+    what it repeats."""
 
     origin: str
     workload: str
@@ -32,38 +34,48 @@ class LeftOut:
 
 
 def fan_out(example: Example) -> list[Example]:
-    """One example per assistant turn, each ending with it, and one for a last question that is still open."""
+    """One example per assistant turn, each ending with it, and one for a last question that is
+    still open."""
     turns = example.messages
     ends = [i + 1 for i, message in enumerate(turns) if message["role"] == "assistant" and i]
     if not ends or ends[-1] < len(turns):
         ends.append(len(turns))
     if len(ends) == 1:
         return [example]
-    return [replace(example, origin=f"{example.origin}, turn {end}", messages=turns[:end]) for end in ends]
+    return [
+        replace(example, origin=f"{example.origin}, turn {end}", messages=turns[:end])
+        for end in ends
+    ]
 
 
 def deduplicate(
     lists: Sequence[Sequence[Example]], *, responses: bool, similarity: float | None = None
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples with the same prompt and template variables, over all lists; `responses`: and the same
-    response.
+    """The first of examples with the same prompt and template variables, over all lists;
+    `responses`: and the same response.
 
-    Texts are the same if they are equal apart from case, spaces and compatibility forms of characters. With
-    `similarity` also if their runs of five words have at least that Jaccard similarity, by MinHash.
-    """
+    Texts are the same if they are equal apart from case, spaces and compatibility forms of
+    characters. With `similarity` also if their runs of five words have at least that Jaccard
+    similarity, by MinHash."""
     first: dict[bytes, str] = {}
     near = _Near(similarity) if similarity is not None else None
     left_out: list[LeftOut] = []
 
     def new(example: Example) -> bool:
         said = list(_said(example, responses))
-        modes = [("template", str(sorted(example.template_kwargs.items())))] if example.template_kwargs else []
+        modes = (
+            [("template", str(sorted(example.template_kwargs.items())))]
+            if example.template_kwargs
+            else []
+        )
         digest = _digest([*said, *modes])
         if digest in first:
             left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
             return False
         first[digest] = example.origin
-        if near is not None and (like := near.like(example.origin, " ".join(text for _, text in said))):
+        if near is not None and (
+            like := near.like(example.origin, " ".join(text for _, text in said))
+        ):
             left_out.append(LeftOut(example.origin, example.workload, "near_duplicate", like))
             return False
         return True
@@ -80,13 +92,15 @@ def decontaminate(
 ) -> tuple[Lists, list[LeftOut]]:
     """The examples whose prompt is not in `held_out`.
 
-    It is if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a user turn (or a tool result, or
-    a text to continue) has a run of so many words in common with one there. System prompts do not count. The prompts of
-    `questions` are held out too, and those of five words and more may be no turn of an example, wherever it stands.
-    """
+    It is if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a user turn
+    (or a tool result, or a text to continue) has a run of so many words in common with one there.
+    System prompts do not count. The prompts of `questions` are held out too, and those of five
+    words and more may be no turn of an example, wherever it stands."""
     prompts: dict[bytes, str] = {}
     runs: dict[bytes, str] = {}
-    asked = {_digest_text(text): example.origin for example in questions for text in _asked(example)}
+    asked = {
+        _digest_text(text): example.origin for example in questions for text in _asked(example)
+    }
     for example in (*held_out, *questions):
         prompts.setdefault(_digest(_said(example, False)), example.origin)
         for run in _runs(example, ngram):
@@ -99,7 +113,9 @@ def decontaminate(
             shared = next((run for run in _runs(example, ngram) if _digest_text(run) in runs), "")
             like = runs[_digest_text(shared)] if shared else None
         if like is None and asked:
-            like = next((asked[key] for key in map(_digest_text, _asked(example)) if key in asked), None)
+            like = next(
+                (asked[key] for key in map(_digest_text, _asked(example)) if key in asked), None
+            )
         if like is not None:
             left_out.append(LeftOut(example.origin, example.workload, "contaminated", like, shared))
         return like is None
@@ -107,11 +123,13 @@ def decontaminate(
     return [[example for example in some if clean(example)] for some in lists], left_out
 
 
-# --------------------------------------------------------------------------------------------- texts
+# ---------------------------------------------------------------------------------------------
+# texts
 
 
 def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
-    """(role, normalised text) of everything before the last response; with `responses` of everything."""
+    """(role, normalised text) of everything before the last response; with `responses` of
+    everything."""
     if example.prompt is not None:
         yield "prompt", _normalised(example.prompt)
         if responses:
@@ -127,7 +145,10 @@ def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
 
 
 def _words_of(message: Message) -> str:
-    calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", ())]
+    calls = [
+        f"{call['function']['name']} {call['function']['arguments']}"
+        for call in message.get("tool_calls", ())
+    ]
     return " ".join([message["content"], *calls])
 
 
@@ -169,13 +190,18 @@ class _Near:
             from datasketch import MinHash, MinHashLSH
         except ImportError:
             raise DataError(
-                "data.deduplicate: near needs the package datasketch: pip install 'draftsmith[dedup]', or use exact"
+                "data.deduplicate: near needs the package datasketch: pip install"
+                " 'draftsmith[dedup]', or use exact"
             ) from None
         self.similarity, self.new = similarity, lambda: MinHash(num_perm=PERMUTATIONS, seed=1)
-        self.index, self.known = MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS), dict[str, MinHash]()
+        self.index, self.known = (
+            MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS),
+            dict[str, MinHash](),
+        )
 
     def like(self, origin: str, text: str) -> str | None:
-        """The origin of the most similar text so far, if similar enough; otherwise `text` is remembered."""
+        """The origin of the most similar text so far, if similar enough; otherwise `text` is
+        remembered."""
         words = _WORD.findall(text)
         runs = {" ".join(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
         made = self.new()

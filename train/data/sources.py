@@ -1,8 +1,7 @@
 """Examples from files, the hub or the interpreter's own library, mixed as the recipe says.
 
-A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns of any name; every
-kind ends as the same `Example`. `train.data.readers` reads the files.
-"""
+A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns
+of any name; every kind ends as the same `Example`. `train.data.readers` reads the files."""
 
 from __future__ import annotations
 
@@ -25,23 +24,31 @@ Message = dict[str, Any]
 
 # ShareGPT's speakers, and the spellings its descendants use, as OpenAI's roles.
 _ROLES = {
-    "system": "system", "developer": "developer",
-    "human": "user", "user": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
     "bard": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool",
-}  # fmt: skip
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation (`messages`, each with a role and content as text), or a text with its continuation (`prompt`,
-    `completion`).
+    """A conversation (`messages`, each with a role and content as text), or a text with its
+    continuation (`prompt`, `completion`).
 
-    `origin` says in errors where it came from, such as `chats.jsonl:12`. A completion may be empty, and a
-    conversation may end with the user: both are prompts whose response is still to be written.
-    """
+    `origin` says in errors where it came from, such as `chats.jsonl:12`. A completion may be empty,
+    and a conversation may end with the user: both are prompts whose response is still to be
+    written."""
 
     workload: str
     origin: str
@@ -49,10 +56,14 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of its source, over those of the recipe
+    template_kwargs: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of its source, over those of the recipe
 
 
-def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[Example]:
+def load_sources(
+    sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None
+) -> list[Example]:
     """The examples of all sources, in order, as often as the mixture wants each.
 
     A damaged row goes to `bad`; without one it raises.
@@ -60,32 +71,43 @@ def load_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | Non
     return mix(sources, read_sources(sources, seed=seed, bad=bad), seed=seed)
 
 
-def read_sources(sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None) -> list[list[Example]]:
+def read_sources(
+    sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None
+) -> list[list[Example]]:
     """The examples of each source, at most its `limit`. DataError for a source without any."""
     lists = []
     for source in sources:
         before = bad.count() if bad else 0
         lists.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
         if not lists[-1]:
-            lost = f": all of its {bad.count() - before} rows are bad, {bad}" if bad and bad.count() > before else ""
+            lost = (
+                f": all of its {bad.count() - before} rows are bad, {bad}"
+                if bad and bad.count() > before
+                else ""
+            )
             raise DataError(f"{source.label}: the source holds no examples{lost}")
     return lists
 
 
-def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]], *, seed: int = 0) -> list[Example]:
-    """Each example as often as its source is used; the fraction of a time is a sample drawn by `seed`."""
+def mix(
+    sources: Sequence[Source], lists: Sequence[Sequence[Example]], *, seed: int = 0
+) -> list[Example]:
+    """Each example as often as its source is used; the fraction of a time is a sample drawn by
+    `seed`."""
     examples: list[Example] = []
     times = times_used(sources, list(map(len, lists)))
     for index, (some, uses) in enumerate(zip(lists, times)):
         whole, fraction = divmod(uses, 1)
-        chosen = random.Random(f"{seed}/{index}").sample(range(len(some)), round(fraction * len(some)))
+        chosen = random.Random(f"{seed}/{index}").sample(
+            range(len(some)), round(fraction * len(some))
+        )
         examples += list(some) * int(whole) + [some[i] for i in sorted(chosen)]
     return examples
 
 
 def times_used(sources: Sequence[Source], counts: Sequence[int]) -> list[float]:
-    """Uses of an example of each source, of which there are `counts`: its `weight`, or what follows from its `share` of
-    the largest mixture without repetition."""
+    """Uses of an example of each source, of which there are `counts`: its `weight`, or what follows
+    from its `share` of the largest mixture without repetition."""
     total = min((n / source.share for source, n in zip(sources, counts) if source.share), default=0)
     return [
         source.weight if source.share is None else min(round(source.share * total) / max(n, 1), 1.0)
@@ -94,7 +116,8 @@ def times_used(sources: Sequence[Source], counts: Sequence[int]) -> list[float]:
 
 
 def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) -> Iterator[Example]:
-    """Examples of one source as they come, before `limit` and `weight`; `seed`: of a stream's shuffle buffer.
+    """Examples of one source as they come, before `limit` and `weight`; `seed`: of a stream's
+    shuffle buffer.
 
     A damaged row goes to `bad`; without one it raises.
     """
@@ -128,12 +151,11 @@ def parse_row(
     field: str = "auto",
     columns: Columns | None = None,
 ) -> Example:
-    """One row of a file or dataset as an Example; keys with null values (columns filled up by Arrow) count
-    as absent. Raises BadRow for a damaged one.
+    """One row of a file or dataset as an Example; keys with null values (columns filled up by
+    Arrow) count as absent. Raises BadRow for a damaged one.
 
-    `workload` overrides the row's own `workload` column, which overrides `default_workload`; `columns` names the
-    columns where they have other names than `field` knows.
-    """
+    `workload` overrides the row's own `workload` column, which overrides `default_workload`;
+    `columns` names the columns where they have other names than `field` knows."""
     try:
         return _example(row, origin, workload or None, default_workload, field, columns)
     except RecursionError:
@@ -142,7 +164,8 @@ def parse_row(
         raise BadRow(origin, error.reason, error.what) from None
 
 
-# --------------------------------------------------------------------------------------------- one row
+# --------------------------------------------------------------------------------------------- one
+# row
 
 
 def _bad(reason: str, what: str) -> BadRow:
@@ -150,19 +173,34 @@ def _bad(reason: str, what: str) -> BadRow:
 
 
 def _example(
-    row: Any, origin: str, workload: str | None, default_workload: str, field: str, columns: Columns | None
+    row: Any,
+    origin: str,
+    workload: str | None,
+    default_workload: str,
+    field: str,
+    columns: Columns | None,
 ) -> Example:
     if not isinstance(row, Mapping):
-        raise _bad("wrong_type", f"expected a mapping with messages, conversations or prompt, got {_quote(row)}")
+        raise _bad(
+            "wrong_type",
+            f"expected a mapping with messages, conversations or prompt, got {_quote(row)}",
+        )
     row = {str(key): value for key, value in row.items() if value is not None}
     if columns is not None:
         row, field = _renamed(row, columns)
-    label = workload or _text(row.get("workload", default_workload), "workload as text") or default_workload
+    label = (
+        workload
+        or _text(row.get("workload", default_workload), "workload as text")
+        or default_workload
+    )
     keys = {"messages": "messages", "conversations": "conversations", "completion": "prompt"}
     kind = field if field != "auto" else next((k for k, key in keys.items() if key in row), None)
     if kind is None or keys[kind] not in row:
         wanted = "messages, conversations or prompt" if kind is None else keys[kind]
-        what = f"the row has no {wanted}; its keys are {_names(row)} (data.*.columns gives columns other names)"
+        what = (
+            f"the row has no {wanted}; its keys are {_names(row)} (data.*.columns gives columns"
+            " other names)"
+        )
         raise _bad("missing_column", what)
     if kind == "completion":
         prompt, completion = row["prompt"], row.get("completion", "")
@@ -170,7 +208,9 @@ def _example(
             what = f"expected prompt and completion as text, got {_quote([prompt, completion])}"
             raise _bad("empty_turn" if prompt == "" else "wrong_type", what)
         wanted = "prompt and completion as text"
-        return Example(label, origin, prompt=_text(prompt, wanted), completion=_text(completion, wanted))
+        return Example(
+            label, origin, prompt=_text(prompt, wanted), completion=_text(completion, wanted)
+        )
     messages = _messages(row[kind], kind)
     system = _text(row.get("system", ""), "system as text")
     if messages[0]["role"] != "system" and system:
@@ -181,10 +221,14 @@ def _example(
 def _renamed(row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
     """The row under the names that `field` knows, and the field."""
     named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
-    layout = next(name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None)
+    layout = next(
+        name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None
+    )
     if layout not in named:
         column = getattr(columns, layout)
-        what = f"the row has no column {column!r}, which columns.{layout} names; it has {_names(row)}"
+        what = (
+            f"the row has no column {column!r}, which columns.{layout} names; it has {_names(row)}"
+        )
         raise _bad("missing_column", what)
     named = {name: row[name] for name in ("tools", "workload") if name in row} | named
     if layout == "prompt":
@@ -208,11 +252,22 @@ def _messages(turns: Any, kind: str) -> list[Message]:
         raise _bad(reason, f"expected {kind} to be a non-empty list of turns, got {_quote(turns)}")
     messages = [_message(turn, f"turn {i} of {len(turns)}") for i, turn in enumerate(turns, 1)]
     if all(message["role"] == "system" for message in messages):
-        raise _bad("no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's")
+        raise _bad(
+            "no_conversation", f"none of its {len(turns)} turns is the user's or the assistant's"
+        )
     for i, message in enumerate(messages, 1):
-        last_answer = i == len(messages) and message["role"] == "assistant"  # may be still to be written
-        if message["role"] in ("user", "assistant") and not last_answer and not says_something(message):
-            what = f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows answers nothing"
+        last_answer = (
+            i == len(messages) and message["role"] == "assistant"
+        )  # may be still to be written
+        if (
+            message["role"] in ("user", "assistant")
+            and not last_answer
+            and not says_something(message)
+        ):
+            what = (
+                f"turn {i} of {len(turns)} ({message['role']}) is empty, so that what follows"
+                " answers nothing"
+            )
             raise _bad("empty_turn", what)
     return messages
 
@@ -221,30 +276,51 @@ def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise _bad("wrong_type", f"{where}: expected a mapping, got {_quote(turn)}")
     turn = _clean(turn, where)
-    speaker, text = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    speaker, text = (
+        ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    )
     role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
     if role is None:
-        what = f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of {', '.join(_ROLES)}"
+        what = (
+            f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of"
+            f" {', '.join(_ROLES)}"
+        )
         raise _bad("unknown_role", what)
     calls = turn.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise _bad("bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
+        raise _bad(
+            "bad_tool_call", f"{where}: expected tool_calls to be a list, got {_quote(calls)}"
+        )
     content = turn.get(text, "" if calls else None)
     if isinstance(content, list) and all(map(_is_text_part, content)):
         content = "\n".join(part["text"] for part in content)  # as servers hand them to templates
-    elif isinstance(content, list) and (kinds := sorted({str(p["type"]) for p in content if _is_other_part(p)})):
-        raise _bad("wrong_type", f"{where} ({role}): parts of type {', '.join(kinds)}; only text is trained on")
+    elif isinstance(content, list) and (
+        kinds := sorted({str(p["type"]) for p in content if _is_other_part(p)})
+    ):
+        raise _bad(
+            "wrong_type",
+            f"{where} ({role}): parts of type {', '.join(kinds)}; only text is trained on",
+        )
     rest = {k: v for k, v in turn.items() if k not in (speaker, text, "tool_calls")}
-    for name, value in {text: content, **{name: rest.get(name, "") for name in REASONING_FIELDS}}.items():
+    for name, value in {
+        text: content,
+        **{name: rest.get(name, "") for name in REASONING_FIELDS},
+    }.items():
         if not isinstance(value, str):
-            raise _bad("wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(value)}")
+            raise _bad(
+                "wrong_type", f"{where} ({role}): expected text in '{name}', got {_quote(value)}"
+            )
     message = {**rest, "role": role, "content": content}
     return message | ({"tool_calls": [_tool_call(call, where) for call in calls]} if calls else {})
 
 
 def _is_text_part(part: Any) -> bool:
     """True for one of OpenAI's text parts; only text is trained on."""
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 def _is_other_part(part: Any) -> bool:
@@ -253,26 +329,41 @@ def _is_other_part(part: Any) -> bool:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want the mapping."""
+    """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want
+    the mapping."""
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _bad("bad_tool_call", f"{where}: expected a tool call with a function name, got {_quote(call)}")
+        raise _bad(
+            "bad_tool_call",
+            f"{where}: expected a tool call with a function name, got {_quote(call)}",
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"{where}: the arguments of {function['name']} are")
     if not isinstance(arguments, Mapping):
-        what = f"{where}: expected the arguments of {function['name']} to be a mapping, got {_quote(arguments)}"
+        what = (
+            f"{where}: expected the arguments of {function['name']} to be a mapping, got"
+            f" {_quote(arguments)}"
+        )
         raise _bad("bad_tool_call", what)
     called = {**function, "arguments": arguments}
-    return {**call, "function": called} if "function" in call else {"type": "function", "function": called}
+    return (
+        {**call, "function": called}
+        if "function" in call
+        else {"type": "function", "function": called}
+    )
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    if isinstance(tools, str):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
+    if isinstance(
+        tools, str
+    ):  # datasets whose columns cannot hold free-form schemas carry them as JSON text
         tools = _from_json(tools or "[]", "tools are")
     tools = _clean(tools, "tools")
     if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
-        raise _bad("bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}")
+        raise _bad(
+            "bad_tool_call", f"expected tools to be a list of JSON schemas, got {_quote(tools)}"
+        )
     return tuple(tools or ())
 
 
@@ -293,7 +384,10 @@ def _clean(value: Any, where: str) -> Any:
     """`value` without null entries; BadRow if there is text in it that no tokenizer takes."""
     if isinstance(value, str):
         if not value.isascii() and (half := _SURROGATE.search(value)):
-            what = f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate pair"
+            what = (
+                f"{where}: {half.group()!r} at character {half.start() + 1} is half of a surrogate"
+                " pair"
+            )
             raise _bad("lone_surrogate", what)
         return value
     if isinstance(value, Mapping):

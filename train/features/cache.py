@@ -1,12 +1,14 @@
-"""The target's features of training texts on disk: content-addressed, memory-mapped, written by several processes.
+"""The target's features of training texts on disk: content-addressed, memory-mapped, written by
+several processes.
 
     DIR/<address>/key.json            everything the features depend on, whose hash is the address
-    DIR/<address>/<any>.safetensors   a shard: payloads of its texts one after another, their names, lengths, checksums
+    DIR/<address>/<any>.safetensors   a shard: payloads of its texts one after another, their names,
+    lengths, checksums
 
-Features are stored by text, one segment of a packed row, because a text's features do not depend on the packing:
-other packings and other data find the texts they share. A shard appears whole or not at all and never changes, so any
-number of processes may write and read at once; one that is killed loses its last, unwritten shard.
-"""
+Features are stored by text, one segment of a packed row, because a text's features do not depend on
+the packing: other packings and other data find the texts they share. A shard appears whole or not
+at all and never changes, so any number of processes may write and read at once; one that is killed
+loses its last, unwritten shard."""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ from train.features.encodings import Encoding, bytes_per_token, make_encoding, r
 FORMAT = 1
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
-SOURCE = ("weights", "config", "tokenizer", "template")  # fields of a key that change with the target
+SOURCE = (
+    "weights",
+    "config",
+    "tokenizer",
+    "template",
+)  # fields of a key that change with the target
 
 
 @dataclass(frozen=True)
@@ -81,18 +88,26 @@ class Place:
 
 def text_key(input_ids: np.ndarray) -> bytes:
     """The name of a text: a hash of its tokens."""
-    return hashlib.blake2b(np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(
+        np.ascontiguousarray(input_ids, dtype="<i4").tobytes(), digest_size=16
+    ).digest()
 
 
 def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
     """The texts of a packed row: names and places. DataError for rows with branches."""
     if row.paths is not None:
-        raise DataError("features: a row with branches (on-policy) is seen once; its features are made online only")
+        raise DataError(
+            "features: a row with branches (on-policy) is seen once; its features are made online"
+            " only"
+        )
     ends = [*(np.flatnonzero(np.diff(row.segment_ids)) + 1).tolist(), len(row)]
     start = 0
     for end in ends:
         if not np.array_equal(row.position_ids[start:end], np.arange(end - start)):
-            raise DataError("features: the positions of a text in a packed row do not count from 0; it cannot be kept")
+            raise DataError(
+                "features: the positions of a text in a packed row do not count from 0; it cannot"
+                " be kept"
+            )
         yield text_key(row.input_ids[start:end]), slice(start, end)
         start = end
 
@@ -103,7 +118,9 @@ class FeatureCache:
     def __init__(self, root: Path, key: CacheKey) -> None:
         self.key, self.folder = key, root / key.address
         self._names, self._dtype = (key.encoding, key.last_hidden_encoding), as_dtype(key.dtype)
-        self.taps, self.last_hidden = (make_encoding(name, key.hidden_size, self._dtype) for name in self._names)
+        self.taps, self.last_hidden = (
+            make_encoding(name, key.hidden_size, self._dtype) for name in self._names
+        )
         self._places: dict[bytes, Place] = {}
         self._scanned: set[Path] = set()
         self._open = lru_cache(OPEN_SHARDS)(self._opened)
@@ -138,19 +155,29 @@ class FeatureCache:
         return self
 
     def read(self, text: bytes, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
-        """Taps [L, n·H] (None without taps) and last hidden states [L, H] of a text, decoded on `device`."""
+        """Taps [L, n·H] (None without taps) and last hidden states [L, H] of a text, decoded on
+        `device`."""
         payload = self._payload(self._places[text])
         taps = None
         if self.key.taps:
-            vectors = payload["taps"].to(device).unflatten(-1, (len(self.key.taps), self.taps.bytes_per_vector))
+            vectors = (
+                payload["taps"]
+                .to(device)
+                .unflatten(-1, (len(self.key.taps), self.taps.bytes_per_vector))
+            )
             taps = self.taps.decode(vectors).flatten(-2)
         return taps, self.last_hidden.decode(payload["last_hidden"].to(device))
 
-    def row(self, row: PackedRow, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
-        """Taps and last hidden states of a packed row. DataError if one of its texts has none here."""
+    def row(
+        self, row: PackedRow, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor | None, Tensor]:
+        """Taps and last hidden states of a packed row. DataError if one of its texts has none
+        here."""
         names = [text for text, _ in texts_of(row)]
         if not all(text in self for text in names):
-            raise DataError(f"{self.folder}: a training text has no features there; run the same command again")
+            raise DataError(
+                f"{self.folder}: a training text has no features there; run the same command again"
+            )
         texts = [self.read(text, device) for text in names]
         taps = torch.cat([taps for taps, _ in texts]) if self.key.taps else None
         return taps, torch.cat([last_hidden for _, last_hidden in texts])
@@ -160,8 +187,9 @@ class FeatureCache:
         parts = {name: shard.get_slice(name)[place.start : place.stop] for name in self._tensors}
         if _checksum(parts) != int(shard.get_slice("checksums")[place.number : place.number + 1]):
             raise DataError(
-                f"{place.shard}: damaged: the bytes of text {place.number} are not those that were written; delete the "
-                "file and run the same command again, which computes its texts anew"
+                f"{place.shard}: damaged: the bytes of text {place.number} are not those that were"
+                " written; delete the file and run the same command again, which computes its"
+                " texts anew"
             )
         return parts
 
@@ -175,14 +203,14 @@ class FeatureCache:
             shard = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise DataError(
-                f"{path}: damaged or cut short ({error}); delete the file and run the same command again, which "
-                "computes its texts anew"
+                f"{path}: damaged or cut short ({error}); delete the file and run the same command"
+                " again, which computes its texts anew"
             ) from None
         address = (shard.metadata() or {}).get("address")
         if address != self.key.address:
             raise DataError(
-                f"{path}: belongs to the features {address}, and lies in those of {self.key.address}; move it back or "
-                "delete it"
+                f"{path}: belongs to the features {address}, and lies in those of"
+                f" {self.key.address}; move it back or delete it"
             )
         return shard
 
@@ -213,7 +241,9 @@ class ShardWriter:
     def __init__(self, cache: FeatureCache, shard_bytes: float) -> None:
         self.cache, self.shard_bytes = cache, shard_bytes
         self.bytes, self.tokens = 0, 0  # written
-        self.error: dict[str, float] = {}  # largest mean relative squared error of a text, by tensor
+        self.error: dict[
+            str, float
+        ] = {}  # largest mean relative squared error of a text, by tensor
         self._texts: list[tuple[bytes, dict[str, Tensor]]] = []
         self._waiting = 0
         self._prepare()
@@ -226,10 +256,13 @@ class ShardWriter:
         self.flush()
 
     def add(self, text: bytes, taps: Tensor | None, last_hidden: Tensor) -> None:
-        """One text: taps [L, n·H], last_hidden [L, H]. DataError if a number is not finite, also once encoded."""
+        """One text: taps [L, n·H], last_hidden [L, H]. DataError if a number is not finite, also
+        once encoded."""
         parts, cache = {}, self.cache
         if taps is not None:
-            parts["taps"] = self._encode("taps", cache.taps, taps.unflatten(-1, (-1, cache.key.hidden_size)))
+            parts["taps"] = self._encode(
+                "taps", cache.taps, taps.unflatten(-1, (-1, cache.key.hidden_size))
+            )
         parts["last_hidden"] = self._encode("last_hidden", cache.last_hidden, last_hidden)
         self._texts.append((text, parts))
         self._waiting += sum(part.numel() for part in parts.values())
@@ -242,9 +275,12 @@ class ShardWriter:
             return
         lengths = [len(parts["last_hidden"]) for _, parts in self._texts]
         tensors = {
-            name: torch.cat([parts[name] for _, parts in self._texts]).contiguous() for name in self.cache._tensors
+            name: torch.cat([parts[name] for _, parts in self._texts]).contiguous()
+            for name in self.cache._tensors
         }
-        names = np.frombuffer(b"".join(name for name, _ in self._texts), dtype=np.uint8).reshape(-1, 16)
+        names = np.frombuffer(b"".join(name for name, _ in self._texts), dtype=np.uint8).reshape(
+            -1, 16
+        )
         tensors["names"] = torch.from_numpy(names.copy())
         tensors["lengths"] = torch.tensor(lengths)
         tensors["checksums"] = torch.tensor([_checksum(parts) for _, parts in self._texts])
@@ -258,8 +294,9 @@ class ShardWriter:
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise DataError(
-                f"{path.parent}: a shard of {self._waiting / 1e6:.0f} MB could not be written ({error}); what was "
-                "written before is kept, so make room and run the same command again"
+                f"{path.parent}: a shard of {self._waiting / 1e6:.0f} MB could not be written"
+                f" ({error}); what was written before is kept, so make room and run the same"
+                " command again"
             ) from None
         self.bytes, self.tokens = self.bytes + self._waiting, self.tokens + sum(lengths)
         self._texts, self._waiting = [], 0
@@ -270,8 +307,9 @@ class ShardWriter:
         error = relative_error(vectors, encoding.decode(payload)).mean()
         if not torch.isfinite(error):
             raise DataError(
-                f"features: {name} of a training text hold numbers that are not finite, or too large for "
-                f"{encoding.name}; look at the target in a wider precision (target.dtype: float32)"
+                f"features: {name} of a training text hold numbers that are not finite, or too"
+                f" large for {encoding.name}; look at the target in a wider precision"
+                " (target.dtype: float32)"
             )
         self.error[name] = max(self.error.get(name, 0.0), float(error))
         return payload.flatten(1).cpu()
@@ -299,4 +337,9 @@ def _checksum(parts: dict[str, Tensor]) -> int:
 
 def missing(cache: FeatureCache, rows: Sequence[PackedRow]) -> dict[bytes, int]:
     """The texts of `rows` that are not in the cache, and their lengths."""
-    return {text: place.stop - place.start for row in rows for text, place in texts_of(row) if text not in cache}
+    return {
+        text: place.stop - place.start
+        for row in rows
+        for text, place in texts_of(row)
+        if text not in cache
+    }

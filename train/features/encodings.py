@@ -1,16 +1,17 @@
 """Encodings of hidden states in few bits: pure functions from vectors to bytes and back.
 
-A vector is one hidden state of one token, H numbers. Its bytes include its scales, so that any run of tokens can be
-read alone.
+A vector is one hidden state of one token, H numbers. Its bytes include its scales, so that any run
+of tokens can be read alone.
 
     exact       the numbers as they are
     bf16        rounded to bfloat16: exact for a bfloat16 target
     fp8         e4m3, one scale per vector
     int4        -7 .. 7, one scale per 64 numbers
     rotated2 .. rotated8
-                rotated by a random Hadamard matrix, which spreads a few large channels over many and makes the numbers
-                nearly normal; then the best levels for a normal distribution (Max, "Quantizing for minimum
-                distortion", 1960), one scale per 256 numbers (rotations: QuaRot, arXiv 2404.00456)
+                rotated by a random Hadamard matrix, which spreads a few large channels over many
+                and makes the numbers nearly normal; then the best levels for a normal distribution
+                (Max, "Quantizing for minimum distortion", 1960), one scale per 256 numbers
+                (rotations: QuaRot, arXiv 2404.00456)
 """
 
 from __future__ import annotations
@@ -85,22 +86,28 @@ class Scaled(Encoding):
 
     def encode(self, vectors: Tensor) -> Tensor:
         padding = self.groups * self.group - self.width
-        grouped = torch.nn.functional.pad(vectors.float(), (0, padding)).unflatten(-1, (self.groups, self.group))
+        grouped = torch.nn.functional.pad(vectors.float(), (0, padding)).unflatten(
+            -1, (self.groups, self.group)
+        )
         scales, codes = self._codes(grouped)
         return torch.cat([_bytes(scales.squeeze(-1)), codes.flatten(-2)], dim=-1)
 
     def decode(self, payload: Tensor) -> Tensor:
         scales = _numbers(payload[..., : 2 * self.groups], torch.bfloat16).float().unsqueeze(-1)
-        codes = payload[..., 2 * self.groups :].unflatten(-1, (self.groups, self.group * self.bits // 8))
+        codes = payload[..., 2 * self.groups :].unflatten(
+            -1, (self.groups, self.group * self.bits // 8)
+        )
         return self._values(scales, codes).flatten(-2)[..., : self.width].to(self.dtype)
 
     @abstractmethod
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., groups, group] -> scales bfloat16 [..., groups, 1], codes uint8 [..., groups, bytes]."""
+        """[..., groups, group] -> scales bfloat16 [..., groups, 1], codes uint8 [..., groups,
+        bytes]."""
 
     @abstractmethod
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """float32 scales [..., groups, 1], uint8 codes [..., groups, bytes] -> [..., groups, group]."""
+        """float32 scales [..., groups, 1], uint8 codes [..., groups, bytes] -> [..., groups,
+        group]."""
 
 
 class Fp8(Scaled):
@@ -122,7 +129,8 @@ class Fp8(Scaled):
 
 
 class Int4(Scaled):
-    """Symmetric, in groups; the error is at most half a step, a fourteenth of the largest number of the group."""
+    """Symmetric, in groups; the error is at most half a step, a fourteenth of the largest number of
+    the group."""
 
     bits, group, largest = 4, GROUP, 7
 
@@ -141,14 +149,22 @@ class Rotated(Scaled):
     def __init__(self, name: str, width: int, dtype: torch.dtype, bits: int) -> None:
         super().__init__(name, width, dtype)
         self.bits = bits
-        self.group = max(math.gcd(width, BLOCK), GROUP)  # narrower blocks would be mostly scales: padded instead
+        self.group = max(
+            math.gcd(width, BLOCK), GROUP
+        )  # narrower blocks would be mostly scales: padded instead
 
     def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
         rotated = grouped @ _rotation(self.group, grouped.device)
-        largest = rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)  # squares of the numbers themselves may overflow
-        scales = (largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
+        largest = (
+            rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)
+        )  # squares of the numbers themselves may overflow
+        scales = (largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()).to(
+            torch.bfloat16
+        )
         edges = normal_levels(self.bits)[1].to(grouped.device)
-        return scales, pack_bits(torch.bucketize(_divided(rotated, scales), edges).to(torch.uint8), self.bits)
+        return scales, pack_bits(
+            torch.bucketize(_divided(rotated, scales), edges).to(torch.uint8), self.bits
+        )
 
     def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
         levels = normal_levels(self.bits)[0].to(codes.device)
@@ -172,7 +188,9 @@ def make_encoding(name: str, width: int, dtype: torch.dtype) -> Encoding:
             return Fp8(name, width, dtype)
         case "int4":
             return Int4(name, width, dtype)
-    raise ConfigError(f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}")
+    raise ConfigError(
+        f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}"
+    )
 
 
 def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.dtype) -> int:
@@ -182,7 +200,8 @@ def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.
 
 
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
-    """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as zeros."""
+    """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as
+    zeros."""
     largest = vectors.float().abs().amax(-1, keepdim=True).clamp(min=TINY)
     x, y = vectors.float() / largest, decoded.float() / largest
     return (x - y).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
@@ -192,7 +211,8 @@ def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2**bits [..., N], N a multiple of 8 -> uint8 [..., N · bits / 8]: 8 codes in `bits` bytes."""
+    """uint8 codes below 2**bits [..., N], N a multiple of 8 -> uint8 [..., N · bits / 8]: 8 codes
+    in `bits` bytes."""
     if bits == 8:
         return codes
     words = codes.unflatten(-1, (-1, 8)).long() << (bits * torch.arange(8, device=codes.device))
@@ -203,7 +223,11 @@ def unpack_bits(payload: Tensor, bits: int) -> Tensor:
     """Undoes `pack_bits` -> uint8 [..., N]."""
     if bits == 8:
         return payload
-    words = torch.nn.functional.pad(payload.unflatten(-1, (-1, bits)), (0, 8 - bits)).contiguous().view(torch.int64)
+    words = (
+        torch.nn.functional.pad(payload.unflatten(-1, (-1, bits)), (0, 8 - bits))
+        .contiguous()
+        .view(torch.int64)
+    )
     codes = (words >> (bits * torch.arange(8, device=payload.device))) & (2**bits - 1)
     return codes.flatten(-2).to(torch.uint8)
 
@@ -221,19 +245,22 @@ def _divided(numbers: Tensor, scales: Tensor) -> Tensor:
     return numbers / scales.float().clamp(min=TINY)
 
 
-# --------------------------------------------------------------------------------------------- levels and rotations
+# ---------------------------------------------------------------------------------------------
+# levels and rotations
 
 
 @cache
 def normal_levels(bits: int) -> tuple[Tensor, Tensor]:
-    """The 2**bits levels with the least mean squared error for a standard normal number, and the edges between them.
+    """The 2**bits levels with the least mean squared error for a standard normal number, and the
+    edges between them.
 
-    Max's conditions, iterated: an edge lies half-way between two levels, a level is the mean of what lies between its
-    edges.
-    """
+    Max's conditions, iterated: an edge lies half-way between two levels, a level is the mean of
+    what lies between its edges."""
     count = 2**bits
     spread = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    levels = math.sqrt(3) * torch.special.ndtri(spread)  # the best there is for many levels; a good start for few
+    levels = math.sqrt(3) * torch.special.ndtri(
+        spread
+    )  # the best there is for many levels; a good start for few
     bound = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(400):
         edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
@@ -245,10 +272,13 @@ def normal_levels(bits: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _rotation(size: int, device: torch.device) -> Tensor:
-    """A Hadamard matrix with random signs, orthonormal, [size, size]; the same wherever it is made."""
+    """A Hadamard matrix with random signs, orthonormal, [size, size]; the same wherever it is
+    made."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    digest = torch.frombuffer(bytearray(hashlib.shake_256(b"rotation").digest(size)), dtype=torch.uint8)
+    digest = torch.frombuffer(
+        bytearray(hashlib.shake_256(b"rotation").digest(size)), dtype=torch.uint8
+    )
     signs = (digest & 1).float() * 2 - 1
     return (signs[:, None] * matrix / math.sqrt(size)).to(device)

@@ -1,9 +1,10 @@
-"""The frozen target's features of training rows, computed once per step, once per run, or once for many runs.
+"""The frozen target's features of training rows, computed once per step, once per run, or once for
+many runs.
 
-The features of a row are the same in every epoch. With memory to spare they are kept, and further epochs cost the
-head's own steps only; a cache on disk has them from earlier runs. Kept rows are computed one by one, so that a step's
-features depend on its rows alone and never on which of them were kept already.
-"""
+The features of a row are the same in every epoch. With memory to spare they are kept, and further
+epochs cost the head's own steps only; a cache on disk has them from earlier runs. Kept rows are
+computed one by one, so that a step's features depend on its rows alone and never on which of them
+were kept already."""
 
 from __future__ import annotations
 
@@ -35,10 +36,13 @@ class RowFeatures:
     ) -> None:
         self.target, self.rows, self.pad_token_id, self.cache = target, rows, pad_token_id, cache
         self.keep_bytes, self.kept_bytes = keep_bytes, 0
-        self._kept: dict[int, tuple[Tensor | None, Tensor]] = {}  # row -> taps [L, n·H], last_hidden [L, H]
+        self._kept: dict[
+            int, tuple[Tensor | None, Tensor]
+        ] = {}  # row -> taps [L, n·H], last_hidden [L, H]
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's device."""
+        """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's
+        device."""
         batch = collate([self.rows[i] for i in indices], pad_token_id=self.pad_token_id)
         return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
 
@@ -49,12 +53,18 @@ class RowFeatures:
             return self.target.features(**batch)
         T, rows = batch["input_ids"].shape[1], [self._row(i) for i in indices]
         taps = None if rows[0][0] is None else _padded([taps for taps, _ in rows], T)
-        return TargetFeatures(**batch, taps=taps, last_hidden=_padded([last for _, last in rows], T))
+        return TargetFeatures(
+            **batch, taps=taps, last_hidden=_padded([last for _, last in rows], T)
+        )
 
     def _row(self, index: int) -> tuple[Tensor | None, Tensor]:
         if index in self._kept:
             return self._kept[index]
-        row = self.made(index) if self.cache is None else self.cache.row(self.rows[index], self.target.device)
+        row = (
+            self.made(index)
+            if self.cache is None
+            else self.cache.row(self.rows[index], self.target.device)
+        )
         size = sum(t.numel() * t.element_size() for t in row if t is not None)
         if self.kept_bytes + size <= self.keep_bytes:
             self._kept[index] = row

@@ -1,9 +1,9 @@
 """The chunked objective: logits, loss, metrics and gradients of one chunk of rows at a time.
 
-A chunk's rows go through the heads together: it is as large as moving the heads' weights and their gradients asks for.
-Its logits are scored, and overwritten by their gradient, a block of rows at a time: what is float32 is one block.
-Callers use `train.losses.objective`. Recipes, families, target architectures and optimizers do not belong here.
-"""
+A chunk's rows go through the heads together: it is as large as moving the heads' weights and their
+gradients asks for. Its logits are scored, and overwritten by their gradient, a block of rows at a
+time: what is float32 is one block. Callers use `train.losses.objective`. Recipes, families, target
+architectures and optimizers do not belong here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
 
-# Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no longer small beside the
-# products, which do more operations per byte on a GPU.
+# Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no longer
+# small beside the products, which do more operations per byte on a GPU.
 CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
 CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
 SMALLEST_CHUNK = {"cpu": 128, "cuda": 512}  # ... unless it has no more rows than these
@@ -65,12 +65,15 @@ class Group:
         """Groups of at most `rows` rows, but of one target at least."""
         step = max(1, rows // self.shared)
         for start in range(0, self.count, step):
-            yield Group(self.first + start * self.shared, min(step, self.count - start), self.shared)
+            yield Group(
+                self.first + start * self.shared, min(step, self.count - start), self.shared
+            )
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target's distributions of `count` positions, over the draft vocabulary where it is reduced."""
+    """The target's distributions of `count` positions, over the draft vocabulary where it is
+    reduced."""
 
     p: Tensor  # [count, 1, Vd]
     p_log_p: Tensor  # [count, 1] sum p log p
@@ -93,15 +96,17 @@ def default_block_size(vocabulary: int, device: torch.device) -> int:
 
 
 def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
-    """(the order of the walk [N], its groups): rows that share a target become neighbours, of which `most` at most form
-    one group's. Their sizes are counted in the host's memory, which waits for the device if `target_index` is not known
-    there."""
+    """(the order of the walk [N], its groups): rows that share a target become neighbours, of which
+    `most` at most form one group's. Their sizes are counted in the host's memory, which waits for
+    the device if `target_index` is not known there."""
     count, device = len(target_index), target_index.device
     places, ones = torch.arange(count, device=device), torch.ones_like(target_index)
     ordered, order = torch.sort(target_index, stable=True)
     fresh = torch.ones(count, dtype=torch.bool, device=device)
     fresh[1:] = ordered[1:] != ordered[:-1]
-    rank = places - torch.where(fresh, places, 0).cummax(0).values  # among the rows with this target
+    rank = (
+        places - torch.where(fresh, places, 0).cummax(0).values
+    )  # among the rows with this target
     run = (rank % most == 0).cumsum(0) - 1  # [N]
     shared = torch.zeros_like(places).scatter_add_(0, run, ones)[run]  # [N] rows of each row's run
     order = order[torch.sort(shared, stable=True).indices]
@@ -118,7 +123,8 @@ def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
 
 
 def in_chunks(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
-    """The groups cut into chunks of at most `rows` rows, none of which is much smaller but the last."""
+    """The groups cut into chunks of at most `rows` rows, none of which is much smaller but the
+    last."""
     chunk: list[Group] = []
     room = rows
     for group in groups:
@@ -137,11 +143,14 @@ def in_chunks(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
 
 
 class Chunked(torch.autograd.Function):
-    """Computes the gradients in forward, chunk by chunk; backward scales them by the gradient of the sum."""
+    """Computes the gradients in forward, chunk by chunk; backward scales them by the gradient of
+    the sum."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, task: Task, products: Products, *parameters: Tensor):
-        rows, ctx.grad_hidden, ctx.grad_parameters = walk(task, products, hidden, parameters, hidden.requires_grad)
+        rows, ctx.grad_hidden, ctx.grad_parameters = walk(
+            task, products, hidden, parameters, hidden.requires_grad
+        )
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         ctx.mark_non_differentiable(*rows)
         return rows[0].sum(), *rows
@@ -149,18 +158,23 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor, *_: Tensor):
         if ctx.grad_parameters is None:
-            raise RuntimeError("chunked_objective: backward ran a second time; call the objective again")
+            raise RuntimeError(
+                "chunked_objective: backward ran a second time; call the objective again"
+            )
         grad_hidden = None if ctx.grad_hidden is None else ctx.grad_hidden.mul_(grad)
         pairs = zip(ctx.grad_parameters, ctx.dtypes, strict=True)
         grad_parameters = [buffer.mul_(grad).to(dtype) for buffer, dtype in pairs]
-        ctx.grad_hidden = ctx.grad_parameters = None  # autograd owns them now, and need not copy them
+        ctx.grad_hidden = ctx.grad_parameters = (
+            None  # autograd owns them now, and need not copy them
+        )
         return grad_hidden, None, None, *grad_parameters
 
 
 def walk(
     task: Task, products: Products, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
-    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of parameters)."""
+    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of
+    parameters)."""
     count, exact, index = hidden.shape[0], precise(hidden.dtype), task.target_index
     order: Tensor | slice = slice(None)
     groups = [Group(0, count, 1)]
@@ -168,7 +182,10 @@ def walk(
         order, groups = walk_order(index, task.chunk_size)
         index = index[order]
     weight, labels = task.weight[order], task.labels[order]
-    measured = [torch.empty(count, dtype=dtype, device=hidden.device) for dtype in (exact, exact, torch.bool)]
+    measured = [
+        torch.empty(count, dtype=dtype, device=hidden.device)
+        for dtype in (exact, exact, torch.bool)
+    ]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     others: dict[int, Tensor] = {}  # gradients that autograd gives, by parameter
     want = needs_hidden or bool(parameters)
@@ -176,7 +193,9 @@ def walk(
     for chunk in in_chunks(groups, task.chunk_size):
         first, stop = chunk[0].first, chunk[-1].stop
         rows = order[first:stop] if isinstance(order, Tensor) else slice(first, stop)
-        read = task.target_hidden[rows if index is None else torch.cat([index[group.targets()] for group in chunk])]
+        read = task.target_hidden[
+            rows if index is None else torch.cat([index[group.targets()] for group in chunk])
+        ]
         states = hidden[rows].detach().requires_grad_(needs_hidden)
         with torch.no_grad(), products:
             target_logits = task.target_logits(read)  # [u, V]
@@ -188,11 +207,20 @@ def walk(
             past = 0
             for group in chunk:
                 for block in group.split(task.block_size):
-                    here, its = slice(block.first, block.stop), slice(block.first - first, block.stop - first)
+                    here, its = (
+                        slice(block.first, block.stop),
+                        slice(block.first - first, block.stop - first),
+                    )
                     shape = block.count, block.shared
-                    given = (values[its].unflatten(0, shape), weight[here].view(shape), labels[here].view(shape))
+                    given = (
+                        values[its].unflatten(0, shape),
+                        weight[here].view(shape),
+                        labels[here].view(shape),
+                    )
                     into = grad[its].unflatten(0, shape) if want else None
-                    results = score_block(task, target_logits[past : past + block.count], *given, into)
+                    results = score_block(
+                        task, target_logits[past : past + block.count], *given, into
+                    )
                     past += block.count
                     for whole, part in zip(measured, results, strict=True):
                         whole[here] = part.flatten()
@@ -207,12 +235,18 @@ def walk(
         for parameter in reversed(inputs):
             if (found := grads.pop()) is not None:  # popped: freed as soon as it is added
                 if id(parameter) not in others:
-                    others[id(parameter)] = torch.zeros_like(parameter, dtype=precise(parameter.dtype))
+                    others[id(parameter)] = torch.zeros_like(
+                        parameter, dtype=precise(parameter.dtype)
+                    )
                 others[id(parameter)].add_(found)
     if isinstance(order, Tensor):
         measured = [torch.empty_like(each).index_copy_(0, order, each) for each in measured]
     loss, alpha, agreement = measured
-    return (loss, alpha, agreement), grad_hidden, [_gradient(p, products.gradients, others) for p in parameters]
+    return (
+        (loss, alpha, agreement),
+        grad_hidden,
+        [_gradient(p, products.gradients, others) for p in parameters],
+    )
 
 
 def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
@@ -224,7 +258,12 @@ def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
 
 
 def score_block(
-    task: Task, target_logits: Tensor, logits: Tensor, weight: Tensor, labels: Tensor, grad: Tensor | None
+    task: Task,
+    target_logits: Tensor,
+    logits: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`score` of one block, from the target's logits [g, V]. Call it under no_grad."""
     return score(task, logits, weight, labels, target_of(task, target_logits), grad)
@@ -233,8 +272,8 @@ def score_block(
 def score(
     task: Task, logits: Tensor, weight: Tensor, labels: Tensor, target: Target, grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`, which may be `logits`:
-    d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
+    """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`,
+    which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
     z = scaled(logits, task.temperature)
     best = argmax(z)[..., None]  # [g, m, 1]
     agreement = to_target(best[..., 0], task.draft_to_target) == target.best
@@ -242,9 +281,13 @@ def score(
         q = torch.softmax(z, dim=-1)
         least = torch.minimum(target.p, q)
         alpha = least.sum(-1)
-        log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]  # at the largest logit q never underflows
+        log_z = (z.gather(-1, best) - q.gather(-1, best).log())[
+            ..., 0
+        ]  # at the largest logit q never underflows
         rows = Rows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
-        found = value_and_gradient(task.mix, rows, q, weight / task.temperature, least if grad is not None else None)
+        found = value_and_gradient(
+            task.mix, rows, q, weight / task.temperature, least if grad is not None else None
+        )
         if found is not None:
             value, gradient = found
             if grad is not None and gradient is not None:
@@ -264,21 +307,27 @@ def score(
 def target_of(task: Task, logits: Tensor) -> Target:
     """The target's distributions from its logits [u, V]. Call it under no_grad."""
     with torch.autocast(logits.device.type, enabled=False):
-        z = scaled(logits, task.temperature).clamp_min(-1e30)  # of a token masked with -inf, 0 * -inf is nan
+        z = scaled(logits, task.temperature).clamp_min(
+            -1e30
+        )  # of a token masked with -inf, 0 * -inf is nan
         best = argmax(z)[:, None]
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
-            p, z = p.index_select(-1, task.draft_to_target), z.index_select(-1, task.draft_to_target)
+            p, z = (
+                p.index_select(-1, task.draft_to_target),
+                z.index_select(-1, task.draft_to_target),
+            )
         p, mass = p[:, None], p.sum(-1, keepdim=True)
         return Target(p, dot(p, z[:, None]) - mass * log_z, mass, best)
 
 
 def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
-    """The trainable tensors that the head uses, from the autograd graph of one row, and its vocabulary size.
+    """The trainable tensors that the head uses, from the autograd graph of one row, and its
+    vocabulary size.
 
-    Reading the graph means that no parameter can be forgotten, and that a head may be a bound method or a closure.
-    """
+    Reading the graph means that no parameter can be forgotten, and that a head may be a bound
+    method or a closure."""
     logits = head(hidden[:1].detach())
     found, seen, queue = [], set(), [logits.grad_fn]
     while queue:
@@ -297,11 +346,14 @@ def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
 
 
 def argmax(z: Tensor, block: int = 64) -> Tensor:
-    """z.argmax(-1), the first of equals [...]; on a CPU by way of block maxima, which are vectorised."""
+    """z.argmax(-1), the first of equals [...]; on a CPU by way of block maxima, which are
+    vectorised."""
     if z.device.type != "cpu" or z.shape[-1] % block:
         return z.argmax(-1)
     blocks = z.unflatten(-1, (-1, block))  # [..., V / block, block]
-    first = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1], the first block that holds the maximum
+    first = blocks.amax(-1).argmax(
+        -1, keepdim=True
+    )  # [..., 1], the first block that holds the maximum
     found = blocks.gather(-2, first[..., None].expand(*first.shape, block))  # [..., 1, block]
     return (first * block + found.argmax(-1))[..., 0]
 

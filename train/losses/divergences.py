@@ -2,17 +2,21 @@
 
 Every function has the signature `f(log_q, p, labels, **options) -> [n]`:
 
-    log_q   [n, Vd]  the drafter's log-probabilities over its own (perhaps reduced) vocabulary, float32 or
+    log_q   [n, Vd]  the drafter's log-probabilities over its own (perhaps reduced) vocabulary,
+    float32 or
                      float64
-    p       [n, Vd]  the target's probabilities *of those same tokens*: the softmax over the full vocabulary,
-                     gathered. With a reduced vocabulary it is a sub-probability: its mass P = sum_v p(v) is
-                     below 1, and q is zero on every token that is missing. p is constant: no gradient flows
-                     to the target
-    labels  [n]      the data token, as an index into the draft vocabulary; -1 when the draft vocabulary lacks
+    p       [n, Vd]  the target's probabilities *of those same tokens*: the softmax over the full
+    vocabulary,
+                     gathered. With a reduced vocabulary it is a sub-probability: its mass P = sum_v
+                     p(v) is below 1, and q is zero on every token that is missing. p is constant:
+                     no gradient flows to the target
+    labels  [n]      the data token, as an index into the draft vocabulary; -1 when the draft
+    vocabulary lacks
                      it
 
-and returns one value per row. Sums run over the draft vocabulary unless stated otherwise. q enters through
-log_q, so that a probability which underflows to zero still has a finite gradient; no function divides by q.
+and returns one value per row. Sums run over the draft vocabulary unless stated otherwise. q enters
+through log_q, so that a probability which underflows to zero still has a finite gradient; no
+function divides by q.
 
 Chunks, heads, families and the normalisation of means do not belong here.
 """
@@ -32,12 +36,14 @@ from speculators.errors import ConfigError
 
 
 def _log(p: Tensor) -> Tensor:
-    """log p, with an underflowed zero read as the smallest normal number instead of as minus infinity."""
+    """log p, with an underflowed zero read as the smallest normal number instead of as minus
+    infinity."""
     return p.clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
 def overlap(log_q: Tensor, p: Tensor) -> Tensor:
-    """alpha = sum_v min(p, q): the probability that a token drawn from q is accepted by the token rule. [n]
+    """alpha = sum_v min(p, q): the probability that a token drawn from q is accepted by the token
+    rule. [n]
 
     Exact for a reduced vocabulary, because min(p, q) is zero wherever q is.
     """
@@ -47,9 +53,9 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:
 def forward_kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """KL(p || q) = sum_v p (log p - log q).
 
-    Sub-probability: equal to P * KL(p/P || q) + P log P, so the best q is p renormalised and a row counts in
-    proportion to the mass that the drafter can reach at all. The constant may make the value negative. The
-    tokens that are missing would add an infinite constant; they are left out.
+    Sub-probability: equal to P * KL(p/P || q) + P log P, so the best q is p renormalised and a row
+    counts in proportion to the mass that the drafter can reach at all. The constant may make the
+    value negative. The tokens that are missing would add an infinite constant; they are left out.
     """
     return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
 
@@ -63,11 +69,11 @@ def reverse_kl(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
 
 def jsd(log_q: Tensor, p: Tensor, labels: Tensor, *, beta: float = 0.5) -> Tensor:
-    """JSD_beta = beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q  (DistillSpec,
-    2310.08461).
+    """JSD_beta = beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q
+    (DistillSpec, 2310.08461).
 
-    Sub-probability: exact. On a missing token m = beta p, which adds the constant beta (1 - P) log(1/beta).
-    """
+    Sub-probability: exact. On a missing token m = beta p, which adds the constant beta (1 - P)
+    log(1/beta)."""
     log_p = _log(p)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [n, Vd]
     to_p = (p * (log_p - log_m)).sum(-1) - (1.0 - p.sum(-1)) * math.log(beta)
@@ -76,7 +82,8 @@ def jsd(log_q: Tensor, p: Tensor, labels: Tensor, *, beta: float = 0.5) -> Tenso
 
 
 def tv(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-    """Total variation = 1 - sum_v min(p, q) = 1 - alpha: the probability that a sampled draft is rejected.
+    """Total variation = 1 - sum_v min(p, q) = 1 - alpha: the probability that a sampled draft is
+    rejected.
 
     Sub-probability: exact (see `overlap`); never below 1 - P.
     """
@@ -84,20 +91,23 @@ def tv(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
 
 def neg_log_acceptance(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-    """-log alpha = -log sum_v min(p, q), summed in log space: a row that accepts nothing still has a
-    gradient.
+    """-log alpha = -log sum_v min(p, q), summed in log space: a row that accepts nothing still has
+    a gradient.
 
     Sub-probability: exact; never below -log P.
     """
-    log_p = p.log().clamp_min(-1e4)  # a floor below any log_q: where p underflows to zero, q must not count as accepted
+    log_p = p.log().clamp_min(
+        -1e4
+    )  # a floor below any log_q: where p underflows to zero, q must not count as accepted
     return -torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
 
 
 def lk_hybrid(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-    """lambda KL(p || q) + (1 - lambda) TV with lambda = exp(-3 alpha), alpha detached (the LK losses).
+    """lambda KL(p || q) + (1 - lambda) TV with lambda = exp(-3 alpha), alpha detached (the LK
+    losses).
 
-    KL while little is accepted, total variation once much is. Sub-probability: as `forward_kl` and `tv`.
-    """
+    KL while little is accepted, total variation once much is. Sub-probability: as `forward_kl` and
+    `tv`."""
     mixing = torch.exp(-3.0 * overlap(log_q, p).detach())
     return mixing * forward_kl(log_q, p, labels) + (1.0 - mixing) * tv(log_q, p, labels)
 
@@ -105,11 +115,9 @@ def lk_hybrid(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """-log q(x) of the data token x.
 
-    A token outside the draft vocabulary, or one that q gives no probability to (its logit is minus infinity), gives 0
-    in value and gradient. Its row still counts in the
-    normaliser, which all the terms of a mix share; give such rows weight 0 to leave them out of the mean as
-    well.
-    """
+    A token outside the draft vocabulary, or one that q gives no probability to (its logit is minus
+    infinity), gives 0 in value and gradient. Its row still counts in the normaliser, which all the
+    terms of a mix share; give such rows weight 0 to leave them out of the mean as well."""
     picked = log_q.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
     return torch.where((labels >= 0) & picked.isfinite(), -picked, 0.0)
 
@@ -117,14 +125,14 @@ def cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_argmax(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """-log q(argmax p): for drafts that are verified greedily.
 
-    Sub-probability: the argmax is the target's favourite among the tokens that the drafter can propose.
-    """
+    Sub-probability: the argmax is the target's favourite among the tokens that the drafter can
+    propose."""
     return -log_q.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
 
 
 def top_k_cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor, *, k: int = 10) -> Tensor:
-    """-sum of p log q over the k tokens that the target likes best, not renormalised (HASS, 2408.15766; k =
-    10).
+    """-sum of p log q over the k tokens that the target likes best, not renormalised (HASS,
+    2408.15766; k = 10).
 
     Sub-probability: the k best within the draft vocabulary.
     """
@@ -133,11 +141,14 @@ def top_k_cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor, *, k: int = 10
 
 
 def smooth_l1(hidden: Tensor, target_hidden: Tensor, *, beta: float = 1.0) -> Tensor:
-    """Mean over the width of the smooth L1 distance between states, both [n, H] -> [n] (EAGLE-1, 2401.15077).
+    """Mean over the width of the smooth L1 distance between states, both [n, H] -> [n] (EAGLE-1,
+    2401.15077).
 
     The one term on states: it takes no probabilities and needs no logits.
     """
-    distance = torch.nn.functional.smooth_l1_loss(hidden, target_hidden.to(hidden.dtype), reduction="none", beta=beta)
+    distance = torch.nn.functional.smooth_l1_loss(
+        hidden, target_hidden.to(hidden.dtype), reduction="none", beta=beta
+    )
     return distance.float().mean(-1) if distance.dtype != torch.float64 else distance.mean(-1)
 
 
@@ -155,7 +166,9 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1": smooth_l1,
 }
 ON_STATES = frozenset({"smooth_l1"})
-ON_CHAINS = frozenset({"e2e_tv"})  # of all depths of a chain together (position_weights.expected_share)
+ON_CHAINS = frozenset(
+    {"e2e_tv"}
+)  # of all depths of a chain together (position_weights.expected_share)
 ON_LABELS = frozenset({"cross_entropy"})
 
 
@@ -184,9 +197,11 @@ class Mix:
     chain_terms: tuple[Term, ...] = ()  # on the acceptance of whole chains
 
     @classmethod
-    def parse(cls, loss: Mapping[str, float | Mapping[str, float]] | Mix, where: str = "loss") -> Mix:
-        """Read the recipe's mapping. Raises ConfigError naming the key for an unknown name, option or bad
-        weight."""
+    def parse(
+        cls, loss: Mapping[str, float | Mapping[str, float]] | Mix, where: str = "loss"
+    ) -> Mix:
+        """Read the recipe's mapping. Raises ConfigError naming the key for an unknown name, option
+        or bad weight."""
         if isinstance(loss, Mix):
             return loss
         if not loss:
@@ -213,10 +228,19 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
     if "weight" not in options:
         raise ConfigError(f"{where}: no weight given; write {name}: {{weight: 1.0, ...}}")
     weight = options.pop("weight")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not (0 < weight < math.inf):
-        raise ConfigError(f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for zero")
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, int | float)
+        or not (0 < weight < math.inf)
+    ):
+        raise ConfigError(
+            f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for"
+            " zero"
+        )
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
-    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    allowed = [
+        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    ]
     for option, number in options.items():
         if option not in allowed:
             known = f"it takes {', '.join(allowed)}" if allowed else "it takes none but weight"
@@ -224,28 +248,27 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
         if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
             raise ConfigError(f"{where}.{option}: expected a positive number, got {number!r}")
         if name == "jsd" and number >= 1:
-            raise ConfigError(f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs")
+            raise ConfigError(
+                f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs"
+            )
         if option == "k" and not isinstance(number, int):
             raise ConfigError(f"{where}.k: expected a whole number of tokens, got {number!r}")
     return Term(name, float(weight), options)
 
 
-# ------------------------------------------------------------------ value and gradient without autograd
-#
-# With q = softmax(z), P = sum_v p and alpha = sum_v min(p, q), the gradient of every divergence in CLOSED_FORM lies
-# in the span of three vectors:
-#
-#     d KL(p || q) / dz  =  P q - p
-#     d (-log q(x)) / dz =  q - onehot(x)
-#     d alpha / dz       =  q * (1[q < p] - m),   m = sum_v q 1[q < p]
-#
-# so any mix of them costs one softmax and a handful of passes over [n, Vd]; autograd through log_softmax costs about
-# twice as much. The tests hold value and gradient to the functions above.
+# ------------------------------------------------------------------ value and gradient without
+# autograd  With q = softmax(z), P = sum_v p and alpha = sum_v min(p, q), the gradient of every
+# divergence in CLOSED_FORM lies in the span of three vectors:  d KL(p || q) / dz  =  P q - p d
+# (-log q(x)) / dz =  q - onehot(x) d alpha / dz       =  q * (1[q < p] - m),   m = sum_v q 1[q < p]
+# so any mix of them costs one softmax and a handful of passes over [n, Vd]; autograd through
+# log_softmax costs about twice as much. The tests hold value and gradient to the functions above.
 
 CLOSED_FORM = frozenset(
     {"forward_kl", "tv", "neg_log_acceptance", "lk_hybrid", "cross_entropy", "cross_entropy_argmax"}
 )
-SMALLEST_OVERLAP = 1e-30  # below it 1/alpha is worthless in float32, and -log alpha is left to log space
+SMALLEST_OVERLAP = (
+    1e-30  # below it 1/alpha is worthless in float32, and -log alpha is left to log space
+)
 
 
 def has_closed_form(mix: Mix) -> bool:
@@ -255,7 +278,8 @@ def has_closed_form(mix: Mix) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Draft logits of m rows for each of g targets, and what the terms of a mix share of them. Float32 or float64."""
+    """Draft logits of m rows for each of g targets, and what the terms of a mix share of them.
+    Float32 or float64."""
 
     z: Tensor  # [g, m, Vd] draft logits
     p: Tensor  # [g, 1, Vd] the target's probabilities
@@ -290,11 +314,11 @@ class _Terms:
 def value_and_gradient(
     mix: Mix, rows: Rows, q: Tensor, weight: Tensor, scratch: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The mix's value [g, m] and weight * d value / dz [g, m, Vd]; None when alpha is too small for -log alpha.
+    """The mix's value [g, m] and weight * d value / dz [g, m, Vd]; None when alpha is too small for
+    -log alpha.
 
-    q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]: overwritten, or None,
-    and there is no gradient. No autograd.
-    """
+    q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]:
+    overwritten, or None, and there is no gradient. No autograd."""
     names = {term.name for term in mix.terms}
     if "neg_log_acceptance" in names and bool((rows.alpha < SMALLEST_OVERLAP).any()):
         return None
@@ -306,20 +330,25 @@ def value_and_gradient(
     if names & {"tv", "neg_log_acceptance", "lk_hybrid"}:
         below = torch.lt(q, rows.p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
         on_q = on_q + terms.accept * below.sum(-1)
-        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(below, -(terms.accept * weight)[..., None])
+        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(
+            below, -(terms.accept * weight)[..., None]
+        )
     else:
         gradient = q.mul_((on_q * weight)[..., None])
     if names & {"forward_kl", "lk_hybrid"}:
         gradient.addcmul_(rows.p, -(terms.kl * weight)[..., None])
     if "cross_entropy" in names:
-        gradient.scatter_add_(-1, rows.labels.clamp_min(0)[..., None], -(terms.label * weight)[..., None])
+        gradient.scatter_add_(
+            -1, rows.labels.clamp_min(0)[..., None], -(terms.label * weight)[..., None]
+        )
     if "cross_entropy_argmax" in names:
         gradient.scatter_add_(-1, rows.best[..., None], -(terms.best * weight)[..., None])
     return terms.value, gradient
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product, which makes no third tensor."""
+    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product, which makes no
+    third tensor."""
     if x.device.type != "cpu":
         return torch.linalg.vecdot(x, y)
     return torch.bmm(y, x.transpose(1, 2))[..., 0]
@@ -336,7 +365,10 @@ def _combine(mix: Mix, rows: Rows) -> _Terms:
         elif term.name == "tv":
             sums.value, sums.accept = sums.value + w * (1.0 - rows.alpha), sums.accept + w
         elif term.name == "neg_log_acceptance":
-            sums.value, sums.accept = sums.value - w * rows.alpha.log(), sums.accept + w / rows.alpha
+            sums.value, sums.accept = (
+                sums.value - w * rows.alpha.log(),
+                sums.accept + w / rows.alpha,
+            )
         elif term.name == "lk_hybrid":
             mixing = torch.exp(-3.0 * rows.alpha)
             sums.value = sums.value + w * (mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha))
@@ -346,7 +378,10 @@ def _combine(mix: Mix, rows: Rows) -> _Terms:
             supported = (rows.labels >= 0) & picked.isfinite()
             inside = supported.to(rows.z.dtype)
             picked = torch.where(supported, picked, 0.0)
-            sums.value, sums.label = sums.value + w * inside * (rows.log_z - picked), sums.label + w * inside
+            sums.value, sums.label = (
+                sums.value + w * inside * (rows.log_z - picked),
+                sums.label + w * inside,
+            )
         elif term.name == "cross_entropy_argmax":
             picked = rows.z.gather(-1, rows.best[..., None])[..., 0]
             sums.value, sums.best = sums.value + w * (rows.log_z - picked), sums.best + w

@@ -1,9 +1,10 @@
-"""The objective over draft steps: a mix of divergences, summed without holding a [tokens, vocabulary] tensor.
+"""The objective over draft steps: a mix of divergences, summed without holding a [tokens,
+vocabulary] tensor.
 
-`chunked_objective` computes draft logits, target probabilities, divergences, acceptance and gradients for a few
-hundred rows at a time (`train.losses.chunked`); `plain_objective` is the same in ordinary autograd, for tests and
-small jobs. Both return the *sum* of weight * D: the caller divides by a normaliser summed over ranks and
-accumulation steps.
+`chunked_objective` computes draft logits, target probabilities, divergences, acceptance and
+gradients for a few hundred rows at a time (`train.losses.chunked`); `plain_objective` is the same
+in ordinary autograd, for tests and small jobs. Both return the *sum* of weight * D: the caller
+divides by a normaliser summed over ranks and accumulation steps.
 
 Families, target architectures, optimizers and the schedule of depth weights do not belong here.
 """
@@ -60,23 +61,33 @@ class StepMetrics:
         return self.agreement.sum()
 
     def split(self, sizes: Sequence[int]) -> list[StepMetrics]:
-        """Splits the metrics by depth, where the rows of several depths were concatenated into one call."""
-        parts = zip(self.loss.split(sizes), self.alpha.split(sizes), self.agreement.split(sizes), strict=True)
+        """Splits the metrics by depth, where the rows of several depths were concatenated into one
+        call."""
+        parts = zip(
+            self.loss.split(sizes),
+            self.alpha.split(sizes),
+            self.agreement.split(sizes),
+            strict=True,
+        )
         return [StepMetrics(*part) for part in parts]
 
 
-def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int | None = None) -> Tensor:
-    """[2] float64: 1 + sum_k prod_{j<=k} alpha_j summed over the anchors of depth 0, and their number.
+def in_loop_lengths(
+    alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int | None = None
+) -> Tensor:
+    """[2] float64: 1 + sum_k prod_{j<=k} alpha_j summed over the anchors of depth 0, and their
+    number.
 
-    Both add up over batches; their ratio is a number to watch, not the runtime's. alphas[k] [N_k]: acceptance at depth
-    k; anchors[k] [N_k] long: the anchor of each, unique within a depth. A chain ends at the first depth where its
-    anchor has no row (its document ended). `size`: all anchors are below it; None looks for the largest, which waits
-    for the device.
-    """
+    Both add up over batches; their ratio is a number to watch, not the runtime's. alphas[k] [N_k]:
+    acceptance at depth k; anchors[k] [N_k] long: the anchor of each, unique within a depth. A chain
+    ends at the first depth where its anchor has no row (its document ended). `size`: all anchors
+    are below it; None looks for the largest, which waits for the device."""
     if not alphas or alphas[0].numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=alphas[0].device if alphas else None)
     size = int(torch.cat(list(anchors)).max()) + 1 if size is None else size
-    joint = torch.ones(size, dtype=torch.float64, device=alphas[0].device)  # [anchors], prefix product
+    joint = torch.ones(
+        size, dtype=torch.float64, device=alphas[0].device
+    )  # [anchors], prefix product
     total = torch.zeros_like(joint)
     for alpha, anchor in zip(alphas, anchors, strict=True):
         accepted = torch.zeros_like(joint)
@@ -104,37 +115,47 @@ def chunked_objective(
 ) -> tuple[Tensor, StepMetrics]:
     """Sum over rows of weight * D(p, q), and the metrics of the same rows.
 
-    hidden [N, D]        the drafter's states
-    draft_head           [n, D] -> logits [n, Vd]; whichever parameters it uses get their gradient through
+    hidden [N, D]        the drafter's states draft_head           [n, D] -> logits [n, Vd];
+    whichever parameters it uses get their gradient through
                          autograd, so hooks (DDP) fire as usual
-    target_hidden [N, H] the state of the position that each row must match
-    target_logits        [n, H] -> [n, V], called without gradient
-    weight [N]           drop rows of weight 0 beforehand
-    labels [N]           target ids of the predicted data tokens
-    mix                  what a recipe writes under `loss:`
-    draft_to_target [Vd] the target id of every draft token; None when the vocabularies are the same
-    chunk_size           rows; None chooses from the vocabulary
-    temperature          above 0, divides both logits
-    target_index [N]     optional: target_hidden is then [M, H], row i matches target_hidden[target_index[i]].
-                         Rows are walked in the order of their target, so that a distribution which several
-                         rows match (one per depth, with the depths concatenated into one call) is made once
+    target_hidden [N, H] the state of the position that each row must match target_logits        [n,
+    H] -> [n, V], called without gradient weight [N]           drop rows of weight 0 beforehand
+    labels [N]           target ids of the predicted data tokens mix                  what a recipe
+    writes under `loss:` draft_to_target [Vd] the target id of every draft token; None when the
+    vocabularies are the same chunk_size           rows; None chooses from the vocabulary
+    temperature          above 0, divides both logits target_index [N]     optional: target_hidden
+    is then [M, H], row i matches target_hidden[target_index[i]].
+                         Rows are walked in the order of their target, so that a distribution which
+                         several rows match (one per depth, with the depths concatenated into one
+                         call) is made once
 
-    Gradients are computed here and only scaled in backward, which therefore runs once. One call holds one
-    float32 gradient of the head until then: one call over all depths holds one, a call per depth holds K.
-    The softmax is float32 under any autocast; fp16 with a loss scaler is not supported.
-    """
-    constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature, target_index)
+    Gradients are computed here and only scaled in backward, which therefore runs once. One call
+    holds one float32 gradient of the head until then: one call over all depths holds one, a call
+    per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
+    supported."""
+    constants = (
+        target_hidden,
+        target_logits,
+        weight,
+        labels,
+        draft_to_target,
+        temperature,
+        target_index,
+    )
     task = _task(hidden, draft_head, mix, *constants)
     if hidden.shape[0] == 0:
         return _no_rows(hidden, draft_head)
     grad = torch.is_grad_enabled()
     if grad and torch.is_autocast_enabled(hidden.device.type):
-        torch.clear_autocast_cache()  # a copy of a weight cast earlier under no_grad would cut the graph
+        # a copy of a weight cast earlier under no_grad would cut the graph
+        torch.clear_autocast_cache()
     with Products() as products:
         parameters, draft_vocabulary = probe(draft_head, hidden)
         with torch.no_grad():
             vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
-    rows, block = (default(vocabulary, hidden.device) for default in (default_chunk_size, default_block_size))
+    rows, block = (
+        default(vocabulary, hidden.device) for default in (default_chunk_size, default_block_size)
+    )
     rows = chunk_size or rows
     task = replace(task, chunk_size=rows, block_size=min(rows, block))
     if grad and (hidden.requires_grad or parameters):
@@ -149,10 +170,11 @@ def chunked_objective(
 
 
 def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * BCE(σ(logit), α), the loss of a confidence head (DSpark, arXiv 2607.05147).
+    """Sum over rows of weight * BCE(σ(logit), α), the loss of a confidence head (DSpark, arXiv
+    2607.05147).
 
-    logits [N] with gradient; alpha [N]: Σ min(p, q) of the same drafts, taken without one; weight [N].
-    """
+    logits [N] with gradient; alpha [N]: Σ min(p, q) of the same drafts, taken without one; weight
+    [N]."""
     label = alpha.detach().clamp(0.0, 1.0).to(logits.dtype)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
     return (loss * weight.detach().to(loss.dtype)).sum()
@@ -169,7 +191,8 @@ def plain_objective(
     draft_to_target: Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, StepMetrics]:
-    """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by autograd."""
+    """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by
+    autograd."""
     constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature)
     task = _task(hidden, draft_head, mix, *constants)
     with torch.no_grad():
@@ -209,16 +232,25 @@ def _task(
     """Checks the shapes and prepares the constants of a call."""
     mix, rows = Mix.parse(mix), hidden.shape[0]
     per_row = {"weight": weight, "labels": labels}
-    per_row |= {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
+    per_row |= (
+        {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
+    )
     for name, tensor in per_row.items():
         if tensor.shape[0] != rows:
-            raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the same")
+            raise ValueError(
+                f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the"
+                " same"
+            )
     if temperature <= 0:
         raise ConfigError(
-            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax for greedy"
+            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax"
+            " for greedy"
         )
     if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
-        widths = f"the drafter's states are {hidden.shape[-1]} wide, the target's {target_hidden.shape[-1]}"
+        widths = (
+            f"the drafter's states are {hidden.shape[-1]} wide, the target's"
+            f" {target_hidden.shape[-1]}"
+        )
         raise ConfigError(f"loss.smooth_l1: {widths}; use it only where they are equal")
     return Task(
         head=head,
@@ -234,6 +266,9 @@ def _task(
 
 
 def _state_terms(task: Task, hidden: Tensor) -> Tensor:
-    """weight * the sum of the terms on states [N], in ordinary autograd: they are no larger than `hidden`."""
-    target = task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
+    """weight * the sum of the terms on states [N], in ordinary autograd: they are no larger than
+    `hidden`."""
+    target = (
+        task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
+    )
     return sum(term(hidden, target) for term in task.mix.state_terms) * task.weight

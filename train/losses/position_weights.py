@@ -1,11 +1,12 @@
-"""How much each draft of a chain counts in the loss, beside how far its distribution is from the target's.
+"""How much each draft of a chain counts in the loss, beside how far its distribution is from the
+target's.
 
-`step_decay` d: d^k at depth k = 0, 1, ..; `gamma` γ: exp(-k / γ); `uniform`: 1. These are of the depth alone and are
-normalised to a sum of 1 over mean losses per depth. `d_pace` α (D-PACE, as in vLLM's speculators): with q_k the
-drafter's probability of the data token and s_k = (1 - α) q_k + α, depth k of a chain weighs Σ_{m >= k} Π_{i <= m} s_i,
-without a gradient; the sum over all terms is divided by their number, not by the sum of weights, so that with a given
-learning rate its steps are larger or smaller than those of the fixed weights.
-"""
+`step_decay` d: d^k at depth k = 0, 1, ..; `gamma` γ: exp(-k / γ); `uniform`: 1. These are of the
+depth alone and are normalised to a sum of 1 over mean losses per depth. `d_pace` α (D-PACE, as in
+vLLM's speculators): with q_k the drafter's probability of the data token and s_k = (1 - α) q_k + α,
+depth k of a chain weighs Σ_{m >= k} Π_{i <= m} s_i, without a gradient; the sum over all terms is
+divided by their number, not by the sum of weights, so that with a given learning rate its steps are
+larger or smaller than those of the fixed weights."""
 
 from __future__ import annotations
 
@@ -29,10 +30,14 @@ class PositionWeights:
     value: float
 
     @classmethod
-    def parse(cls, given: Mapping[str, float | bool], where: str = "position_weights") -> PositionWeights:
+    def parse(
+        cls, given: Mapping[str, float | bool], where: str = "position_weights"
+    ) -> PositionWeights:
         """ConfigError names the key for an unknown kind or a value out of its range."""
         if len(given) != 1:
-            raise ConfigError(f"{where}: expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}")
+            raise ConfigError(
+                f"{where}: expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}"
+            )
         ((kind, value),) = given.items()
         if kind not in KINDS:
             raise ConfigError(f"{where}.{kind}: unknown weights; use one of {', '.join(KINDS)}")
@@ -52,7 +57,8 @@ class PositionWeights:
         return self.kind == "d_pace"
 
     def of_depths(self, depths: int) -> Tensor:
-        """[K] weights of the depths, with a sum of 1; equal ones where they are `measured` for each chain."""
+        """[K] weights of the depths, with a sum of 1; equal ones where they are `measured` for each
+        chain."""
         k = torch.arange(depths, dtype=torch.float64)
         if self.kind == "step_decay":
             weights = self.value**k
@@ -62,29 +68,35 @@ class PositionWeights:
             weights = torch.ones_like(k)
         return (weights / weights.sum()).float()
 
-    def of_chains(self, cross_entropy: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> list[Tensor]:
+    def of_chains(
+        self, cross_entropy: Sequence[Tensor], anchors: Sequence[Tensor], size: int
+    ) -> list[Tensor]:
         """Weights [N_k] of the terms of every depth, if they are `measured`.
 
-        cross_entropy[k] [N_k]: -log q of the data token; anchors[k] [N_k] long below `size`: the chain of each term,
-        once per depth. A chain ends where it has no term.
-        """
+        cross_entropy[k] [N_k]: -log q of the data token; anchors[k] [N_k] long below `size`: the
+        chain of each term, once per depth. A chain ends where it has no term."""
         table, exists = _by_chain([(-each).exp() for each in cross_entropy], anchors, size)
         smoothed = torch.where(exists, (1 - self.value) * table + self.value, 1.0)
         return _to_terms(_tail_sums(smoothed.cumprod(0) * exists), anchors)
 
 
-def expected_share(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
-    """The loss `e2e_tv` of a batch of chains, and what it makes of the total variation of each term.
+def expected_share(
+    alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss `e2e_tv` of a batch of chains, and what it makes of the total variation of each
+    term.
 
-    Of a chain of K terms the share S = 1/K Σ_m Π_{i <= m} α_i is expected to be accepted. Returns Σ (1 - S) over
-    chains, and per depth [N_k] -dS/dα_k = d(1 - S)/dTV_k: the gradient of the loss is that of the total
-    variations, TV = 1 - α, under these weights. Products in float32 or more; arguments as of `of_chains`.
-    """
+    Of a chain of K terms the share S = 1/K Σ_m Π_{i <= m} α_i is expected to be accepted. Returns Σ
+    (1 - S) over chains, and per depth [N_k] -dS/dα_k = d(1 - S)/dTV_k: the gradient of the loss is
+    that of the total variations, TV = 1 - α, under these weights. Products in float32 or more;
+    arguments as of `of_chains`."""
     table, exists = _by_chain(alphas, anchors, size)
     counts = exists.sum(0).clamp(min=1)
     table = torch.where(exists, table, 1.0)
     joint = table.cumprod(0) * exists
-    before = torch.cat([torch.ones_like(table[:1]), table.cumprod(0)[:-1]])  # product of the alphas before each
+    before = torch.cat(
+        [torch.ones_like(table[:1]), table.cumprod(0)[:-1]]
+    )  # product of the alphas before each
     tails = torch.zeros_like(table)  # Σ_{m >= k} Π_{k < i <= m} α_i
     running = torch.zeros_like(table[0])
     for k in range(len(table) - 1, -1, -1):
@@ -95,8 +107,11 @@ def expected_share(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: in
     return lost, _to_terms(before * tails / counts, anchors)
 
 
-def _by_chain(values: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """values[k] [N_k] -> [K, size], and bool [K, size] where there is one and all before it are there."""
+def _by_chain(
+    values: Sequence[Tensor], anchors: Sequence[Tensor], size: int
+) -> tuple[Tensor, Tensor]:
+    """values[k] [N_k] -> [K, size], and bool [K, size] where there is one and all before it are
+    there."""
     first = values[0]
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     table = torch.zeros(len(values), size, dtype=dtype, device=first.device)

@@ -1,9 +1,9 @@
 """The products of heads with their weights, for many chunks of rows in a row.
 
-A head is any function; its linear layers are recognised as it calls them. Under autocast a weight is cast once for all
-chunks, and the gradient of a trained weight is added up in float32 in place, outside of autograd, which would make one
-of the weight's size per chunk. Divergences and the choice of chunks do not belong here.
-"""
+A head is any function; its linear layers are recognised as it calls them. Under autocast a weight
+is cast once for all chunks, and the gradient of a trained weight is added up in float32 in place,
+outside of autograd, which would make one of the weight's size per chunk. Divergences and the choice
+of chunks do not belong here."""
 
 from __future__ import annotations
 
@@ -20,30 +20,42 @@ SLAB_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 
 
 class Products(TorchFunctionMode):
-    """`linear` of matrices, inside of a `with`. It holds the cast weights and `gradients` for as long as it lives.
+    """`linear` of matrices, inside of a `with`. It holds the cast weights and `gradients` for as
+    long as it lives.
 
-    gradients   {id of a trained weight: the sum of what came back to it [out, in], float32 (float64 stays)}; autograd
+    gradients   {id of a trained weight: the sum of what came back to it [out, in], float32 (float64
+    stays)}; autograd
                 gives no gradient for these uses of it
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[int, Tensor] = {}
-        self._cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # with the weight, which keeps its id
+        self._cast: dict[
+            tuple[int, torch.dtype], tuple[Tensor, Tensor]
+        ] = {}  # with the weight, which keeps its id
         self._made: Tensor | None = None
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return (self._linear if func is linear else func)(*args, **(kwargs or {}))
 
     def made(self, logits: Tensor) -> bool:
-        """True if these logits are what the last product returned: backward does not read them, and their memory can be
-        written. Asked once, as the product is then no longer held."""
+        """True if these logits are what the last product returned: backward does not read them, and
+        their memory can be written. Asked once, as the product is then no longer held."""
         last, self._made = self._made, None
         return logits is last and logits._base is None
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or hasattr(weight, "__tensor_flatten__"):
-            return linear(input, weight, bias)  # computed anew for every chunk, or in a layout of its own
+        if (
+            not isinstance(weight, nn.Parameter)
+            or weight.ndim != 2
+            or hasattr(weight, "__tensor_flatten__")
+        ):
+            return linear(
+                input, weight, bias
+            )  # computed anew for every chunk, or in a layout of its own
         kind = input.device.type
         w: Tensor = weight
         b = bias
@@ -75,16 +87,21 @@ class Products(TorchFunctionMode):
         if grad.dtype == exact:
             total.addmm_(grad.t(), input)
             return
-        slab = max(1, SLAB_BYTES.get(weight.device.type, SLAB_BYTES["cuda"]) // (4 * weight.shape[1]))
+        slab = max(
+            1, SLAB_BYTES.get(weight.device.type, SLAB_BYTES["cuda"]) // (4 * weight.shape[1])
+        )
         for part, columns in zip(total.split(slab), grad.split(slab, dim=1), strict=True):
             part.add_(columns.t() @ input)
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` with `low`, the weight in the dtype of the product; the weight's own gradient goes to `products`."""
+    """`linear` with `low`, the weight in the dtype of the product; the weight's own gradient goes
+    to `products`."""
 
     @staticmethod
-    def forward(ctx, input: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, products: Products) -> Tensor:
+    def forward(
+        ctx, input: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, products: Products
+    ) -> Tensor:
         ctx.products, ctx.weight = products, weight
         ctx.save_for_backward(input if weight.requires_grad else None, low)
         return linear(input, low, bias)
@@ -95,7 +112,13 @@ class _Linear(torch.autograd.Function):
         wanted, rows = ctx.needs_input_grad, grad.flatten(0, -2)  # [n, out]
         if wanted[1]:
             ctx.products.add(ctx.weight, rows, input.flatten(0, -2))
-        return grad @ low if wanted[0] else None, None, rows.sum(0) if wanted[2] else None, None, None
+        return (
+            grad @ low if wanted[0] else None,
+            None,
+            rows.sum(0) if wanted[2] else None,
+            None,
+            None,
+        )
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

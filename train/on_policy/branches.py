@@ -1,14 +1,16 @@
-"""Rollouts -> packed rows: the text, and after it what the drafter proposed where verification rejected it.
+"""Rollouts -> packed rows: the text, and after it what the drafter proposed where verification
+rejected it.
 
-A round of drafts d_0 .. d_{m-1} began at anchor a, the last token then committed; slot t = a - 1 of a head drafted it.
-If n < m of them were kept, depth k of that slot read the text at a + k for k <= n, and for k > n the draft d_{k-1},
-which the text does not hold. The drafts that some depth reads follow the text as a branch that leaves it after slot
-a + n, and the slot's path leads into it. All other slots have their ordinary paths.
+A round of drafts d_0 .. d_{m-1} began at anchor a, the last token then committed; slot t = a - 1 of
+a head drafted it. If n < m of them were kept, depth k of that slot read the text at a + k for k <=
+n, and for k > n the draft d_{k-1}, which the text does not hold. The drafts that some depth reads
+follow the text as a branch that leaves it after slot a + n, and the slot's path leads into it. All
+other slots have their ordinary paths.
 
-The depths that read d_n, d_{n+1}, .. are a rejected suffix: they match the target's states after tokens that the text
-does not hold, states that the drafter comes into whenever it errs. Their terms have a loss and a normaliser of their
-own (Draft-OPD, arXiv 2605.29343): `branch_weights`, `count_suffix`, `split`.
-"""
+The depths that read d_n, d_{n+1}, .. are a rejected suffix: they match the target's states after
+tokens that the text does not hold, states that the drafter comes into whenever it errs. Their terms
+have a loss and a normaliser of their own (Draft-OPD, arXiv 2605.29343): `branch_weights`,
+`count_suffix`, `split`."""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ WORKLOAD = "rollout"
 
 
 def rollout_rows(
-    rollouts: Sequence[Rollout], *, depths: int, max_length: int, packing: bool = True, branches: bool = True
+    rollouts: Sequence[Rollout],
+    *,
+    depths: int,
+    max_length: int,
+    packing: bool = True,
+    branches: bool = True,
 ) -> list[PackedRow]:
-    """Rows of at most `max_length` tokens. `depths`: the number trained; `branches`: with the rejected drafts."""
+    """Rows of at most `max_length` tokens. `depths`: the number trained; `branches`: with the
+    rejected drafts."""
     rows = [
-        branching_row(rollout, depths, max_length)
-        if branches
-        else TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
+        (
+            branching_row(rollout, depths, max_length)
+            if branches
+            else TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
+        )
         for rollout in rollouts
     ]
     return pack(rows, max_length, packing=packing)
@@ -46,8 +56,8 @@ def rollout_rows(
 def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
     """One text and its branches, without those that would make the row longer than `max_length`.
 
-    A round that the end of the text cut off has no branch, and neither has one whose rejected draft no depth reads.
-    """
+    A round that the end of the text cut off has no branch, and neither has one whose rejected draft
+    no depth reads."""
     ids = [*rollout.prompt_ids, *rollout.output_ids]
     N, positions = len(ids), list(range(len(ids)))
     mask = np.arange(N) >= len(rollout.prompt_ids)
@@ -78,15 +88,16 @@ def branching_row(rollout: Rollout, depths: int, max_length: int) -> PackedRow:
 def _ordinary_paths(loss_mask: np.ndarray, depths: int) -> np.ndarray:
     """int32 [N, K] of one text, as if it had no branches."""
     text = SimpleNamespace(
-        loss_mask=torch.from_numpy(loss_mask)[None], segment_ids=torch.zeros(1, len(loss_mask), dtype=torch.long)
+        loss_mask=torch.from_numpy(loss_mask)[None],
+        segment_ids=torch.zeros(1, len(loss_mask), dtype=torch.long),
     )
     paths = [torch.where(*term_paths(text, depth), -1) for depth in range(depths)]
     return torch.stack(paths, -1)[0].int().numpy()
 
 
 def branch_weights(batch: Any, decay: float) -> Tensor | None:
-    """[B, T]: decay**j of the j-th token of a branch, counted from 0, and 0 of every other token; None for rows
-    without branches."""
+    """[B, T]: decay**j of the j-th token of a branch, counted from 0, and 0 of every other token;
+    None for rows without branches."""
     forks = getattr(batch, "forks", None)
     if forks is None:
         return None
@@ -95,8 +106,12 @@ def branch_weights(batch: Any, decay: float) -> Tensor | None:
 
 
 def count_suffix(batch: Any, depths: int, decay: float) -> Tensor:
-    """[K + 1]: terms in suffixes of each depth of a batch, and Σ decay**j over all of them; before any unroll."""
-    weights, counts = branch_weights(batch, decay), torch.zeros(depths + 1, device=batch.segment_ids.device)
+    """[K + 1]: terms in suffixes of each depth of a batch, and Σ decay**j over all of them; before
+    any unroll."""
+    weights, counts = (
+        branch_weights(batch, decay),
+        torch.zeros(depths + 1, device=batch.segment_ids.device),
+    )
     if weights is None:
         return counts
     for depth in range(depths):
@@ -107,9 +122,11 @@ def count_suffix(batch: Any, depths: int, decay: float) -> Tensor:
     return counts
 
 
-def split(steps: Sequence[DraftStep], weights: Tensor | None) -> tuple[list[DraftStep], list[DraftStep]]:
-    """Splits the terms of each depth into the main ones and those in suffixes, which get the `weights` [B, T] of their
-    targets, in the host's memory."""
+def split(
+    steps: Sequence[DraftStep], weights: Tensor | None
+) -> tuple[list[DraftStep], list[DraftStep]]:
+    """Splits the terms of each depth into the main ones and those in suffixes, which get the
+    `weights` [B, T] of their targets, in the host's memory."""
     if weights is None:
         return list(steps), []
     main, rejected = [], []
@@ -118,7 +135,9 @@ def split(steps: Sequence[DraftStep], weights: Tensor | None) -> tuple[list[Draf
         inside = decayed > 0
         main.append(_of(step, ~inside))
         if bool(inside.any()):
-            rejected.append(replace(_of(step, inside), weight=to_device(decayed[inside], step.weight.device)))
+            rejected.append(
+                replace(_of(step, inside), weight=to_device(decayed[inside], step.weight.device))
+            )
     return main, rejected
 
 

@@ -1,10 +1,10 @@
 """On-policy training: the micro-steps that learn from rollouts, and the refresh of these rollouts.
 
-Texts are written anew every so many steps, by the drafter as it is at the first step that needs them, to the training
-prompts in a seeded order. Each process writes its part and all read all of them, so that nothing depends on the number
-of processes. They are kept in a file per refresh until no checkpoint can need them, so that a run that was killed reads
-what it read before. The mixture of steps is that of arXiv 2306.13649.
-"""
+Texts are written anew every so many steps, by the drafter as it is at the first step that needs
+them, to the training prompts in a seeded order. Each process writes its part and all read all of
+them, so that nothing depends on the number of processes. They are kept in a file per refresh until
+no checkpoint can need them, so that a run that was killed reads what it read before. The mixture of
+steps is that of arXiv 2306.13649."""
 
 from __future__ import annotations
 
@@ -58,33 +58,52 @@ class OnPolicy:
     ) -> None:
         if recipe.on_policy is None:
             raise ValueError("OnPolicy: the recipe has no on_policy section")
-        self.section, self.recipe, self.target, self.prompts = recipe.on_policy, recipe, target, prompts
-        self.writer, self.folder, self.accelerator = RolloutWriter(target, recipe, tokenizer), folder, accelerator
-        self.seed, self.pad_token_id = recipe.training.seed, getattr(tokenizer, "pad_token_id", None) or 0
-        self.current: tuple[Refresh, RowFeatures] | None = None  # the texts that are read now, and their rows
+        self.section, self.recipe, self.target, self.prompts = (
+            recipe.on_policy,
+            recipe,
+            target,
+            prompts,
+        )
+        self.writer, self.folder, self.accelerator = (
+            RolloutWriter(target, recipe, tokenizer),
+            folder,
+            accelerator,
+        )
+        self.seed, self.pad_token_id = (
+            recipe.training.seed,
+            getattr(tokenizer, "pad_token_id", None) or 0,
+        )
+        self.current: tuple[Refresh, RowFeatures] | None = (
+            None  # the texts that are read now, and their rows
+        )
 
     # -------------------------------------------------------------- which steps, which rows
 
     def wants(self, step: int, number: int, done: float) -> bool:
-        """True if batch `number` of a step learns from rollouts when `done` of the budget is spent."""
-        return float(np.random.default_rng([self.seed, STEPS, step, number]).random()) < self.section.share.at(done)
+        """True if batch `number` of a step learns from rollouts when `done` of the budget is
+        spent."""
+        return float(
+            np.random.default_rng([self.seed, STEPS, step, number]).random()
+        ) < self.section.share.at(done)
 
     def due(self, step: int, numbers: Iterable[int], done: float) -> bool:
         """True if some of these batches of a step want texts that are not yet there."""
-        fresh = self.current is not None and self._period(self.current[0].step) == self._period(step)
+        fresh = self.current is not None and self._period(self.current[0].step) == self._period(
+            step
+        )
         return not fresh and any(self.wants(step, number, done) for number in numbers)
 
     def rows(self, places: range, rows_per_step: int) -> tuple[RowFeatures, list[int]]:
-        """The rows of a micro-step that wants rollouts, by its places in the stream of rows, counted from the step at
-        which the texts were written."""
+        """The rows of a micro-step that wants rollouts, by its places in the stream of rows,
+        counted from the step at which the texts were written."""
         assert self.current is not None, "renew() comes first"
         refresh, features = self.current
         order = Shuffled([self.seed, ROWS, refresh.step], len(features.rows))
         return features, [order[place - refresh.step * rows_per_step] for place in places]
 
     def figures(self, step: int) -> dict[str, float]:
-        """The age in steps of the texts that `step` has read, how fast they were written, and where drafts were
-        verified their acceptance length."""
+        """The age in steps of the texts that `step` has read, how fast they were written, and where
+        drafts were verified their acceptance length."""
         if self.current is None:
             return {}
         refresh, counters = self.current[0], SpecDecodeCounters()
@@ -109,8 +128,11 @@ class OnPolicy:
                 path.unlink()
 
     def renew(self, step: int, drafter: Drafter, depths: int) -> None:
-        """Reads or writes the texts of the period of `step`; all processes come together. `depths`: those trained."""
-        files = [path for path in self._files() if self._period(_step_of(path)) == self._period(step)]
+        """Reads or writes the texts of the period of `step`; all processes come together. `depths`:
+        those trained."""
+        files = [
+            path for path in self._files() if self._period(_step_of(path)) == self._period(step)
+        ]
         refresh = _read(files[0]) if files else self._write(step, drafter)
         verified = any(rollout.rounds for rollout in refresh.rollouts)  # the target wrote them
         rows = rollout_rows(
@@ -125,10 +147,15 @@ class OnPolicy:
     def _write(self, step: int, drafter: Drafter) -> Refresh:
         began, count = time.monotonic(), self.section.prompts
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        numbers = range(self._period(step) * count, (self._period(step) + 1) * count)  # counted over the whole stage
+        numbers = range(
+            self._period(step) * count, (self._period(step) + 1) * count
+        )  # counted over the whole stage
         order = Shuffled([self.seed, PROMPTS], len(self.prompts))
         prompts = [self.prompts[order[number]] for number in numbers]
-        digests = [hashlib.sha256(f"{self.seed}/on-policy/{number}".encode()).digest() for number in numbers]
+        digests = [
+            hashlib.sha256(f"{self.seed}/on-policy/{number}".encode()).digest()
+            for number in numbers
+        ]
         seeds = [int.from_bytes(digest[:6], "big") for digest in digests]
         parts = [self.writer.write(drafter, prompts, seeds, (process, processes))]
         if processes > 1:
@@ -152,7 +179,9 @@ class OnPolicy:
 
     def _prune(self) -> None:
         """Removes texts of periods before every checkpoint."""
-        oldest = min((int(path.name.split("-")[1]) for path in self.folder.glob("step-*")), default=0)
+        oldest = min(
+            (int(path.name.split("-")[1]) for path in self.folder.glob("step-*")), default=0
+        )
         for path in self._files():
             if self._period(_step_of(path)) < self._period(oldest):
                 path.unlink()
@@ -164,4 +193,6 @@ def _step_of(path: Path) -> int:
 
 def _read(path: Path) -> Refresh:
     tree = json.loads(path.read_text())
-    return Refresh(tree["step"], tree["seconds"], tuple(Rollout.from_dict(entry) for entry in tree["rollouts"]))
+    return Refresh(
+        tree["step"], tree["seconds"], tuple(Rollout.from_dict(entry) for entry in tree["rollouts"])
+    )

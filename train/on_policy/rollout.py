@@ -1,8 +1,8 @@
-"""Rollouts: texts that are written with the drafter in training, and the rounds they were written in.
+"""Rollouts: texts that are written with the drafter in training, and the rounds they were written
+in.
 
-Speculative decoding gives text of the target's own distribution and, beside it, the drafts of every round and where
-verification rejected one.
-"""
+Speculative decoding gives text of the target's own distribution and, beside it, the drafts of every
+round and where verification rejected one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt, the text that was written, and the rounds it was written in: none where nothing was verified."""
+    """A prompt, the text that was written, and the rounds it was written in: none where nothing was
+    verified."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -47,7 +48,8 @@ class Rollout:
         return cls(tuple(tree["prompt_ids"]), tuple(tree["output_ids"]), tuple(rounds))
 
     def counters(self) -> SpecDecodeCounters:
-        """Counts its rounds as the engine does: drafts after the end of the text were not accepted."""
+        """Counts its rounds as the engine does: drafts after the end of the text were not
+        accepted."""
         counters, end = SpecDecodeCounters(), len(self.prompt_ids) + len(self.output_ids)
         for verified in self.rounds:
             counters.add(len(verified.drafts), min(verified.accepted, end - verified.length))
@@ -60,35 +62,51 @@ class RoundLog:
     def __init__(self) -> None:
         self.rounds: dict[str, list[Round]] = defaultdict(list)
 
-    def __call__(self, requests: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]) -> None:
+    def __call__(
+        self, requests: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]
+    ) -> None:
         drafted = proposal.token_ids.tolist()
-        for request, drafts, count, new in zip(requests, drafted, proposal.counts, new_tokens, strict=True):
+        for request, drafts, count, new in zip(
+            requests, drafted, proposal.counts, new_tokens, strict=True
+        ):
             logged = Round(len(request.token_ids), tuple(drafts[:count]), len(new) - 1)
             self.rounds[request.request_id].append(logged)
 
 
 class RolloutWriter:
-    """A frozen copy of the drafter, in the target's precision, drafts for the target or writes by itself, as only a
-    draft model can."""
+    """A frozen copy of the drafter, in the target's precision, drafts for the target or writes by
+    itself, as only a draft model can."""
 
     def __init__(self, target: FrozenTarget, recipe: Recipe, tokenizer: Any = None) -> None:
         """`tokenizer`: for the tokens that end a text."""
         if recipe.on_policy is None:
             raise ValueError("the recipe has no on_policy section")
-        self.target, self.tokenizer, self.recipe, self.section = target, tokenizer, recipe, recipe.on_policy
+        self.target, self.tokenizer, self.recipe, self.section = (
+            target,
+            tokenizer,
+            recipe,
+            recipe.on_policy,
+        )
 
     def write(
-        self, drafter: Drafter, prompts: Sequence[Sequence[int]], seeds: Sequence[int], part: tuple[int, int] = (0, 1)
+        self,
+        drafter: Drafter,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        part: tuple[int, int] = (0, 1),
     ) -> list[Rollout]:
-        """One text per prompt, in order; it depends on the drafter's weights, prompts and seeds alone.
+        """One text per prompt, in order; it depends on the drafter's weights, prompts and seeds
+        alone.
 
-        `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from the i-th on.
-        """
+        `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from
+        the i-th on."""
         log, copy = RoundLog(), drafter.snapshot(self.target.dtype)
         alone, sampling = self.recipe.drafter_writes(), self.recipe.regenerate
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
-        drafts = self.section.num_speculative_tokens or self.recipe.evaluation.num_speculative_tokens
+        drafts = (
+            self.section.num_speculative_tokens or self.recipe.evaluation.num_speculative_tokens
+        )
         rows = sampling.batch_size
         llm = LLM.from_modules(
             writer,
@@ -99,20 +117,30 @@ class RolloutWriter:
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         mine = slice(part[0], None, part[1])
-        temperatures = temperatures_of(self.section.temperatures or sampling.temperatures, len(prompts))[mine]
+        temperatures = temperatures_of(
+            self.section.temperatures or sampling.temperatures, len(prompts)
+        )[mine]
         prompts, seeds = prompts[mine], seeds[mine]
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=min(self.section.max_new_tokens, self.recipe.data.max_length - len(prompt)),
+                max_tokens=min(
+                    self.section.max_new_tokens, self.recipe.data.max_length - len(prompt)
+                ),
                 seed=seed,
             )
             for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)
         ]
-        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
+        )
         return [
-            Rollout(tuple(prompt), tuple(output.outputs[0].token_ids), tuple(log.rounds[output.request_id]))
+            Rollout(
+                tuple(prompt),
+                tuple(output.outputs[0].token_ids),
+                tuple(log.rounds[output.request_id]),
+            )
             for prompt, output in zip(prompts, outputs, strict=True)
         ]

@@ -1,8 +1,9 @@
-"""The acceptance stage: measures the exported folder, loaded as an engine loads it, and checks the gates.
+"""The acceptance stage: measures the exported folder, loaded as an engine loads it, and checks the
+gates.
 
-Prompts come from the recipe's evaluation sources, as serving would send them. The report goes to the run's folder as
-`acceptance.json` and `report.html`, and its table to the terminal. The model in memory plays no part.
-"""
+Prompts come from the recipe's evaluation sources, as serving would send them. The report goes to
+the run's folder as `acceptance.json` and `report.html`, and its table to the terminal. The model in
+memory plays no part."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Engines:
 
 
 def require_engines(recipe: Recipe) -> None:
-    """Before anything is trained: ConfigError if a gate, or the choice of engines, needs vLLM and there is none."""
+    """Before anything is trained: ConfigError if a gate, or the choice of engines, needs vLLM and
+    there is none."""
     gated = any(split_gate(name)[1] == "vllm_gap" for name in recipe.gates)
     if gated or recipe.evaluation.engines == [VLLM]:
         why = "gates: vllm_gap is set" if gated else "evaluation.engines names vllm alone"
@@ -74,14 +76,15 @@ def require_engines(recipe: Recipe) -> None:
 
 
 def require_suites(recipe: Recipe) -> None:
-    """Before anything is trained: DataError names a suite's file that is missing or of another shape."""
+    """Before anything is trained: DataError names a suite's file that is missing or of another
+    shape."""
     for name, path in recipe.evaluation.suite_paths.items():
         load_suite(name, path)
 
 
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
-    """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with a message;
-    ConfigError if a gate needs it."""
+    """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with
+    a message; ConfigError if a gate needs it."""
     e = recipe.evaluation
     if VLLM not in e.engines:
         return Engines()
@@ -108,23 +111,30 @@ def evaluate_in(
 ) -> AcceptanceReport:
     """`inference.evaluation.evaluate.evaluate` in each engine, side by side in one report.
 
-    vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may lie that vLLM's can be
-    laid beside. `rest`: of `evaluate`.
-    """
+    vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may
+    lie that vLLM's can be laid beside. `rest`: of `evaluate`."""
     compiled = {} if engines.enforce_eager is None else {"enforce_eager": engines.enforce_eager}
     if engines.enforce_eager is False:
-        compiled |= {"compilation_config": {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}}
+        compiled |= {
+            "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}
+        }
         compiled |= _longest(workloads, rest.get("suites", ()), settings)
     own = rest | {"llm_options": {**rest.get("llm_options", {}), **compiled}}
     if engines.vllm is None:
         return evaluate(model, drafter, workloads, settings, progress=progress, **own)
 
     def part(first: float, last: float) -> Progress | None:
-        return None if progress is None else lambda share, note: progress(first + (last - first) * share, note)
+        return (
+            None
+            if progress is None
+            else lambda share, note: progress(first + (last - first) * share, note)
+        )
 
     half = 0.5 if engines.ours else 1.0
     chosen = replace(settings, temperatures=engines.temperatures or settings.temperatures)
-    theirs = evaluate(model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.0, half), **rest)
+    theirs = evaluate(
+        model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.0, half), **rest
+    )
     ours = None if engines.ours else measured_before(folders, REPORT, theirs.provenance)
     if ours is None and (engines.ours or engines.needs_ours):
         ours = evaluate(model, drafter, workloads, settings, progress=part(half, 1.0), **own)
@@ -132,10 +142,12 @@ def evaluate_in(
 
 
 def _longest(
-    workloads: dict[str, list[list[int]]], suites: Sequence[MeasuredSuite], settings: EvaluationSettings
+    workloads: dict[str, list[list[int]]],
+    suites: Sequence[MeasuredSuite],
+    settings: EvaluationSettings,
 ) -> dict[str, int]:
-    """The `max_model_len` of an engine whose rows have all their memory at the start; nothing where later turns, which
-    are not written yet, decide it."""
+    """The `max_model_len` of an engine whose rows have all their memory at the start; nothing where
+    later turns, which are not written yet, decide it."""
     prompts: list[Any] = [prompt for some in workloads.values() for prompt in some]
     prompts += [prompt for suite in suites for some in suite.workloads.values() for prompt in some]
     if any(getattr(prompt, "later", ()) for prompt in prompts):
@@ -152,21 +164,30 @@ def accept(
     settings: EvaluationSettings | None = None,
     engines: Engines | None = None,
 ) -> int:
-    """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of the recipe is missed.
+    """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of
+    the recipe is missed.
 
-    `history`: the training loop's records, for the page's curves. `settings`, `engines`: instead of the recipe's.
-    """
+    `history`: the training loop's records, for the page's curves. `settings`, `engines`: instead of
+    the recipe's."""
     stages = stages or Stages(1)
     folder = Path(recipe.output_dir)
     if not recipe.measured:
-        stages.say("acceptance: not measured, the recipe names no evaluation.prompts, data.validation or suites")
+        stages.say(
+            "acceptance: not measured, the recipe names no evaluation.prompts, data.validation or"
+            " suites"
+        )
         return 0
     engines = engines or engines_of(recipe, stages.say)
     with stages.stage("acceptance", 100) as advance:
         report = measure(
-            recipe, settings or settings_of(recipe), lambda share, note: advance(round(100 * share, 1), note), engines
+            recipe,
+            settings or settings_of(recipe),
+            lambda share, note: advance(round(100 * share, 1), note),
+            engines,
         )
-    save_report(report, folder / REPORT)  # what was measured is kept even if a gate turns out to name nothing
+    save_report(
+        report, folder / REPORT
+    )  # what was measured is kept even if a gate turns out to name nothing
     gates = check_gates(report.summary, gate_bounds(recipe))
     report = report.model_copy(update={"gates": gates, "training": training_progress(history)})
     save_report(report, folder / REPORT)
@@ -176,21 +197,34 @@ def accept(
     missed = [gate.name for gate in report.gates if not gate.passed]
     if change := report.provenance.target_change:
         stages.say(
-            f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token on "
-            f"{change['responses']:.0f} held-out responses"
+            f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token"
+            f" on {change['responses']:.0f} held-out responses"
         )
-    verdict = f"missed: {', '.join(missed)}" if missed else "all gates passed" if report.gates else "no gates"
+    verdict = (
+        f"missed: {', '.join(missed)}"
+        if missed
+        else "all gates passed"
+        if report.gates
+        else "no gates"
+    )
     stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
     return 0 if report.passed else 1
 
 
 def measure(
-    recipe: Recipe, settings: EvaluationSettings, progress: Progress | None = None, engines: Engines | None = None
+    recipe: Recipe,
+    settings: EvaluationSettings,
+    progress: Progress | None = None,
+    engines: Engines | None = None,
 ) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
     model = str(Path(recipe.output_dir) / TARGET) if recipe.joint else target.model
-    provenance = {"recipe_name": recipe.name, "recipe_sha256": recipe.recipe_hash(), "target_name": model}
+    provenance = {
+        "recipe_name": recipe.name,
+        "recipe_sha256": recipe.recipe_hash(),
+        "target_name": model,
+    }
     if recipe.joint:
         provenance["target_change"] = change_of(Path(model))
     if template is not None:
@@ -232,12 +266,13 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
 def workloads(
     recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool] | None = None
 ) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of the sources.
+    """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of
+    the sources.
 
-    Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a workload has no other.
-    `mode`: variables of the template, over those of the recipe and of its sources. Without, there are no workloads
-    where `evaluation.thinking` names modes: they are among `measured_suites` then.
-    """
+    Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
+    workload has no other. `mode`: variables of the template, over those of the recipe and of its
+    sources. Without, there are no workloads where `evaluation.thinking` names modes: they are among
+    `measured_suites` then."""
     sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
     if not sources or (recipe.evaluation.thinking and mode is None):
         return {}
@@ -245,18 +280,27 @@ def workloads(
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
     examples = load_sources(sources, seed=seed, bad=bad)
-    told = (replace(example, template_kwargs={**example.template_kwargs, **(mode or {})}) for example in examples)
+    told = (
+        replace(example, template_kwargs={**example.template_kwargs, **(mode or {})})
+        for example in examples
+    )
     for example in askable(list(told), tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
     chosen = {}
     for name, prompts in by_workload.items():
-        fitting = [prompt for prompt in prompts if limit is None or len(prompt) + settings.max_tokens <= limit]
+        fitting = [
+            prompt
+            for prompt in prompts
+            if limit is None or len(prompt) + settings.max_tokens <= limit
+        ]
         if limit is not None and not fitting:
             raise DataError(
-                f"evaluation: every prompt of workload {name!r} is too long: the shortest of {len(prompts)} has "
-                f"{min(map(len, prompts))} tokens, and with max_tokens={settings.max_tokens} the target has room for "
-                f"{limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the source out"
+                f"evaluation: every prompt of workload {name!r} is too long: the shortest of"
+                f" {len(prompts)} has {min(map(len, prompts))} tokens, and with"
+                f" max_tokens={settings.max_tokens} the target has room for"
+                f" {limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the"
+                " source out"
             )
         chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{seed}/{name}")
     return chosen
@@ -266,7 +310,9 @@ def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | N
     target = recipe.target
     options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
     tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
-    return tokenizer, getattr(target_config(target.model, **options), "max_position_embeddings", None)
+    return tokenizer, getattr(
+        target_config(target.model, **options), "max_position_embeddings", None
+    )
 
 
 def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
@@ -277,13 +323,13 @@ def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
-    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts` conversations per category; and
-    with `evaluation.thinking` each of them, and the evaluation's prompts, in every mode.
+    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts`
+    conversations per category; and with `evaluation.thinking` each of them, and the evaluation's
+    prompts, in every mode.
 
-    Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to every turn;
-    DataError if a category has no other, or for a file that is missing or of another shape. ConfigError for modes that
-    the target's chat template does not have.
-    """
+    Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to
+    every turn; DataError if a category has no other, or for a file that is missing or of another
+    shape. ConfigError for modes that the target's chat template does not have."""
     e = recipe.evaluation
     if not (e.suites or e.thinking):
         return []
@@ -293,16 +339,20 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
     known = [name for name in THINKING if tokenizer.knows(name)]
     if not known:
         raise ConfigError(
-            f"evaluation.thinking: the chat template of {recipe.target.model} renders the same text whether "
-            f"{' or '.join(THINKING)} is true or false; it has no thinking mode to choose: leave the key out"
+            f"evaluation.thinking: the chat template of {recipe.target.model} renders the same text"
+            f" whether {' or '.join(THINKING)} is true or false; it has no thinking mode to choose:"
+            " leave the key out"
         )
     modes = [{known[0]: value} for value in e.thinking]
     made = [suite for mode in modes if (suite := _prompts_in(recipe, settings, mode)).workloads]
-    return made + [suite for mode in modes for suite in _suites_in(recipe, settings, tokenizer, limit, mode)]
+    return made + [
+        suite for mode in modes for suite in _suites_in(recipe, settings, tokenizer, limit, mode)
+    ]
 
 
 def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> dict[str, Any]:
-    """The fields of SuiteFacts that say in which mode something is measured; `mode` {}: no mode is asked for."""
+    """The fields of SuiteFacts that say in which mode something is measured; `mode` {}: no mode is
+    asked for."""
     if not mode:
         return {"name": name, "chat_template_kwargs": dict(kwargs)}
     thinking = "on" if next(iter(mode.values())) else "off"
@@ -314,13 +364,20 @@ def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> 
     }
 
 
-def _prompts_in(recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]) -> MeasuredSuite:
-    chosen, sources = workloads(recipe, settings, mode), recipe.evaluation.prompts or recipe.data.validation
+def _prompts_in(
+    recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]
+) -> MeasuredSuite:
+    chosen, sources = (
+        workloads(recipe, settings, mode),
+        recipe.evaluation.prompts or recipe.data.validation,
+    )
     paths = [Path(source.path) for source in sources if source.path]
     count = sum(map(len, chosen.values()))
     facts = SuiteFacts(
         **_in_mode("prompts", recipe.data.chat_template_kwargs, mode),
-        files=[SuiteFile(path=str(path), sha256=sha256_of(path)) for path in paths if path.is_file()],
+        files=[
+            SuiteFile(path=str(path), sha256=sha256_of(path)) for path in paths if path.is_file()
+        ],
         conversations=count,
         conversations_in_file=count,
         max_tokens=settings.max_tokens,
@@ -340,24 +397,33 @@ def _suites_in(
     e, made = recipe.evaluation, []
     for name, path in e.suite_paths.items():
         read = load_suite(name, path)
-        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens, mode)) for one in read]
+        chats = [
+            (one.category, _chat(one, tokenizer, limit, settings.max_tokens, mode)) for one in read
+        ]
         by_category: dict[str, list[Chat]] = {category: [] for category, _ in chats}
         for category, chat in chats:
             if chat is not None:
                 by_category[category].append(chat)
         if full := [category for category, some in by_category.items() if not some]:
             raise DataError(
-                f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long for the target, "
-                f"whose context is {limit} tokens, with responses of {settings.max_tokens}; lower evaluation.max_tokens"
+                f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long"
+                f" for the target, whose context is {limit} tokens, with responses of"
+                f" {settings.max_tokens}; lower evaluation.max_tokens"
             )
-        chosen = {c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}") for c, some in by_category.items()}
+        chosen = {
+            c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}")
+            for c, some in by_category.items()
+        }
         told = _in_mode(name, recipe.data.chat_template_kwargs, mode)
         if not mode:
             template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
             told["thinking"] = thinking_mode(template, told["chat_template_kwargs"])
         facts = SuiteFacts(
             **told,
-            files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in suite_files(name, path)],
+            files=[
+                SuiteFile(path=str(file), sha256=sha256_of(file))
+                for file in suite_files(name, path)
+            ],
             conversations=sum(map(len, chosen.values())),
             conversations_in_file=len(read),
             conversations_without_room=sum(chat is None for _, chat in chats),
@@ -375,48 +441,67 @@ def _chat(
     max_tokens: int,
     mode: Mapping[str, bool],
 ) -> Chat | None:
-    """The conversation as the target is asked it; None if it has no room for the longest responses."""
+    """The conversation as the target is asked it; None if it has no room for the longest
+    responses."""
 
     def ask(answers: Sequence[str]) -> list[int]:
         messages = [{"role": "user", "content": conversation.turns[0]}]
         for answer, turn in zip(answers, conversation.turns[1:]):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": turn},
+            ]
         return tokenizer.prompt_ids(
-            Example(conversation.category, conversation.origin, tuple(messages), template_kwargs=mode)
+            Example(
+                conversation.category, conversation.origin, tuple(messages), template_kwargs=mode
+            )
         )
 
     answered = len(conversation.turns) - 1
     bare = len(ask([""] * answered))
     if limit is not None and bare + (answered + 1) * max_tokens > limit:
         return None
-    longest = bare + 2 * answered * max_tokens  # a text may have more tokens than those it was written with
+    longest = (
+        bare + 2 * answered * max_tokens
+    )  # a text may have more tokens than those it was written with
     if limit is not None:
         longest = min(longest, limit - max_tokens)
     return Chat(ask([]), conversation.turns[1:], ask, longest)
 
 
-THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn the thinking mode on and off
+THINKING = (
+    "enable_thinking",
+    "thinking",
+)  # variables of chat templates that turn the thinking mode on and off
 
 
 def thinking_mode(template: Any, kwargs: Mapping[str, Any]) -> str:
-    """`on` or `off` if the chat template is told, `template's default` if it is not, `none` if it has no such mode."""
+    """`on` or `off` if the chat template is told, `template's default` if it is not, `none` if it
+    has no such mode."""
     known = [name for name in THINKING if re.search(rf"\b{name}\b", str(template or ""))]
     told = [bool(kwargs[name]) for name in known if name in kwargs]
     return ("on" if told[0] else "off") if told else "template's default" if known else "none"
 
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
-    """The recipe's gates by keys of the summary: one without a temperature holds at each that is measured."""
+    """The recipe's gates by keys of the summary: one without a temperature holds at each that is
+    measured."""
     bounds: dict[str, Bound] = {}
     for name, gate in recipe.gates.items():
         temperature, figure = split_gate(name)
         if temperature is not None:
             names = [f"t{temperature:g}.{figure}"]
-        elif figure in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):  # over all temperatures already
+        elif figure in (
+            "lossless_mismatches",
+            "expected_measured_gap",
+            "vllm_gap",
+        ):  # over all temperatures already
             names = [figure]
         else:
             names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
         bounds |= {
-            key: Bound(min=gate.min, max=gate.max) for key in names if key not in bounds or temperature is not None
+            key: Bound(min=gate.min, max=gate.max)
+            for key in names
+            if key not in bounds or temperature is not None
         }
     return bounds

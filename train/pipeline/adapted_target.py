@@ -1,4 +1,5 @@
-"""The target with an adapter merged into its weights, as a folder that every later stage and engine loads."""
+"""The target with an adapter merged into its weights, as a folder that every later stage and engine
+loads."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ MERGED = "merged_adapter.json"  # what it was merged from
 
 
 def with_adapted_target(recipe: Recipe, accelerator: Accelerator | None = None) -> Recipe:
-    """The recipe with the folder of the merged target as its target, if it has a `target.adapter`; unchanged otherwise.
+    """The recipe with the folder of the merged target as its target, if it has a `target.adapter`;
+    unchanged otherwise.
 
-    The main process merges; the folder is kept as long as neither the weights nor the adapter change. CheckpointError
-    for an adapter that does not fit exactly.
-    """
+    The main process merges; the folder is kept as long as neither the weights nor the adapter
+    change. CheckpointError for an adapter that does not fit exactly."""
     if recipe.target.adapter is not None and (accelerator is None or accelerator.is_main_process):
         merge_target(recipe, Path(recipe.output_dir) / TARGET)
     if accelerator is not None:
@@ -46,12 +47,15 @@ def named_adapted_target(recipe: Recipe) -> Recipe:
 
 
 def merge_target(recipe: Recipe, folder: Path) -> Path:
-    """Writes the recipe's target with its adapter merged, in the precision of the checkpoint, whole or not at all."""
+    """Writes the recipe's target with its adapter merged, in the precision of the checkpoint, whole
+    or not at all."""
     t = recipe.target
     base = resolve(t.model, t.revision, what="target")
     adapter = resolve(*split_revision(str(t.adapter)), what="target.adapter")
     if not (adapter / CONFIG).is_file():
-        raise CheckpointError(f"target.adapter {adapter}: no {CONFIG}; give what peft's save_pretrained wrote")
+        raise CheckpointError(
+            f"target.adapter {adapter}: no {CONFIG}; give what peft's save_pretrained wrote"
+        )
     source = {
         "target": weights_sha256(base),
         "adapter": weights_sha256(adapter),
@@ -60,11 +64,17 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     if (folder / MERGED).is_file() and json.loads((folder / MERGED).read_text()) == source:
         return folder
     model, info = auto_class_of(str(base), trust_remote_code=t.trust_remote_code).from_pretrained(
-        base, dtype="auto", trust_remote_code=t.trust_remote_code, use_safetensors=True, output_loading_info=True
+        base,
+        dtype="auto",
+        trust_remote_code=t.trust_remote_code,
+        use_safetensors=True,
+        output_loading_info=True,
     )
     refuse_incomplete(info, str(base))
     if is_quantised(model):
-        raise UnsupportedTarget(f"target.adapter: {base} is quantised; merge into the plain checkpoint, quantise that")
+        raise UnsupportedTarget(
+            f"target.adapter: {base} is quantised; merge into the plain checkpoint, quantise that"
+        )
     model = merge_saved_adapter(model, adapter, "target.adapter")
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -1,8 +1,8 @@
-"""`draftsmith compare`: several recipes at the same budget of training time, one table and one picture.
+"""`draftsmith compare`: several recipes at the same budget of training time, one table and one
+picture.
 
-Every recipe is run as it stands but for its budget, its folder and its gates; the figures are those of its own
-acceptance report. A run that is done already is not repeated.
-"""
+Every recipe is run as it stands but for its budget, its folder and its gates; the figures are those
+of its own acceptance report. A run that is done already is not repeated."""
 
 from __future__ import annotations
 
@@ -45,12 +45,16 @@ class Record(BaseModel):
 class AtTemperature(Record):
     """Figures over all workloads at one temperature."""
 
-    expected_acceptance_length: float = Field(description="by replay of text the target wrote by itself")
+    expected_acceptance_length: float = Field(
+        description="by replay of text the target wrote by itself"
+    )
     acceptance_length: float = Field(description="measured in the runtime")
     expected_measured_gap: float = Field(
         description="|expected - measured| / measured, over the text of the measured runs"
     )
-    speedup_vs_autoregressive: float | None = Field(description="median, same engine with drafting off")
+    speedup_vs_autoregressive: float | None = Field(
+        description="median, same engine with drafting off"
+    )
     draft_share: float | None = Field(description="of the drafted runs' time")
 
 
@@ -72,7 +76,9 @@ class Comparison(Record):
 
     schema_version: Literal["1.0"] = "1.0"
     created_at: str
-    minutes: float | None = Field(description="budget of training time given to each; null: the recipes' own")
+    minutes: float | None = Field(
+        description="budget of training time given to each; null: the recipes' own"
+    )
     num_speculative_tokens: int
     entries: list[Entry]
 
@@ -87,21 +93,25 @@ class Candidate:
 
 
 def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -> Comparison:
-    """Runs every candidate for `minutes` of training (None: its recipe's own budget), one after the other, gathers the
-    figures and writes them to `out`.
+    """Runs every candidate for `minutes` of training (None: its recipe's own budget), one after the
+    other, gathers the figures and writes them to `out`.
 
-    ConfigError if two of them have the same name, or measure another number of drafts or other temperatures;
-    DraftsmithError names a run that failed.
-    """
+    ConfigError if two of them have the same name, or measure another number of drafts or other
+    temperatures; DraftsmithError names a run that failed."""
     names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
-        raise ConfigError(f"compare: recipes are told apart by their file names, got {', '.join(names)}")
+        raise ConfigError(
+            f"compare: recipes are told apart by their file names, got {', '.join(names)}"
+        )
     planned = [(candidate, *_budgeted(candidate, minutes, out)) for candidate in candidates]
-    measured = {(r.evaluation.num_speculative_tokens, tuple(r.evaluation.temperatures)) for _, _, r in planned}
+    measured = {
+        (r.evaluation.num_speculative_tokens, tuple(r.evaluation.temperatures))
+        for _, _, r in planned
+    }
     if len(measured) > 1:
         raise ConfigError(
-            "compare: evaluation.num_speculative_tokens and evaluation.temperatures must be the same in all recipes, "
-            f"got {sorted(measured)}; give one as an override"
+            "compare: evaluation.num_speculative_tokens and evaluation.temperatures must be the"
+            f" same in all recipes, got {sorted(measured)}; give one as an override"
         )
     for candidate, changes, recipe in planned:
         if not _is_done(recipe):
@@ -119,8 +129,8 @@ def run_all(candidates: Sequence[Candidate], minutes: float | None, out: Path) -
 
 
 def _budgeted(candidate: Candidate, minutes: float | None, out: Path) -> tuple[list[str], Recipe]:
-    """The overrides that give a recipe its budget and folder, and the recipe with them. Stages share the budget in
-    proportion to their steps, or equally."""
+    """The overrides that give a recipe its budget and folder, and the recipe with them. Stages
+    share the budget in proportion to their steps, or equally."""
     path, overrides = candidate.recipe, candidate.overrides
     given = load_recipe(path, overrides)
     changes = [
@@ -147,10 +157,15 @@ def _is_done(recipe: Recipe) -> bool:
 
 
 def _run(path: Path, changes: Sequence[str]) -> None:
-    """Trains in a process of its own, since accelerate keeps its state for the life of a process."""
-    code = subprocess.run([sys.executable, "-m", "train.cli", "train", str(path), *changes], check=False).returncode
+    """Trains in a process of its own, since accelerate keeps its state for the life of a
+    process."""
+    code = subprocess.run(
+        [sys.executable, "-m", "train.cli", "train", str(path), *changes], check=False
+    ).returncode
     if code != 0:
-        raise DraftsmithError(f"compare: {path} ended with status {code}; mend it and run the same command again")
+        raise DraftsmithError(
+            f"compare: {path} ended with status {code}; mend it and run the same command again"
+        )
 
 
 def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
@@ -186,11 +201,16 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
 
 
 def _columns(comparison: Comparison, expected: str, speedup: str) -> list[str]:
-    return [f"{name} T={t}" for t in comparison.entries[0].temperatures for name in (expected, "τ", speedup)]
+    return [
+        f"{name} T={t}"
+        for t in comparison.entries[0].temperatures
+        for name in (expected, "τ", speedup)
+    ]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
-    """For every drafter: name, parameters, steps, three figures per temperature, the fraction of time in drafting."""
+    """For every drafter: name, parameters, steps, three figures per temperature, the fraction of
+    time in drafting."""
     table = []
     for entry in comparison.entries:
         cells = [entry.name, f"{entry.parameters / 1e6:.2f} M", f"{entry.training_steps:,}"]
@@ -205,21 +225,36 @@ def rows(comparison: Comparison) -> list[list[str]]:
 
 def markdown(comparison: Comparison) -> str:
     """The table as Markdown."""
-    heads = ["drafter", "parameters", "steps", *_columns(comparison, "τ expected", "speedup"), "draft share"]
+    heads = [
+        "drafter",
+        "parameters",
+        "steps",
+        *_columns(comparison, "τ expected", "speedup"),
+        "draft share",
+    ]
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows(comparison)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def _title(comparison: Comparison) -> str:
-    budget = f"{comparison.minutes:g} minutes of training each, " if comparison.minutes is not None else ""
+    budget = (
+        f"{comparison.minutes:g} minutes of training each, "
+        if comparison.minutes is not None
+        else ""
+    )
     return f"{budget}K = {comparison.num_speculative_tokens}"
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The table on a terminal, within 80 columns for two temperatures: exp is τ expected, × the speedup."""
+    """The table on a terminal, within 80 columns for two temperatures: exp is τ expected, × the
+    speedup."""
     title = _title(comparison)
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, heading in enumerate(["drafter", "size", "steps", *_columns(comparison, "exp", "×"), "draft"]):
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for i, heading in enumerate(
+        ["drafter", "size", "steps", *_columns(comparison, "exp", "×"), "draft"]
+    ):
         table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows(comparison):
         table.add_row(*row)
@@ -227,18 +262,31 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Acceptance length (bars: measured, dots: expected) and speedup of every drafter, best first."""
+    """Acceptance length (bars: measured, dots: expected) and speedup of every drafter, best
+    first."""
     temperatures = list(comparison.entries[0].temperatures)
-    entries = sorted(comparison.entries, key=lambda e: e.temperatures[temperatures[0]].acceptance_length)
+    entries = sorted(
+        comparison.entries, key=lambda e: e.temperatures[temperatures[0]].acceptance_length
+    )
     figure = Figure(figsize=(9.6, 1.4 + 0.55 * len(entries)), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     height = 0.8 / len(temperatures)
     for i, t in enumerate(temperatures):
         places = [y + 0.4 - (i + 0.5) * height for y in range(len(entries))]
         at = [entry.temperatures[t] for entry in entries]
-        left.barh(places, [a.acceptance_length for a in at], height, color=PALETTE[i % 4], label=f"T = {t}")
-        left.plot([a.expected_acceptance_length for a in at], places, "o", ms=4, mfc="white", mec=INK)
-        right.barh(places, [a.speedup_vs_autoregressive or 0.0 for a in at], height, color=PALETTE[i % 4])
+        left.barh(
+            places,
+            [a.acceptance_length for a in at],
+            height,
+            color=PALETTE[i % 4],
+            label=f"T = {t}",
+        )
+        left.plot(
+            [a.expected_acceptance_length for a in at], places, "o", ms=4, mfc="white", mec=INK
+        )
+        right.barh(
+            places, [a.speedup_vs_autoregressive or 0.0 for a in at], height, color=PALETTE[i % 4]
+        )
     left.set_yticks(range(len(entries)), [f"{e.name}\n{e.parameters / 1e6:.1f} M" for e in entries])
     left.set_xlabel("acceptance length (dots: expected)")
     right.set_xlabel("speedup over no drafting")
@@ -247,6 +295,11 @@ def draw(comparison: Comparison, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
         axes.grid(axis="x", color=GRID, lw=0.6)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper right", ncols=len(temperatures), frameon=False)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside upper right",
+        ncols=len(temperatures),
+        frameon=False,
+    )
     figure.suptitle(_title(comparison), x=0.02, ha="left")
     figure.savefig(path)

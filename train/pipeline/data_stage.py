@@ -1,4 +1,5 @@
-"""The data of a stage of the training: packed rows, prompts, and held-out texts that the target wrote.
+"""The data of a stage of the training: packed rows, prompts, and held-out texts that the target
+wrote.
 
 The target need not be loaded where endpoints write its texts.
 """
@@ -47,7 +48,8 @@ class TargetHashes:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The input of a stage of the training. `prompts`: of on-policy texts; `held_out`: texts by temperature."""
+    """The input of a stage of the training. `prompts`: of on-policy texts; `held_out`: texts by
+    temperature."""
 
     rows: list[PackedRow]
     prompts: list[tuple[int, ...]]
@@ -57,7 +59,12 @@ class TrainingData:
 
 
 def prepare_data(
-    recipe: Recipe, target: FrozenTarget, tokenizer: Any, accelerator: Accelerator, stages: Stages, stage: str = ""
+    recipe: Recipe,
+    target: FrozenTarget,
+    tokenizer: Any,
+    accelerator: Accelerator,
+    stages: Stages,
+    stage: str = "",
 ) -> TrainingData:
     """The data of a stage of the training; the engine that writes its texts is gone afterwards."""
     data = DataStage(recipe, target, tokenizer, accelerator, stages, stage=stage)
@@ -81,8 +88,8 @@ class DataStage:
         part: tuple[int, int] = (0, 1),
         retry_failed: bool = False,
     ) -> None:
-        """`stage`: names the lists of what is left out, if the training has several. `target`: None only where
-        endpoints write. `part` and `retry_failed` as in `regenerate`."""
+        """`stage`: names the lists of what is left out, if the training has several. `target`: None
+        only where endpoints write. `part` and `retry_failed` as in `regenerate`."""
         self.recipe, self.tokenizer = recipe, conversation_tokenizer(recipe.data, tokenizer)
         self.part, self.retry_failed = part, retry_failed
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
@@ -90,18 +97,29 @@ class DataStage:
         self.bad = bad_rows(recipe.data, self.folder, stage)
         folder = cached_folder(recipe.target.model, recipe.target.revision)
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
-        self.hashes = TargetHashes(weights_sha256(folder), config_sha256(folder), template or str(text_sha256("")))
-        self.responses_folder = Path(recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses")
+        self.hashes = TargetHashes(
+            weights_sha256(folder), config_sha256(folder), template or str(text_sha256(""))
+        )
+        self.responses_folder = Path(
+            recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses"
+        )
         t = recipe.target
-        self.record = Record(t.model, t.revision, self.hashes.combined, template, recipe.data.chat_template_kwargs)
+        self.record = Record(
+            t.model, t.revision, self.hashes.combined, template, recipe.data.chat_template_kwargs
+        )
         batch = recipe.regenerate.batch_size
-        writes = target is not None and target.supports_rollback and not waits_on_host(recipe, accelerator)
+        writes = (
+            target is not None
+            and target.supports_rollback
+            and not waits_on_host(recipe, accelerator)
+        )
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
         self.llm = LLM(target, tokenizer, **limits) if writes else None
         self.facts = facts_of(recipe, tokenizer) if self.llm is None else None
 
     def training_rows(self) -> list[PackedRow]:
-        """Packed rows of the training sources, their responses rewritten by the target unless the recipe says no."""
+        """Packed rows of the training sources, their responses rewritten by the target unless the
+        recipe says no."""
         data = self.recipe.data
         if self.recipe.regenerate.enabled:
             rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
@@ -124,17 +142,20 @@ class DataStage:
         return packed
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """The prompt that serving would send for the last response of every training example; those that leave no room
-        for a response are left out. DataError if none is left."""
+        """The prompt that serving would send for the last response of every training example; those
+        that leave no room for a response are left out. DataError if none is left."""
         assert self.llm is not None, "texts are written on policy by a target that is loaded"
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
         prompts = [tuple(self.tokenizer.prompt_ids(example)) for example in self._prompted]
         if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
-            raise DataError(f"on_policy: all {len(prompts)} prompts exceed {room} tokens; raise data.max_length")
+            raise DataError(
+                f"on_policy: all {len(prompts)} prompts exceed {room} tokens; raise data.max_length"
+            )
         return fitting
 
     def responses(self) -> list[Response]:
-        """The target's own responses to every training example that has a prompt; DataError if too many have none."""
+        """The target's own responses to every training example that has a prompt; DataError if too
+        many have none."""
         examples = self._prompted
         self._report_bad()
         return self._responses("regenerate", examples)
@@ -160,9 +181,9 @@ class DataStage:
             self.stages.say(f"      {escape(text)}")
 
     def held_out(self, prompts: int | None = None) -> dict[float, list[Response]]:
-        """Texts the target wrote at each evaluated temperature to `prompts` validation prompts (None: as many as the
-        recipe says), workloads in turn. They are sampled with the filters of `evaluation`, under which drafts are
-        verified, not with those of `regenerate`."""
+        """Texts the target wrote at each evaluated temperature to `prompts` validation prompts
+        (None: as many as the recipe says), workloads in turn. They are sampled with the filters of
+        `evaluation`, under which drafts are verified, not with those of `regenerate`."""
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
@@ -182,9 +203,11 @@ class DataStage:
         )
         return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
-    def _responses(self, name: str, examples: list[Example], temperatures=None, **changed: Any) -> list[Response]:
-        """Written by all processes in parts, or asked for by the main one; read by all. `changed`: keys of the
-        section."""
+    def _responses(
+        self, name: str, examples: list[Example], temperatures=None, **changed: Any
+    ) -> list[Response]:
+        """Written by all processes in parts, or asked for by the main one; read by all. `changed`:
+        keys of the section."""
         section = self.recipe.regenerate.model_copy(update=changed)
         with self.stages.stage(name, len(examples)) as advance:
 
@@ -219,9 +242,11 @@ class DataStage:
         return responses
 
 
-def write_in_parts(accelerator: Accelerator, write: Callable[[tuple[int, int]], list[Response]]) -> list[Response]:
-    """Every process writes its part of the responses; then each reads all of them, in the order of their conversations.
-    `write`: `regenerate` of a part."""
+def write_in_parts(
+    accelerator: Accelerator, write: Callable[[tuple[int, int]], list[Response]]
+) -> list[Response]:
+    """Every process writes its part of the responses; then each reads all of them, in the order of
+    their conversations. `write`: `regenerate` of a part."""
     if accelerator.num_processes > 1:
         write((accelerator.process_index, accelerator.num_processes))
         accelerator.wait_for_everyone()
@@ -230,15 +255,24 @@ def write_in_parts(accelerator: Accelerator, write: Callable[[tuple[int, int]], 
 
 
 def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
-    """True if the target stays in the host's memory until it is sharded, and is never whole on a device: it writes no
-    texts before, and no start is fitted to its features."""
-    writes = bool(recipe.regenerate.enabled or recipe.data.validation) and not recipe.regenerate.endpoints
+    """True if the target stays in the host's memory until it is sharded, and is never whole on a
+    device: it writes no texts before, and no start is fitted to its features."""
+    writes = (
+        bool(recipe.regenerate.enabled or recipe.data.validation)
+        and not recipe.regenerate.endpoints
+    )
     fitted = getattr(recipe.drafter, "init", None) == "least_squares"
-    return recipe.target.sharding == "fsdp" and accelerator.num_processes > 1 and not writes and not fitted
+    return (
+        recipe.target.sharding == "fsdp"
+        and accelerator.num_processes > 1
+        and not writes
+        and not fitted
+    )
 
 
 def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
-    """`count` examples in their order: the first of each workload, then the second of each, and so on."""
+    """`count` examples in their order: the first of each workload, then the second of each, and so
+    on."""
     seen: Counter[str] = Counter()
     turns = []
     for index, example in enumerate(examples):

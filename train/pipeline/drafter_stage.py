@@ -24,17 +24,30 @@ from train.trainer import checkpoint
 
 
 def make_drafter(
-    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+    recipe: Recipe,
+    config: DrafterConfig,
+    target: FrozenTarget,
+    features: RowFeatures,
+    stages: Stages,
+    folder: Path,
 ) -> Drafter:
-    """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised tokens, weights
-    loaded or initialised (but not fitted where a checkpoint in `folder` will replace them). Random weights, those of an
-    adapter too, are drawn from the recipe's seed alone."""
+    """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
+    tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
+    replace them). Random weights, those of an adapter too, are drawn from the recipe's seed
+    alone."""
     with seeded(recipe.training.seed, target.device):
-        return _initialised(recipe, config, target, features, stages, folder).prepare(recipe.drafter)
+        return _initialised(recipe, config, target, features, stages, folder).prepare(
+            recipe.drafter
+        )
 
 
 def _initialised(
-    recipe: Recipe, config: DrafterConfig, target: FrozenTarget, features: RowFeatures, stages: Stages, folder: Path
+    recipe: Recipe,
+    config: DrafterConfig,
+    target: FrozenTarget,
+    features: RowFeatures,
+    stages: Stages,
+    folder: Path,
 ) -> Drafter:
     drafter = family_class(config.family)(config).attach(target).to(target.device)
     if (start := start_folder(recipe)) is not None:
@@ -43,7 +56,9 @@ def _initialised(
     if config.reduced_vocabulary:
         counts = torch.zeros(config.vocab_size)
         for row in features.rows:
-            counts += torch.bincount(torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size)
+            counts += torch.bincount(
+                torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size
+            )
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
         drafter.draft_to_target.copy_(ids)
         stages.say(
@@ -59,7 +74,8 @@ def _initialised(
 
 
 def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
-    """Maps the tokenizer of a drafter that has its own; ConfigError if it does not fit the target's `tokenizer`."""
+    """Maps the tokenizer of a drafter that has its own; ConfigError if it does not fit the target's
+    `tokenizer`."""
     start = start_folder(recipe)
     drafter.meet_tokenizers(
         tokenizer,
@@ -69,7 +85,9 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
     )
 
 
-def _sample_features(drafter: Drafter, features: RowFeatures, wanted: int, advance) -> list[TargetFeatures]:
+def _sample_features(
+    drafter: Drafter, features: RowFeatures, wanted: int, advance
+) -> list[TargetFeatures]:
     terms, sample = 0, []
     for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
         sample.append(features.of([index]))

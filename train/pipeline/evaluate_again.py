@@ -1,8 +1,7 @@
 """Measures again: a run that is done, or any exported drafter without a recipe.
 
-A drafter alone gets a recipe made up for it, so that prompts, settings and gates take the same way through
-`train.pipeline.acceptance_stage`.
-"""
+A drafter alone gets a recipe made up for it, so that prompts, settings and gates take the same way
+through `train.pipeline.acceptance_stage`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,14 @@ from inference.report.measurement import OUR_ENGINE
 from inference.report.schema import save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
-from train.pipeline.acceptance_stage import Engines, accept, evaluate_in, measured_suites, settings_of, workloads
+from train.pipeline.acceptance_stage import (
+    Engines,
+    accept,
+    evaluate_in,
+    measured_suites,
+    settings_of,
+    workloads,
+)
 from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.progress import Stages
 from train.pipeline.run import checkpoints
@@ -32,13 +38,17 @@ BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"stdlib": {"split": "test", "
 
 
 def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
-    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training that is there.
-    `engines`: instead of the recipe's."""
+    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training
+    that is there. `engines`: instead of the recipe's."""
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
-        raise CheckpointError(f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export")
+        raise CheckpointError(
+            f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export"
+        )
     newest = checkpoint.latest(checkpoints(recipe))
-    history = json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
+    history = (
+        json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
+    )
     if engines is not None:
         engines = replace(engines, needs_ours=OUR_ENGINE in recipe.evaluation.engines)
     return accept(with_adapted_target(recipe), history=history, engines=engines)
@@ -57,23 +67,30 @@ def evaluate_folders(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     **evaluation: Any,
 ) -> Path:
-    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file; None: those of the
-    suites, and without suites the quickstart's, of the project's checkout); returns the page. ConfigError where there
-    are none.
+    """Measures `drafter`, or a training-free `method`, for the target `model` on `prompts` (a file;
+    None: those of the suites, and without suites the quickstart's, of the project's checkout);
+    returns the page. ConfigError where there are none.
 
-    An engine that is measured alone is laid beside what was measured of this runtime before, in `out` or in the run
-    that the drafter is of. `evaluation`: further keys of a recipe's evaluation section.
-    """
+    An engine that is measured alone is laid beside what was measured of this runtime before, in
+    `out` or in the run that the drafter is of. `evaluation`: further keys of a recipe's evaluation
+    section."""
     if not prompts and not evaluation.get("suites") and not HELD_OUT.exists():
-        raise ConfigError("evaluate: the quickstart's prompts come with the project's repository; give --prompts FILE")
+        raise ConfigError(
+            "evaluate: the quickstart's prompts come with the project's repository; give --prompts"
+            " FILE"
+        )
     sources = [{"path": prompts}] if prompts else BUILT_IN
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     try:
-        recipe = make_recipe({"name": "evaluation", "target": {"model": model}, "data": data, "evaluation": keys})
+        recipe = make_recipe(
+            {"name": "evaluation", "target": {"model": model}, "data": data, "evaluation": keys}
+        )
     except ValidationError as error:
-        faults = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        faults = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)
+        ]
         raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
     stages, settings = Stages(1), settings_of(recipe)
     with stages.stage("acceptance", 100) as advance:

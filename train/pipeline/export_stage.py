@@ -1,9 +1,8 @@
 """Exports a run: its drafter in every format of the recipe, and the target if it was trained along.
 
-The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its own beside it,
-`export-<format>`. Not below it: an upload or a loader that takes every *.safetensors of a folder would find several
-drafters there.
-"""
+The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its
+own beside it, `export-<format>`. Not below it: an upload or a loader that takes every *.safetensors
+of a folder would find several drafters there."""
 
 from __future__ import annotations
 
@@ -33,8 +32,9 @@ from train.trainer.joint_target import JointTarget
 
 @dataclass
 class Trained:
-    """The result of a training: the drafter (and the adapter of the target) with the weights of the last stage's best
-    held-out evaluation, its last ones without; the state, whose history is that of all stages; held-out texts."""
+    """The result of a training: the drafter (and the adapter of the target) with the weights of the
+    last stage's best held-out evaluation, its last ones without; the state, whose history is that
+    of all stages; held-out texts."""
 
     drafter: Drafter
     state: checkpoint.TrainState
@@ -44,14 +44,22 @@ class Trained:
 
 
 def export(recipe: Recipe, trained: Trained) -> Path:
-    """Writes every format in the target checkpoint's dtype unless the recipe names one, and the target if it was
-    trained along; returns the folder of the first format."""
+    """Writes every format in the target checkpoint's dtype unless the recipe names one, and the
+    target if it was trained along; returns the folder of the first format."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
-    dtype = drafter.target.checkpoint_dtype if recipe.export.dtype == "auto" else as_dtype(recipe.export.dtype)
+    dtype = (
+        drafter.target.checkpoint_dtype
+        if recipe.export.dtype == "auto"
+        else as_dtype(recipe.export.dtype)
+    )
     template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
     provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
     if trained.joint is not None:
-        texts = [(r.prompt_ids, r.output_ids) for responses in trained.held_out.values() for r in responses]
+        texts = [
+            (r.prompt_ids, r.output_ids)
+            for responses in trained.held_out.values()
+            for r in responses
+        ]
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
@@ -66,14 +74,21 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     return out / EXPORT
 
 
-def reexport(run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm") -> tuple[Path, int]:
-    """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it and their step.
+def reexport(
+    run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm"
+) -> tuple[Path, int]:
+    """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it
+    and their step.
 
     Of the target only config.json is read.
     """
     if not (run_dir / RECIPE).is_file():
-        raise CheckpointError(f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>")
-    recipe = load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"])  # the folder may have been moved
+        raise CheckpointError(
+            f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>"
+        )
+    recipe = load_recipe(
+        run_dir / RECIPE, [f"output_dir={run_dir}"]
+    )  # the folder may have been moved
     recipe = named_adapted_target(recipe)
     root = checkpoints(recipe)
     newest = checkpoint.latest(root)

@@ -1,7 +1,8 @@
-"""The stage of a run that provides the features of its training rows: online, or from a cache that it fills first.
+"""The stage of a run that provides the features of its training rows: online, or from a cache that
+it fills first.
 
-It reports the bytes per token and in all before anything is written, and refuses a disk that is too small.
-"""
+It reports the bytes per token and in all before anything is written, and refuses a disk that is too
+small."""
 
 from __future__ import annotations
 
@@ -33,14 +34,23 @@ from train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
-ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # devices are their product
+ENGINE_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)  # devices are their product
 SPARE = 1.02  # of the disk: names, headers, other writers
 
 
 def training_features(
-    recipe: Recipe, target: FrozenTarget, data: TrainingData, accelerator: Accelerator, stages: Stages
+    recipe: Recipe,
+    target: FrozenTarget,
+    data: TrainingData,
+    accelerator: Accelerator,
+    stages: Stages,
 ) -> RowFeatures:
-    """The features of the training rows, for the loop; with `mode: cache` from the disk, once all of them are there."""
+    """The features of the training rows, for the loop; with `mode: cache` from the disk, once all
+    of them are there."""
     cache = None
     if recipe.features.mode == "cache":
         with accelerator.main_process_first():  # it may delete what is there
@@ -59,18 +69,21 @@ def training_features(
 
 @dataclass(frozen=True)
 class Writer:
-    """The rows of one process: every n-th from the i-th on for `part` (i, n), none for None. `devices`: numbers
-    of those that vLLM may use; None: all that this process sees."""
+    """The rows of one process: every n-th from the i-th on for `part` (i, n), none for None.
+    `devices`: numbers of those that vLLM may use; None: all that this process sees."""
 
     part: tuple[int, int] | None = (0, 1)
     devices: tuple[int, ...] | None = None
 
 
-def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None) -> Writer:
-    """The writer of this process: one engine for every set of devices that it takes, in the first process of the set.
+def vllm_writer(
+    accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None
+) -> Writer:
+    """The writer of this process: one engine for every set of devices that it takes, in the first
+    process of the set.
 
-    `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a machine. ConfigError
-    if one engine takes more than there are."""
+    `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a
+    machine. ConfigError if one engine takes more than there are."""
     size = math.prod(int(options.get(name, 1)) for name in ENGINE_SIZES)
     if count is None:
         count = torch.accelerator.device_count() if accelerator.device.type != "cpu" else 0
@@ -81,13 +94,17 @@ def vllm_writer(accelerator: Accelerator, options: Mapping[str, Any], count: int
     if size > count:
         sizes = ", ".join(f"{name}={options[name]}" for name in ENGINE_SIZES if name in options)
         raise ConfigError(
-            f"features.vllm_options: {sizes} takes {size} devices, and this machine has {count}; lower the sizes"
+            f"features.vllm_options: {sizes} takes {size} devices, and this machine has {count};"
+            " lower the sizes"
         )
     engines = max(min(here, count) // size, 1)
     engine, place = divmod(accelerator.local_process_index, size)
     if place or engine >= engines:
         return Writer(None)
-    return Writer((machine * engines + engine, machines * engines), tuple(range(engine * size, (engine + 1) * size)))
+    return Writer(
+        (machine * engines + engine, machines * engines),
+        tuple(range(engine * size, (engine + 1) * size)),
+    )
 
 
 def _root(recipe: Recipe) -> Path:
@@ -101,7 +118,9 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
         target=recipe.target.model,
         weights=data.hashes.weights,
         config=data.hashes.config,
-        tokenizer=str(text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))),
+        tokenizer=str(
+            text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))
+        ),
         template=data.hashes.template,
         hidden_size=target.hidden_size,
         taps=target.tap_layers,
@@ -112,9 +131,12 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
     )
 
 
-def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages) -> FeatureCache:
-    """The recipe's cache. ConfigError if its folder has features of a target that has changed, unless
-    `features.on_change` says otherwise; other features that lie there unused are reported."""
+def open_cache(
+    recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages
+) -> FeatureCache:
+    """The recipe's cache. ConfigError if its folder has features of a target that has changed,
+    unless `features.on_change` says otherwise; other features that lie there unused are
+    reported."""
     section = recipe.features
     cache = FeatureCache(_root(recipe), cache_key(recipe, target, data))
     outdated = cache.outdated()
@@ -123,15 +145,17 @@ def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData, stages:
         what = f"{path}: features of {key.target} with other {', '.join(changed)} than it has now"
         if section.on_change == "error":
             raise ConfigError(
-                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or to keep, which "
-                "leaves them there and writes new ones beside them"
+                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or"
+                " to keep, which leaves them there and writes new ones beside them"
             )
         if section.on_change == "rebuild":
             shutil.rmtree(path)
         stages.say(f"      {what}: {'deleted' if section.on_change == 'rebuild' else 'not used'}")
     for path, key in cache.others:
         if (path, key) not in outdated:
-            differences = [f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()]
+            differences = [
+                f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()
+            ]
             stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
     return cache
 
@@ -144,14 +168,15 @@ def fill(
     stages: Stages,
     writer: Writer = Writer(),
 ) -> None:
-    """Writes the missing features of this writer's rows. ConfigError if the disk is too small for those of all
-    rows."""
+    """Writes the missing features of this writer's rows. ConfigError if the disk is too small for
+    those of all rows."""
     wanted = missing(cache, rows)
     tokens, section = sum(wanted.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
     stages.say(
-        f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token ({section.described()}), "
-        f"{size_text(whole)} for the rows of this run, {size_text(cache.bytes_per_token * tokens)} to be written"
+        f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
+        f" ({section.described()}), {size_text(whole)} for the rows of this run,"
+        f" {size_text(cache.bytes_per_token * tokens)} to be written"
     )
     if not wanted:
         return
@@ -177,7 +202,10 @@ def fill(
             done += len(last_hidden)
             advance(done)
     errors = ", ".join(f"{name} {value:.2g}" for name, value in shards.error.items())
-    stages.say(f"      {size_text(shards.bytes)} written; relative squared error of the worst text: {errors}")
+    stages.say(
+        f"      {size_text(shards.bytes)} written; relative squared error of the worst text:"
+        f" {errors}"
+    )
 
 
 def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
@@ -188,13 +216,17 @@ def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
     needed, free = SPARE * cache.bytes_per_token * tokens, shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(
-            f"features: {size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)} are free at "
-            f"{there}; choose a smaller features.encoding, another features.dir, less data, or features.mode: online"
+            f"features: {size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)}"
+            f" are free at {there}; choose a smaller features.encoding, another features.dir, less"
+            " data, or features.mode: online"
         )
 
 
-def _from_target(target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]) -> Generator[Text]:
-    """Packed rows one by one, as kept features are made, so that a text is what it is in a run without a cache."""
+def _from_target(
+    target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]
+) -> Generator[Text]:
+    """Packed rows one by one, as kept features are made, so that a text is what it is in a run
+    without a cache."""
     features = RowFeatures(target, rows)
     for index, row in enumerate(rows):
         taps, last_hidden = features.made(index)
@@ -205,9 +237,14 @@ def _from_target(target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[by
 
 
 def _from_vllm(
-    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes], devices: Sequence[int] | None
+    recipe: Recipe,
+    target: FrozenTarget,
+    rows: Sequence[PackedRow],
+    wanted: set[bytes],
+    devices: Sequence[int] | None,
 ) -> Generator[Text]:
-    """Every text is a prompt of its own; the states before the final norm are normed here, as the target does it."""
+    """Every text is a prompt of its own; the states before the final norm are normed here, as the
+    target does it."""
     places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in wanted}
     texts = [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
     with HiddenStates(
@@ -215,7 +252,10 @@ def _from_vllm(
         [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
         longest=max(len(ids) for _, ids in texts),
         dtype=str(target.dtype).removeprefix("torch."),
-        options={"trust_remote_code": recipe.target.trust_remote_code, **recipe.features.vllm_options},
+        options={
+            "trust_remote_code": recipe.target.trust_remote_code,
+            **recipe.features.vllm_options,
+        },
         folder=_root(recipe),
         devices=devices,
     ) as engine:
@@ -226,7 +266,8 @@ def _from_vllm(
 
 
 def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | None, Tensor]:
-    """[L, layers, H], the residual streams of the taps and before the final norm -> taps [L, n·H], last_hidden."""
+    """[L, layers, H], the residual streams of the taps and before the final norm -> taps [L, n·H],
+    last_hidden."""
     states = states.to(target.device, target.dtype)
     taps = states if target.num_layers in target.tap_layers else states[:, :-1]
     return taps.flatten(1) if target.tap_layers else None, target.final_norm(states[:, -1])

@@ -1,8 +1,7 @@
 """The progress of a run: numbered stages, a bar with the time left, a few numbers.
 
-On a terminal it is one live bar; elsewhere (logs, CI) a line when a stage begins and now and then while it lasts. Only
-the main process prints.
-"""
+On a terminal it is one live bar; elsewhere (logs, CI) a line when a stage begins and now and then
+while it lasts. Only the main process prints."""
 
 from __future__ import annotations
 
@@ -11,10 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 LINE_EVERY = 15.0  # seconds between lines where there is no terminal
-Advance = Callable[..., None]  # (done, note="", total=None): units finished, and a short text beside the bar
+Advance = Callable[
+    ..., None
+]  # (done, note="", total=None): units finished, and a short text beside the bar
 
 
 class Stages:
@@ -46,7 +54,9 @@ class Stages:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}", style="dim"),
         )
-        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not self.console.is_terminal
+        ) as bar:
             bar.add_task(title.replace("[", r"\["), total=total, note="")
             if not self.console.is_terminal:
                 self.console.print(title, markup=False, highlight=False)
@@ -65,6 +75,8 @@ class Stages:
                 return
             last = now
             left = f", {(now - began) / done * (most - done):.0f} s left" if most and done else ""
-            self.console.print(f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False)
+            self.console.print(
+                f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False
+            )
 
         return advance

@@ -1,8 +1,7 @@
 """One run from a recipe to a measured drafter: data -> regenerate -> train -> export -> acceptance.
 
-Every stage leaves its result below the run's folder and is skipped when it is there already, so that running the same
-command again continues.
-"""
+Every stage leaves its result below the run's folder and is skipped when it is there already, so
+that running the same command again continues."""
 
 from __future__ import annotations
 
@@ -48,16 +47,25 @@ from train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_figure
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
-PATIENCE = timedelta(days=7)  # with which processes wait for the one that writes responses; torch's is ten minutes
+PATIENCE = timedelta(
+    days=7
+)  # with which processes wait for the one that writes responses; torch's is ten minutes
 
 
 def run(
-    path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, families: Sequence[str] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    families: Sequence[str] | None = None,
 ) -> int:
-    """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what the user can mend."""
+    """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what
+    the user can mend."""
     recipe = load_recipe(path, overrides)
     if families is not None and recipe.family not in families:
-        raise ConfigError(f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}")
+        raise ConfigError(
+            f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}"
+        )
     if dry_run:
         from train.planner.dry_run import describe
         from train.planner.outline import outline
@@ -76,7 +84,10 @@ def run(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RECIPE).write_text(recipe.resolved_yaml())
     recipe = with_adapted_target(recipe, accelerator)
-    fits = getattr(recipe.drafter, "init", None) == "least_squares" and recipe.drafter.init_from is None
+    fits = (
+        getattr(recipe.drafter, "init", None) == "least_squares"
+        and recipe.drafter.init_from is None
+    )
     cached = recipe.features.mode == "cache"
     count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
@@ -113,15 +124,18 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         project_dir=recipe.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
-    # With FSDP accelerate's default is that transformers fills a model's weights in the first process only and leaves
-    # the others' as memory happens to be; here every process reads its own.
+    # With FSDP accelerate's default is that transformers fills a model's weights in the first
+    # process only and leaves the others' as memory happens to be; here every process reads its own.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     trackers.start(recipe, accelerator)
     return accelerator
 
 
-def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]) -> FrozenTarget:
-    """The target on the device of this process, or in the host's memory if it is sharded before its first forward."""
+def load_target(
+    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]
+) -> FrozenTarget:
+    """The target on the device of this process, or in the host's memory if it is sharded before its
+    first forward."""
     t = recipe.target
     return FrozenTarget.from_pretrained(
         t.model,
@@ -136,8 +150,8 @@ def load_target(recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[i
 
 
 def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
-    """Before any data is made: UnsupportedTarget if the recipe has the target decode and it gives features alone;
-    ConfigError for branches of rejected drafts behind recurrent layers."""
+    """Before any data is made: UnsupportedTarget if the recipe has the target decode and it gives
+    features alone; ConfigError for branches of rejected drafts behind recurrent layers."""
     keys: dict[str, None] = {}  # of the recipe, that have it decode
     for _, part in recipe.training_stages():
         if part.regenerate.enabled and not part.regenerate.endpoints:
@@ -148,10 +162,13 @@ def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
             keys["on_policy"] = None
             if target.recurrent is not None and part.on_policy.suffix_weight > 0:
                 raise ConfigError(
-                    "on_policy.suffix_weight: rejected drafts are branches of a training row, which the recurrent "
-                    f"layers of target {target.name_or_path} cannot read; set it to 0"
+                    "on_policy.suffix_weight: rejected drafts are branches of a training row,"
+                    f" which the recurrent layers of target {target.name_or_path} cannot read; set"
+                    " it to 0"
                 )
-    if OUR_ENGINE in recipe.evaluation.engines and (recipe.evaluation.prompts or recipe.data.validation):
+    if OUR_ENGINE in recipe.evaluation.engines and (
+        recipe.evaluation.prompts or recipe.data.validation
+    ):
         keys["evaluation.engines: [draftsmith]"] = None
     if keys:
         target.require_rollback(", ".join(keys))
@@ -163,8 +180,14 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
         unasked = "; endpoints are not compared with it" if recipe.regenerate.endpoints else ""
-        stages.say(f"      the target waits in the host's memory, and goes to the devices a layer at a time{unasked}")
-    target, tokenizer = load_target(recipe, accelerator, config.tap_layers), recipe.target.load_tokenizer()
+        stages.say(
+            "      the target waits in the host's memory, and goes to the devices a layer at a"
+            f" time{unasked}"
+        )
+    target, tokenizer = (
+        load_target(recipe, accelerator, config.tap_layers),
+        recipe.target.load_tokenizer(),
+    )
     require_abilities(recipe, target)
     drafter, history, previous = None, [], ""
     for name, part in recipe.training_stages():
@@ -188,27 +211,44 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             evaluate=held_out_evaluation(part, target, data.held_out) if data.held_out else None,
             features=features,
             joint=JointTarget(target, part.joint, part.training.seed) if part.joint else None,
-            on_policy=OnPolicy(part, target, data.prompts, folder=folder, accelerator=accelerator, tokenizer=tokenizer)
-            if part.on_policy
-            else None,
+            on_policy=(
+                OnPolicy(
+                    part,
+                    target,
+                    data.prompts,
+                    folder=folder,
+                    accelerator=accelerator,
+                    tokenizer=tokenizer,
+                )
+                if part.on_policy
+                else None
+            ),
         )
         state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
         history += state.history
-    return Trained(drafter, replace(state, history=history), tokenizer, data.held_out, trainer.joint)
+    return Trained(
+        drafter, replace(state, history=history), tokenizer, data.held_out, trainer.joint
+    )
 
 
 def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:
-    """Trains, and leaves the weights of the best held-out evaluation in the drafter if there was one."""
+    """Trains, and leaves the weights of the best held-out evaluation in the drafter if there was
+    one."""
     with stages.stage(title, 100) as advance:
         state = trainer.run(lambda done, note: advance(round(100 * done, 1), note))
     if state.best_value is not None:
         checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)
-        stages.say(f"      best of the held-out evaluations: {held_out_figure(state.history, state.best_step)}")
+        stages.say(
+            "      best of the held-out evaluations:"
+            f" {held_out_figure(state.history, state.best_step)}"
+        )
     return state
 
 
 def _sizes(drafter: Drafter, target: FrozenTarget) -> str:
-    trained, frozen = (sum(p.numel() for p in ps) for ps in (drafter.trainable_parameters(), target.parameters()))
+    trained, frozen = (
+        sum(p.numel() for p in ps) for ps in (drafter.trainable_parameters(), target.parameters())
+    )
     taps = f"; taps {list(target.tap_layers)}" if target.tap_layers else ""
     return (
         f"      {drafter.config.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
@@ -216,10 +256,12 @@ def _sizes(drafter: Drafter, target: FrozenTarget) -> str:
     )
 
 
-def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]):
-    """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and their mean, each with
-    its standard error. `held_out` was written with the filters of `evaluation` and is replayed under them, as the
-    report's runtime does."""
+def held_out_evaluation(
+    recipe: Recipe, target: FrozenTarget, held_out: dict[float, list[Response]]
+):
+    """Expected acceptance length (exact replay) on texts the target wrote, per temperature, and
+    their mean, each with its standard error. `held_out` was written with the filters of
+    `evaluation` and is replayed under them, as the report's runtime does."""
     e = recipe.evaluation
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
@@ -227,15 +269,26 @@ def held_out_evaluation(recipe: Recipe, target: FrozenTarget, held_out: dict[flo
         for temperature, responses in held_out.items():
             texts = [(r.prompt_ids, r.output_ids) for r in responses]
             results = expected_acceptance(
-                target, drafter, texts, temperature, e.num_speculative_tokens, top_p=e.top_p, top_k=e.top_k
+                target,
+                drafter,
+                texts,
+                temperature,
+                e.num_speculative_tokens,
+                top_p=e.top_p,
+                top_k=e.top_k,
             )
-            figures[f"{EXPECTED}_t{temperature:g}"] = sum(results, ReplayResult()).expected_acceptance_length
+            figures[f"{EXPECTED}_t{temperature:g}"] = sum(
+                results, ReplayResult()
+            ).expected_acceptance_length
             sample: dict[Hashable, ReplayResult] = {}
             for (prompt, _), result in zip(texts, results, strict=True):
                 sample[prompt] = sample.get(prompt, ReplayResult()) + result
             samples.append(sample)
         mean = sum(figures.values()) / len(figures)
-        errors = {f"{ERROR}_t{t:g}": standard_error([sample]) for t, sample in zip(held_out, samples, strict=True)}
+        errors = {
+            f"{ERROR}_t{t:g}": standard_error([sample])
+            for t, sample in zip(held_out, samples, strict=True)
+        }
         return {**figures, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
 
     return evaluate

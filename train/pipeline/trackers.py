@@ -1,8 +1,8 @@
 """Trackers besides the run's folder: wandb, trackio and tensorboard, through accelerate.
 
-A run that is continued goes on under the same id, which is kept in the run's folder. At the end the acceptance report
-is attached: figures as a summary, the page and its data as files, a table and a chart, as far as each tracker has them.
-"""
+A run that is continued goes on under the same id, which is kept in the run's folder. At the end the
+acceptance report is attached: figures as a summary, the page and its data as files, a table and a
+chart, as far as each tracker has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def require(recipe: Recipe) -> None:
     """ConfigError names a tracker that is not installed."""
     for name in recipe.trackers:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"trackers: {name} is not installed; pip install 'draftsmith[{name}]' or remove it")
+            raise ConfigError(
+                f"trackers: {name} is not installed; pip install 'draftsmith[{name}]' or remove it"
+            )
 
 
 def start(recipe: Recipe, accelerator: Accelerator) -> None:
@@ -63,7 +65,11 @@ def offline_without_a_key() -> None:
 def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
     """The acceptance report of a run that is done, to all trackers of the main process."""
     folder = Path(recipe.output_dir)
-    if not accelerator.trackers or not accelerator.is_main_process or not (folder / REPORT).is_file():
+    if (
+        not accelerator.trackers
+        or not accelerator.is_main_process
+        or not (folder / REPORT).is_file()
+    ):
         return
     report = load_report(folder / REPORT)
     for tracker in accelerator.trackers:
@@ -71,14 +77,18 @@ def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
 
 
 def summary_of(report: AcceptanceReport) -> dict[str, float]:
-    """The report's summary, and the acceptance length of every workload: names that all trackers take."""
-    figures = {f"{PREFIX}{k}": float(v) for k, v in report.summary.items() if isinstance(v, int | float)}
+    """The report's summary, and the acceptance length of every workload: names that all trackers
+    take."""
+    figures = {
+        f"{PREFIX}{k}": float(v) for k, v in report.summary.items() if isinstance(v, int | float)
+    }
     for cell in report.own_cells():
         figures[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
     return figures
 
 
-# ------------------------------------------------------------------ each tracker; `files`: the page and its data
+# ------------------------------------------------------------------ each tracker; `files`: the page
+# and its data
 
 
 def _to_wandb(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
@@ -86,7 +96,10 @@ def _to_wandb(run: Any, report: AcceptanceReport, files: Sequence[Path], step: i
 
     figures = summary_of(report)
     run.summary.update(figures)
-    run.log({"acceptance/report": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)}, step=step)
+    run.log(
+        {"acceptance/report": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)},
+        step=step,
+    )
     artifact = wandb.Artifact(f"acceptance-{run.id}", type="acceptance-report", metadata=figures)
     for path in files:
         artifact.add_file(str(path))
@@ -104,7 +117,10 @@ def _to_tensorboard(run: Any, report: AcceptanceReport, files: Sequence[Path], s
 def _to_trackio(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
     import trackio
 
-    run.log({**summary_of(report), "acceptance/report": trackio.Markdown(as_markdown(report))}, step=step)
+    run.log(
+        {**summary_of(report), "acceptance/report": trackio.Markdown(as_markdown(report))},
+        step=step,
+    )
 
 
 _ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_trackio}
@@ -112,13 +128,25 @@ _ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_tr
 
 def as_markdown(report: AcceptanceReport) -> str:
     """A line per workload and temperature, and the gates."""
-    lines = ["| workload | T | acceptance length | expected | speedup |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| workload | T | acceptance length | expected | speedup |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for cell in report.own_cells():
         expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
         speedup = f"{s.median:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
-        row = [cell.workload, f"{cell.temperature:g}", f"{cell.acceptance_length:.3f}", expected, speedup]
+        row = [
+            cell.workload,
+            f"{cell.temperature:g}",
+            f"{cell.acceptance_length:.3f}",
+            expected,
+            speedup,
+        ]
         lines.append(f"| {' | '.join(row)} |")
-    lines += ["", *(f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates)]
+    lines += [
+        "",
+        *(f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates),
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""Changes that make a run fit: keys of its recipe, more devices, or others, each tried by the estimate that refused."""
+"""Changes that make a run fit: keys of its recipe, more devices, or others, each tried by the
+estimate that refused."""
 
 from __future__ import annotations
 
@@ -35,18 +36,29 @@ class Advice:
 
 
 def advise(plan: Plan) -> list[Advice]:
-    """Ways to make the run fit: single changes of the recipe, all of them together if none will do, other devices."""
-    advice = [Advice((text,), plan.needed - needed) for text, needed in _alone(plan)] or _together(plan)
+    """Ways to make the run fit: single changes of the recipe, all of them together if none will do,
+    other devices."""
+    advice = [Advice((text,), plan.needed - needed) for text, needed in _alone(plan)] or _together(
+        plan
+    )
     if plan.device.kind != CPU:
         for key, device in sorted(DEVICES.items(), key=lambda item: item[1].memory):
-            if device.memory > plan.device.memory and needed_with(plan, plan.recipe, device) <= USABLE * device.memory:
+            if (
+                device.memory > plan.device.memory
+                and needed_with(plan, plan.recipe, device) <= USABLE * device.memory
+            ):
                 return [*advice, Advice((f"--gpu {key}",), 0.0)]
     return advice
 
 
-def needed_with(plan: Plan, recipe: Recipe, device: Device | None = None, count: int | None = None) -> float:
+def needed_with(
+    plan: Plan, recipe: Recipe, device: Device | None = None, count: int | None = None
+) -> float:
     """Bytes of one device, had the recipe been another one. Shapes of target and drafter stay."""
-    outlines = [replace(s.outline, recipe=part) for s, (_, part) in zip(plan.stages, recipe.training_stages())]
+    outlines = [
+        replace(s.outline, recipe=part)
+        for s, (_, part) in zip(plan.stages, recipe.training_stages())
+    ]
     stages = [memory(each, processes=count or plan.count) for each in outlines]
     return peak_of(stages).total + (device or plan.device).context
 
@@ -66,7 +78,8 @@ def _alone(plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def _together(plan: Plan) -> list[Advice]:
-    """Key after key, each at the first value that makes the run fit or the last that helps, until it does."""
+    """Key after key, each at the first value that makes the run fit or the last that helps, until
+    it does."""
     recipe, least, texts = plan.recipe, plan.needed, dict[str, str]()
     for key in KEYS:
         for text, changed in _values(plan, recipe, key):
@@ -85,7 +98,9 @@ def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]
         value = plan.stages[0].outline.chunk_size
     tried = [least] if value != least else []
     if type(least) is int:
-        tried = [v for i in range(1, value.bit_length() + 1) if (v := value >> i) > least] + [least] * (value > least)
+        tried = [v for i in range(1, value.bit_length() + 1) if (v := value >> i) > least] + [
+            least
+        ] * (value > least)
     if key == "target.sharding" and plan.count == 1:
         tried = []
     for each in tried:
@@ -94,7 +109,8 @@ def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]
 
 
 def _changed(recipe: Recipe, key: str, value: Any) -> Recipe | None:
-    """The recipe with another value; stages that name the key follow. None if it is not one then."""
+    """The recipe with another value; stages that name the key follow. None if it is not one
+    then."""
     section, _, name = key.partition(".")
     tree = recipe.model_dump(mode="json")
     tree[section][name] = value

@@ -1,9 +1,9 @@
-"""The rates and memory of devices, by their makers' data sheets or measured, and the time that work takes on them.
+"""The rates and memory of devices, by their makers' data sheets or measured, and the time that work
+takes on them.
 
-Peaks are dense (without sparsity), memory is what the maker names in decimal GB, links are bytes per second in one
-direction between two devices of one host. The shares of a peak that real code reaches are assumptions; for a CPU they
-are fitted to measured runs (scripts/bench_plan.py).
-"""
+Peaks are dense (without sparsity), memory is what the maker names in decimal GB, links are bytes
+per second in one direction between two devices of one host. The shares of a peak that real code
+reaches are assumptions; for a CPU they are fitted to measured runs (scripts/bench_plan.py)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ REACHED_TRANSFERS = Range(0.45, 0.60, 0.80)
 
 @dataclass(frozen=True)
 class Device:
-    """One device. `flops`: of matrix products, by the dtype of their inputs; per second, as `bandwidth` (of memory) and
-    `link` (to another device) are. `call_seconds`: until a small operation has been started. `products`, `transfers`:
-    the share of these peaks that is reached."""
+    """One device. `flops`: of matrix products, by the dtype of their inputs; per second, as
+    `bandwidth` (of memory) and `link` (to another device) are. `call_seconds`: until a small
+    operation has been started. `products`, `transfers`: the share of these peaks that is
+    reached."""
 
     name: str
     flops: dict[str, float]
@@ -51,16 +52,25 @@ class Device:
 
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of products in `dtype`."""
-        if dtype == torch.float32 and self.kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        if (
+            dtype == torch.float32
+            and self.kind == "cuda"
+            and torch.get_float32_matmul_precision() != "highest"
+        ):
             return self.flops["tf32"]
         return self.flops["float32" if dtype in (torch.float32, torch.float64) else "bfloat16"]
 
 
 def _table(**rows: tuple[str, float, float, float, float, float, float]) -> dict[str, Device]:
-    """Rows of name, dense TFLOP/s in bf16 (and fp16), TF32 and FP32, memory in GB, GB/s of memory and of a link."""
+    """Rows of name, dense TFLOP/s in bf16 (and fp16), TF32 and FP32, memory in GB, GB/s of memory
+    and of a link."""
     return {
         key.replace("_", "-"): Device(
-            name, {"bfloat16": bf16 * 1e12, "tf32": tf32 * 1e12, "float32": fp32 * 1e12}, gb * 1e9, bw * 1e9, link * 1e9
+            name,
+            {"bfloat16": bf16 * 1e12, "tf32": tf32 * 1e12, "float32": fp32 * 1e12},
+            gb * 1e9,
+            bw * 1e9,
+            link * 1e9,
         )
         for key, (name, bf16, tf32, fp32, gb, bw, link) in rows.items()
     }
@@ -84,20 +94,22 @@ CALL = 10.0  # times the smallest call: what one costs on a CPU, fitted as the s
 
 
 def find_device(name: str) -> Device:
-    """The device of a key; the CPU is measured, which takes a second or two. ConfigError names the keys there are."""
+    """The device of a key; the CPU is measured, which takes a second or two. ConfigError names the
+    keys there are."""
     key = name.lower().replace("_", "-")
     if key == CPU:
         return measure_cpu()
     if key not in DEVICES:
         raise ConfigError(
-            f"--gpu {name}: not in the table; expected one of {', '.join(DEVICES)}, {CPU} (this machine's)"
+            f"--gpu {name}: not in the table; expected one of {', '.join(DEVICES)}, {CPU} (this"
+            " machine's)"
         )
     return DEVICES[key]
 
 
 def recognised(name: str, memory: float) -> Device | None:
-    """The row of the table for a GPU by the name that its driver gives it and its bytes of memory, within a tenth; None
-    if there is none, as for a part of a GPU."""
+    """The row of the table for a GPU by the name that its driver gives it and its bytes of memory,
+    within a tenth; None if there is none, as for a part of a GPU."""
     spelt = name.lower().replace("rtx ", "rtx")
     named = [key for key in DEVICES if re.search(rf"\b{key.split('-')[0]}\b", spelt)]
     named = [key for key in named if key.endswith("pcie") == ("pcie" in spelt)] or named
@@ -112,11 +124,13 @@ def total_memory(device: torch.device) -> int | None:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
-# --------------------------------------------------------------------------------------------- the time of work
+# --------------------------------------------------------------------------------------------- the
+# time of work
 
 
 class Product(NamedTuple):
-    """A matrix product or an attention: operations, bytes read and written, and the dtype of its inputs."""
+    """A matrix product or an attention: operations, bytes read and written, and the dtype of its
+    inputs."""
 
     flops: float
     moved: float
@@ -125,12 +139,13 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """Matrix products, bytes through memory and operations: a vector, as works are added and scaled.
+    """Matrix products, bytes through memory and operations: a vector, as works are added and
+    scaled.
 
-    A product takes the time of its arithmetic or of its operands' way through memory, whichever is longer (a roofline).
-    Everything else takes the time of its bytes, and every operation a fixed start. `products`: how often each is made;
-    `traffic`: bytes read and written by everything else; `calls`: operations started; `sent`: bytes to other devices.
-    """
+    A product takes the time of its arithmetic or of its operands' way through memory, whichever is
+    longer (a roofline). Everything else takes the time of its bytes, and every operation a fixed
+    start. `products`: how often each is made; `traffic`: bytes read and written by everything else;
+    `calls`: operations started; `sent`: bytes to other devices."""
 
     products: dict[Product, float] = field(default_factory=dict)
     traffic: float = 0.0
@@ -141,7 +156,9 @@ class Work:
         products = dict(self.products)
         for product, times in other.products.items():
             products[product] = products.get(product, 0) + times
-        return Work(products, self.traffic + other.traffic, self.calls + other.calls, self.sent + other.sent)
+        return Work(
+            products, self.traffic + other.traffic, self.calls + other.calls, self.sent + other.sent
+        )
 
     def __mul__(self, times: float) -> Work:
         products = {product: times * n for product, n in self.products.items()}
@@ -152,7 +169,8 @@ class Work:
         return sum(product.flops * times for product, times in self.products.items())
 
     def seconds(self, device: Device) -> Range:
-        """The time on one device, from the best to the worst part of its peaks that may be reached."""
+        """The time on one device, from the best to the worst part of its peaks that may be
+        reached."""
         return Range(*(self._seconds(device, i) for i in (2, 1, 0)))
 
     def _seconds(self, device: Device, which: int) -> float:
@@ -163,22 +181,29 @@ class Work:
         )
         started = self.calls * device.call_seconds
         # an accelerator computes while the next operations are started
-        return (computed + started if device.kind == CPU else max(computed, started)) + self.sent / device.link
+        return (
+            computed + started if device.kind == CPU else max(computed, started)
+        ) + self.sent / device.link
 
 
 def total(works: Iterable[Work]) -> Work:
     return sum(works, Work())
 
 
-# --------------------------------------------------------------------------------------------- this machine
+# --------------------------------------------------------------------------------------------- this
+# machine
 
 
 def measure_cpu(clock: Clock = time.perf_counter) -> Device:
-    """This machine's, with the threads that torch uses: products of a thousand rows, copies beyond the caches, small
-    calls. `clock`: seconds, for one thread `time.process_time` where others use the machine."""
+    """This machine's, with the threads that torch uses: products of a thousand rows, copies beyond
+    the caches, small calls. `clock`: seconds, for one thread `time.process_time` where others use
+    the machine."""
     import psutil
 
-    rates = {str(dtype).removeprefix("torch."): product_rate(dtype, clock) for dtype in (torch.float32, torch.bfloat16)}
+    rates = {
+        str(dtype).removeprefix("torch."): product_rate(dtype, clock)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     bandwidth = copy_rate(clock)
     return Device(
         name=f"this machine's CPU, {torch.get_num_threads()} threads",
@@ -195,14 +220,19 @@ def measure_cpu(clock: Clock = time.perf_counter) -> Device:
 
 
 def product_rate(
-    dtype: torch.dtype, clock: Clock = time.perf_counter, width: int = 1024, device: torch.device | str = "cpu"
+    dtype: torch.dtype,
+    clock: Clock = time.perf_counter,
+    width: int = 1024,
+    device: torch.device | str = "cpu",
 ) -> float:
     """FLOP/s of [width, width] products."""
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     return 2 * width**3 / _fastest(lambda: a @ b, clock, device)
 
 
-def copy_rate(clock: Clock = time.perf_counter, count: int = 1 << 25, device: torch.device | str = "cpu") -> float:
+def copy_rate(
+    clock: Clock = time.perf_counter, count: int = 1 << 25, device: torch.device | str = "cpu"
+) -> float:
     """Bytes per second, read and written."""
     source, target = (torch.zeros(count, device=device) for _ in range(2))
     return 2 * 4 * count / _fastest(lambda: target.copy_(source), clock, device)
@@ -219,9 +249,13 @@ def _call_seconds(clock: Clock, calls: int = 300) -> float:
 
 
 def _fastest(
-    work: Callable[[], object], clock: Clock, device: torch.device | str = "cpu", seconds: float = 0.35
+    work: Callable[[], object],
+    clock: Clock,
+    device: torch.device | str = "cpu",
+    seconds: float = 0.35,
 ) -> float:
-    """Seconds of the fastest repetition, each timed until the device is done: other work of the machine only slows."""
+    """Seconds of the fastest repetition, each timed until the device is done: other work of the
+    machine only slows."""
     wait = torch.get_device_module(device).synchronize
     work()
     wait()

@@ -1,8 +1,8 @@
 """`--dry-run` prints what a recipe would do, before any weight is loaded or a token is generated.
 
-First comes the recipe with every default written out, then what follows from it: shapes, tokens and steps
-(train/planner/outline.py), memory and disk (train/planner/memory.py). `draftsmith plan` adds time and money.
-"""
+First comes the recipe with every default written out, then what follows from it: shapes, tokens and
+steps (train/planner/outline.py), memory and disk (train/planner/memory.py). `draftsmith plan` adds
+time and money."""
 
 from __future__ import annotations
 
@@ -28,17 +28,33 @@ def describe(plan: Outline, console: Console | None = None) -> None:
     for title, rows in _sections(plan):
         print_pairs(console, title, rows)
     shapes = Table(
-        "tensor", "shape", title="Trained tensors", title_justify="left", title_style="bold", box=SIMPLE_HEAD
+        "tensor",
+        "shape",
+        title="Trained tensors",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
     )
-    for name, shape, count in _alike({n: tuple(p.shape) for n, p in plan.head.named_parameters() if p.requires_grad}):
-        shapes.add_row(name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else ""))
+    for name, shape, count in _alike(
+        {n: tuple(p.shape) for n, p in plan.head.named_parameters() if p.requires_grad}
+    ):
+        shapes.add_row(
+            name, " x ".join(map(str, shape)) + (f"  ({count} of them)" if count > 1 else "")
+        )
     console.print(shapes)
     console.print("Nothing was loaded, generated or written.", style="dim")
 
 
 def print_pairs(console: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+    )
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, value in rows:
@@ -47,7 +63,8 @@ def print_pairs(console: Console, title: str, rows: Sequence[tuple[str, str]]) -
     console.print()
 
 
-# --------------------------------------------------------------------------------------------- what is printed
+# --------------------------------------------------------------------------------------------- what
+# is printed
 
 Rows = list[tuple[str, str]]
 
@@ -68,12 +85,28 @@ def _model_rows(plan: Outline) -> Rows:
     shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
     return [
         ("target", f"{t.name_or_path}: {shape}"),
-        ("", f"{in_count(t.num_parameters)} parameters, {trained}, {str(t.dtype).removeprefix('torch.')}"),
+        (
+            "",
+            (
+                f"{in_count(t.num_parameters)} parameters, {trained},"
+                f" {str(t.dtype).removeprefix('torch.')}"
+            ),
+        ),
         ("reads", _reads(plan)),
         ("drafter", d.describe()),
-        ("", f"{in_count(plan.trainable)} trained parameters, {plan.trainable / t.num_parameters:.1%} of the target's"),
+        (
+            "",
+            (
+                f"{in_count(plan.trainable)} trained parameters,"
+                f" {plan.trainable / t.num_parameters:.1%} of the target's"
+            ),
+        ),
         ("draft vocabulary", _vocabulary(plan)),
-        ("starts from", recipe.drafter.init_from or f"{recipe.drafter.start}, as docs/{recipe.family}.md describes"),
+        (
+            "starts from",
+            recipe.drafter.init_from
+            or f"{recipe.drafter.start}, as docs/{recipe.family}.md describes",
+        ),
         ("features", _features(plan)),
     ]
 
@@ -83,13 +116,19 @@ def _features(plan: Outline) -> str:
     if section.mode == "online":
         return f"{size_text(plan.feature_bytes)} per token, made online and never stored"
     whole = size_text(plan.cached_bytes * plan.tokens)
-    return f"{size_text(plan.cached_bytes)} per token on disk ({section.described()}), about {whole} in all"
+    return (
+        f"{size_text(plan.cached_bytes)} per token on disk ({section.described()}), about {whole}"
+        " in all"
+    )
 
 
 def _reads(plan: Outline) -> str:
     """The target's states that the drafter reads."""
     taps = plan.drafter.tap_layers
-    parts = [f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer i-1)"]
+    parts = [
+        f"taps {list(taps)} of 0..{plan.target.num_layers} (0: embedding output, i: output of layer"
+        " i-1)"
+    ]
     states = parts * bool(taps) + ["the last hidden state"] * plan.head.reads_last_hidden
     return "; ".join(states) or "no state of the target: tokens alone"
 
@@ -97,7 +136,10 @@ def _reads(plan: Outline) -> str:
 def _vocabulary(plan: Outline) -> str:
     d, of_target = plan.drafter, plan.target.vocab_size
     if getattr(plan.recipe.drafter, "vocab", "same") == "intersection":
-        return f"of {d.vocab_size:,} tokens those that the target has too, which its tokenizer will tell"
+        return (
+            f"of {d.vocab_size:,} tokens those that the target has too, which its tokenizer will"
+            " tell"
+        )
     if d.reduced_vocabulary:
         return f"{d.draft_vocab_size:,} of the target's {d.vocab_size:,} tokens"
     padded = f", in a table of {d.vocab_size:,}" if d.vocab_size != of_target else ""
@@ -109,7 +151,10 @@ def _alike(shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, tuple[int, ...
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), shape), []).append(name)
-    return [(names[0] if len(names) == 1 else like, shape, len(names)) for (like, shape), names in groups.items()]
+    return [
+        (names[0] if len(names) == 1 else like, shape, len(names))
+        for (like, shape), names in groups.items()
+    ]
 
 
 def _data_rows(plan: Outline) -> Rows:
@@ -121,19 +166,34 @@ def _source_text(source: TokenCount) -> str:
     if source.examples is None:
         return f"{source.label}: {source.note}"
     tokens, supervised = in_count(source.tokens), in_count(source.supervised)
-    return f"{source.label}: {source.examples:,} examples, about {tokens} tokens, {supervised} supervised"
+    return (
+        f"{source.label}: {source.examples:,} examples, about {tokens} tokens, {supervised}"
+        " supervised"
+    )
 
 
 def _training_rows(plan: Outline) -> Rows:
     t, shared, steps = plan.recipe.training, plan.step_rows(), plan.steps()
     per_step = shared.rows_per_step * plan.recipe.data.max_length
-    passes = f", about {steps * per_step / plan.tokens:.2g} passes over the data" if steps and plan.tokens else ""
-    budget = f"{steps:,} steps{passes}" if steps else "until the budget of epochs or minutes is spent"
+    passes = (
+        f", about {steps * per_step / plan.tokens:.2g} passes over the data"
+        if steps and plan.tokens
+        else ""
+    )
+    budget = (
+        f"{steps:,} steps{passes}" if steps else "until the budget of epochs or minutes is spent"
+    )
     over = "per process" if t.global_batch_size is None else "over all processes"
     return [
         ("budget", budget),
-        ("a step", f"{per_step:,} tokens {over} ({shared.rows} rows x {shared.micro_steps} micro-steps)"),
-        ("precision", "bf16 autocast, float32 weights" if plan.autocast == torch.bfloat16 else "float32"),
+        (
+            "a step",
+            f"{per_step:,} tokens {over} ({shared.rows} rows x {shared.micro_steps} micro-steps)",
+        ),
+        (
+            "precision",
+            "bf16 autocast, float32 weights" if plan.autocast == torch.bfloat16 else "float32",
+        ),
     ]
 
 

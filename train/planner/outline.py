@@ -1,9 +1,9 @@
-"""The facts about a recipe before any weight is loaded or a token is generated: shapes, parameters, tokens, steps.
+"""The facts about a recipe before any weight is loaded or a token is generated: shapes, parameters,
+tokens, steps.
 
-`--dry-run` shows these facts and `draftsmith plan` computes memory, time and cost from them. Shapes and parameter
-counts are exact, from the configuration alone; token counts come from a sample of the data. The only fact about the
-hardware is the kind of device, which decides what "auto" means.
-"""
+`--dry-run` shows these facts and `draftsmith plan` computes memory, time and cost from them. Shapes
+and parameter counts are exact, from the configuration alone; token counts come from a sample of the
+data. The only fact about the hardware is the kind of device, which decides what "auto" means."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Outline:
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     device: torch.device = field(default_factory=own_device)  # that it is to run on
-    known: dict[tuple, Any] = field(default_factory=dict)  # counts that were made already (rehearsal.py)
+    known: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # counts that were made already (rehearsal.py)
 
     @property
     def autocast(self) -> torch.dtype:
@@ -55,18 +57,27 @@ class Outline:
     @property
     def feature_bytes(self) -> int:
         """Bytes per token of the taps and the last hidden state, in the target's dtype."""
-        return (len(self.drafter.tap_layers) + 1) * self.target.hidden_size * self.target.dtype.itemsize
+        return (
+            (len(self.drafter.tap_layers) + 1)
+            * self.target.hidden_size
+            * self.target.dtype.itemsize
+        )
 
     @property
     def cached_bytes(self) -> int:
         """Bytes per token on disk, with features.mode: cache."""
         t = self.target
-        return bytes_per_token(self.recipe.features.encodings, len(self.drafter.tap_layers), t.hidden_size, t.dtype)
+        return bytes_per_token(
+            self.recipe.features.encodings, len(self.drafter.tap_layers), t.hidden_size, t.dtype
+        )
 
     @property
     def depths(self) -> int:
         """Depths of an unroll."""
-        return min(self.recipe.drafter.unroll_steps, self.head.max_depth or self.recipe.drafter.unroll_steps)
+        return min(
+            self.recipe.drafter.unroll_steps,
+            self.head.max_depth or self.recipe.drafter.unroll_steps,
+        )
 
     @property
     def chunk_size(self) -> int:
@@ -113,10 +124,11 @@ def outline(
     counted: tuple[Sequence[TokenCount], Sequence[TokenCount]] | None = None,
     device: torch.device | str | None = None,
 ) -> Outline:
-    """Reads the target's config and tokenizer and a sample of local data; hub datasets are not touched.
+    """Reads the target's config and tokenizer and a sample of local data; hub datasets are not
+    touched.
 
-    `counted`: the token counts of `data.train` and of `data.validation`, where they are known. `device`: the device of
-    the run, by default this machine's."""
+    `counted`: the token counts of `data.train` and of `data.validation`, where they are known.
+    `device`: the device of the run, by default this machine's."""
     from train.recipe.drafter_config import drafter_config, sketch_drafter
 
     device = own_device() if device is None else torch.device(device)
@@ -126,5 +138,8 @@ def outline(
     if counted is None:
         count = counter(recipe)
         data = recipe.data
-        counted = mixed([count(s) for s in data.train], data.train), [count(s) for s in data.validation]
+        counted = (
+            mixed([count(s) for s in data.train], data.train),
+            [count(s) for s in data.validation],
+        )
     return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]), device)

@@ -1,8 +1,8 @@
-"""The phases of one stage of a run: texts written, features, drafter, loss, optimizer, evaluations, measurement.
+"""The phases of one stage of a run: texts written, features, drafter, loss, optimizer, evaluations,
+measurement.
 
-rehearsal.py counts one step, round or replay of each; this file says how often they are done. The main process alone
-makes the report; all processes do the rest.
-"""
+rehearsal.py counts one step, round or replay of each; this file says how often they are done. The
+main process alone makes the report; all processes do the rest."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ from train.planner.token_counts import ASSUMED_SHARE, ASSUMED_TOKENS, TokenCount
 from train.recipe.sections import EvaluationSection
 
 ASSUMED_TAU = 2.5  # acceptance length of the drafter that is going to be measured
-CHUNK_ROWS = 8  # times regenerate.batch_size: texts that are asked for at once (train/regeneration/regenerate.py)
+# times regenerate.batch_size: texts that are asked for at once (train/regeneration/regenerate.py)
+CHUNK_ROWS = 8
 LONGEST = 1.5  # times the mean: the longest response of a chunk
 RESPONSES = "responses of the target"  # the phase in which they are written
-TRAINING = ("features of the target", "drafter, forward and backward", "logits and loss", "optimizer")
+TRAINING = (
+    "features of the target",
+    "drafter, forward and backward",
+    "logits and loss",
+    "optimizer",
+)
 EVALUATIONS = 10  # of a run that does not say how many
 
 
@@ -59,12 +65,16 @@ def texts_of(sources: list[TokenCount], recipe_length: int, most: int | None = N
         tokens *= count
         supervised = round(tokens * ASSUMED_SHARE)
     response = supervised / count
-    return Texts(count, max(tokens / count - response, 1), min(response, most) if most else response)
+    return Texts(
+        count, max(tokens / count - response, 1), min(response, most) if most else response
+    )
 
 
-def phases(plan: Outline, *, steps: int, processes: int = 1, around: bool = False, report: bool = False) -> list[Phase]:
-    """The phases of `steps` optimizer steps. `around`: with the texts that are written for them and the evaluations in
-    between; `report`: with what follows the last stage."""
+def phases(
+    plan: Outline, *, steps: int, processes: int = 1, around: bool = False, report: bool = False
+) -> list[Phase]:
+    """The phases of `steps` optimizer steps. `around`: with the texts that are written for them and
+    the evaluations in between; `report`: with what follows the last stage."""
     recipe, shared, found = plan.recipe, plan.step_rows(processes), []
     rows, micro = shared.rows, shared.micro_steps
     if around:
@@ -99,7 +109,11 @@ def _gathered(plan: Outline, processes: int) -> float:
 def _summed(plan: Outline, processes: int) -> Work:
     """The sum of gradients over processes."""
     size = 4 * (plan.trainable + rehearsal.adapter_parameters(plan))
-    return Work(traffic=6.0 * size, sent=2 * (processes - 1) / processes * size) if processes > 1 else Work()
+    return (
+        Work(traffic=6.0 * size, sent=2 * (processes - 1) / processes * size)
+        if processes > 1
+        else Work()
+    )
 
 
 def _share_computed(plan: Outline, steps: int, processes: int) -> float:
@@ -125,7 +139,9 @@ def _before(plan: Outline, processes: int) -> list[Phase]:
         texts = _share(texts_of(plan.sources, recipe.data.max_length, r.max_new_tokens), processes)
         found.append(Phase(RESPONSES, generation(plan, texts, r.batch_size, r.max_new_tokens)))
     if (texts := _held_out(plan)).count:
-        written = generation(plan, _share(texts, processes), r.batch_size, recipe.evaluation.max_tokens)
+        written = generation(
+            plan, _share(texts, processes), r.batch_size, recipe.evaluation.max_tokens
+        )
         found.append(Phase("held-out responses", written))
     if wanted := plan.head.start_terms(recipe.drafter):
         B = plan.step_rows().rows
@@ -141,13 +157,21 @@ def _share(texts: Texts, processes: int) -> Texts:
 
 
 def generation(plan: Outline, texts: Texts, rows: int, most: int) -> Work:
-    """The target writes texts without drafting: prompts in portions, then rounds with as many rows as are left."""
-    prompt, per_call = max(round(texts.prompt), 1), max(512, 32 * rows)  # tokens of a prefill (pipeline/data_stage.py)
+    """The target writes texts without drafting: prompts in portions, then rounds with as many rows
+    as are left."""
+    prompt, per_call = (
+        max(round(texts.prompt), 1),
+        max(512, 32 * rows),
+    )  # tokens of a prefill (pipeline/data_stage.py)
     together = max(min(per_call // prompt, math.ceil(texts.count)), 1)
-    prefill = rehearsal.prefill(plan, together, prompt, plan.target.dtype).work * (texts.count / together)
+    prefill = rehearsal.prefill(plan, together, prompt, plan.target.dtype).work * (
+        texts.count / together
+    )
     chunk = min(CHUNK_ROWS * rows, texts.count)
     longest = min(most, LONGEST * texts.response)
-    rounds = longest if chunk <= rows else chunk * texts.response / rows + (longest - texts.response) / 2
+    rounds = (
+        longest if chunk <= rows else chunk * texts.response / rows + (longest - texts.response) / 2
+    )
     left = max(round(chunk * texts.response / max(rounds, 1)), 1)
     one, _ = rehearsal.decode(plan, left, _middle(texts), plan.target.dtype)
     return prefill + one.work * (rounds * texts.count / chunk)
@@ -165,11 +189,14 @@ def _on_policy(plan: Outline, steps: int) -> Work:
         return Work()
     known = texts_of(plan.sources, recipe.data.max_length, section.max_new_tokens)
     texts = Texts(section.prompts, known.prompt, known.response)
-    one = generation(plan, texts, min(recipe.regenerate.batch_size, section.prompts), section.max_new_tokens)
+    one = generation(
+        plan, texts, min(recipe.regenerate.batch_size, section.prompts), section.max_new_tokens
+    )
     return one * (steps / section.refresh_every)
 
 
-# --------------------------------------------------------------------------------------------- measuring
+# ---------------------------------------------------------------------------------------------
+# measuring
 
 
 def _held_out(plan: Outline) -> Texts:
@@ -182,11 +209,15 @@ def _held_out(plan: Outline) -> Texts:
 
 
 def _replayed(plan: Outline, texts: Texts) -> Work:
-    return rehearsal.replay(plan, max(round(texts.prompt), 1), max(round(texts.response), 1)) * texts.count
+    return (
+        rehearsal.replay(plan, max(round(texts.prompt), 1), max(round(texts.response), 1))
+        * texts.count
+    )
 
 
 def _measurement(plan: Outline) -> Work:
-    """The acceptance report: with drafting and without, replayed, timed, and compared in float32."""
+    """The acceptance report: with drafting and without, replayed, timed, and compared in
+    float32."""
     e, usual = plan.recipe.evaluation, EvaluationSettings()
     known = texts_of(plan.validation or plan.sources, plan.recipe.data.max_length, e.max_tokens)
     own = max(sum(s.workloads for s in plan.validation), len(e.prompts), 0 if e.suites else 1)
@@ -194,15 +225,24 @@ def _measurement(plan: Outline) -> Work:
     workloads = own + len(turns)
     rows, cells = max(usual.rows, e.batch_size), workloads * len(e.temperatures)
 
-    def written(count: int, rows: int, dtype: torch.dtype = plan.target.dtype, ways: tuple[bool, ...] = (False, True)):
+    def written(
+        count: int,
+        rows: int,
+        dtype: torch.dtype = plan.target.dtype,
+        ways: tuple[bool, ...] = (False, True),
+    ):
         return total(_written(plan, replace(known, count=count), rows, way, dtype) for way in ways)
 
     asked = own * e.prompts_per_workload + round(sum(turns.values()))
-    done = (written(asked, rows) + _replayed(plan, replace(known, count=asked))) * len(e.temperatures)
+    done = (written(asked, rows) + _replayed(plan, replace(known, count=asked))) * len(
+        e.temperatures
+    )
     if e.repeats:
         done += written(max(e.timed_prompts, e.batch_size), e.batch_size) * (e.repeats * cells)
         if e.baseline_transformers:
-            done += written(e.batch_size, e.batch_size, ways=(False,)) * (usual.transformers_repeats * cells)
+            done += written(e.batch_size, e.batch_size, ways=(False,)) * (
+                usual.transformers_repeats * cells
+            )
     if e.lossless_check:
         done += written(workloads * usual.lossless_prompts, rows, torch.float32)
     return done
@@ -216,13 +256,18 @@ def suite_turns(evaluation: EvaluationSection) -> dict[tuple[str, str], float]:
         counts = Counter(one.category for one in read)
         for one in read:
             share = min(1.0, (evaluation.suite_prompts or math.inf) / counts[one.category])
-            turns[name, one.category] = turns.get((name, one.category), 0.0) + share * len(one.turns)
+            turns[name, one.category] = turns.get((name, one.category), 0.0) + share * len(
+                one.turns
+            )
     return turns
 
 
 def _written(plan: Outline, texts: Texts, rows: int, drafting: bool, dtype: torch.dtype) -> Work:
-    """Rounds of the engine, `rows` texts at once; with drafting a round verifies K + 1 tokens and commits some."""
+    """Rounds of the engine, `rows` texts at once; with drafting a round verifies K + 1 tokens and
+    commits some."""
     K, rows = plan.recipe.evaluation.num_speculative_tokens, min(rows, round(texts.count))
     rounds, kept = texts.count / rows * texts.response, min(ASSUMED_TAU, K + 1)
-    one, _ = rehearsal.decode(plan, rows, _middle(texts), dtype, *((K, round(kept)) if drafting else ()))
+    one, _ = rehearsal.decode(
+        plan, rows, _middle(texts), dtype, *((K, round(kept)) if drafting else ())
+    )
     return one.work * (rounds / kept if drafting else rounds)

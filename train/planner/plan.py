@@ -47,7 +47,10 @@ class Plan:
     def times(self) -> list[tuple[str, Range]]:
         """Seconds of each phase, in order."""
         return [
-            (f"{stage.name}: {phase.name}" if stage.name else phase.name, phase.whole.seconds(self.device))
+            (
+                f"{stage.name}: {phase.name}" if stage.name else phase.name,
+                phase.whole.seconds(self.device),
+            )
             for stage in self.stages
             for phase in stage.phases
         ]
@@ -64,14 +67,23 @@ class Plan:
     @property
     def hints(self) -> list[str]:
         """Advice on the time of the run."""
-        phases = [(phase, phase.whole.seconds(self.device).likely) for stage in self.stages for phase in stage.phases]
+        phases = [
+            (phase, phase.whole.seconds(self.device).likely)
+            for stage in self.stages
+            for phase in stage.phases
+        ]
         written = sum(time for phase, time in phases if phase.name == RESPONSES)
         trained = sum(time for phase, time in phases if phase.name in TRAINING)
-        if not self.complete or written <= trained or all(s.outline.recipe.regenerate.endpoints for s in self.stages):
+        if (
+            not self.complete
+            or written <= trained
+            or all(s.outline.recipe.regenerate.endpoints for s in self.stages)
+        ):
             return []
         return [
-            f"the target's responses take {written / max(trained, 1e-9):.1f} times as long to write in process as the "
-            "training takes: let servers write them (regenerate.endpoints, docs/regeneration.md)"
+            f"the target's responses take {written / max(trained, 1e-9):.1f} times as long to write"
+            " in process as the training takes: let servers write them (regenerate.endpoints,"
+            " docs/regeneration.md)"
         ]
 
     @property
@@ -104,14 +116,21 @@ class Plan:
         found: Parts = {}
         for stage in self.stages:
             for name, size in disk(stage.outline).items():
-                found[name] = max(found.get(name, 0), size) if name == "export" else found.get(name, 0) + size
+                found[name] = (
+                    max(found.get(name, 0), size) if name == "export" else found.get(name, 0) + size
+                )
         return found
 
 
 def peak_of(stages: Sequence[Sequence[StageMemory]]) -> StageMemory:
     """The largest of all stages of a training; the export is measured after the last."""
     last = len(stages) - 1
-    found = [m for i, stage in enumerate(stages) for m in stage if i == last or not m.name.startswith("measure")]
+    found = [
+        m
+        for i, stage in enumerate(stages)
+        for m in stage
+        if i == last or not m.name.startswith("measure")
+    ]
     return max(found, key=lambda m: m.total)
 
 
@@ -124,31 +143,41 @@ def make_plan(
     examples: int | None = None,
     tokens: int | None = None,
 ) -> Plan:
-    """`examples`: of each training source that cannot be counted; `tokens`: of one example. Where neither these nor
-    the data tell how long the training is, the phases are those of one step."""
+    """`examples`: of each training source that cannot be counted; `tokens`: of one example. Where
+    neither these nor the data tell how long the training is, the phases are those of one step."""
     if device.kind == CPU and count > 1:
-        raise ConfigError("--count: this machine's CPU is one device, whatever the number of processes")
+        raise ConfigError(
+            "--count: this machine's CPU is one device, whatever the number of processes"
+        )
     outlines = list(_outlines(recipe, device, examples, tokens))
-    stages = [_stage(name, plan, device, count, last=i == len(outlines) - 1) for i, (name, plan) in enumerate(outlines)]
+    stages = [
+        _stage(name, plan, device, count, last=i == len(outlines) - 1)
+        for i, (name, plan) in enumerate(outlines)
+    ]
     plan = Plan(recipe, device, count, stages, price_per_hour)
     plan.assumptions = _assumptions(plan)
     return plan
 
 
 def require_memory_to_measure(recipe: Recipe, available: int | None) -> None:
-    """Raises ConfigError before a training if the export cannot be measured on a device of `available` bytes. None: not
-    known, and nothing is refused."""
+    """Raises ConfigError before a training if the export cannot be measured on a device of
+    `available` bytes. None: not known, and nothing is refused."""
     if available is None or not recipe.measured:
         return
     _, last = recipe.training_stages()[-1]
     worst = max(measuring(outline(last, device="cuda")), key=lambda m: m.total)
     if worst.total <= available:
         return
-    exact = "evaluation.lossless_check=false (without a gate on lossless_mismatches), " if worst.name == EXACT else ""
+    exact = (
+        "evaluation.lossless_check=false (without a gate on lossless_mismatches), "
+        if worst.name == EXACT
+        else ""
+    )
     raise ConfigError(
-        f"evaluation: the drafter could be trained and not measured: to {worst.name} takes about "
-        f"{worst.total / 1e9:.0f} GB, and the device has {available / 1e9:.0f} GB. Set {exact}a smaller "
-        "evaluation.batch_size, prompts_per_workload or max_tokens; `draftsmith plan` shows what each saves"
+        f"evaluation: the drafter could be trained and not measured: to {worst.name} takes about"
+        f" {worst.total / 1e9:.0f} GB, and the device has {available / 1e9:.0f} GB. Set {exact}a"
+        " smaller evaluation.batch_size, prompts_per_workload or max_tokens; `draftsmith plan`"
+        " shows what each saves"
     )
 
 
@@ -161,9 +190,18 @@ def _outlines(
         key = (part.data.model_dump_json(), part.regenerate.model_dump_json())
         if key not in known:
             count, data = counter(part), part.data
-            train = [assumed(count(s), s, part, examples if s.resolved().name else None, tokens) for s in data.train]
-            few = {s.label: VALIDATION_EXAMPLES for s in data.validation if s.resolved().name and not s.limit}
-            held_out = [assumed(count(s), s, part, few.get(s.label), tokens) for s in data.validation]
+            train = [
+                assumed(count(s), s, part, examples if s.resolved().name else None, tokens)
+                for s in data.train
+            ]
+            few = {
+                s.label: VALIDATION_EXAMPLES
+                for s in data.validation
+                if s.resolved().name and not s.limit
+            }
+            held_out = [
+                assumed(count(s), s, part, few.get(s.label), tokens) for s in data.validation
+            ]
             known[key] = mixed(train, data.train), mixed(held_out, data.validation)
         yield name, outline(part, known[key], device.kind)
 
@@ -187,11 +225,15 @@ def _assumptions(plan: Plan) -> list[str]:
     found = [f"{s.label}: {s.note}" for s in (*first.sources, *first.validation) if s.note]
     products, transfers = ([f"{100 * x:.0f}" for x in each] for each in (d.products, d.transfers))
     found.append(
-        f"products reach {products[0]} to {products[2]} % of the peak (likely {products[1]}), transfers "
-        f"{transfers[0]} to {transfers[2]} % of the bandwidth (likely {transfers[1]})"
+        f"products reach {products[0]} to {products[2]} % of the peak (likely {products[1]}),"
+        f" transfers {transfers[0]} to {transfers[2]} % of the bandwidth (likely {transfers[1]})"
         + ("" if d.kind == CPU else "; not measured on this device")
     )
     if first.recipe.regenerate.enabled:
-        found.append("the target's responses are as long as those in the data, and written by all processes")
-    found.append(f"the report is made by one process; drafts are accepted to {ASSUMED_TAU:g} tokens a round")
+        found.append(
+            "the target's responses are as long as those in the data, and written by all processes"
+        )
+    found.append(
+        f"the report is made by one process; drafts are accepted to {ASSUMED_TAU:g} tokens a round"
+    )
     return found

@@ -1,8 +1,8 @@
-"""Runs the computations of a run on tensors without memory, at the shapes of a recipe, and counts them (trace.py).
+"""Runs the computations of a run on tensors without memory, at the shapes of a recipe, and counts
+them (trace.py).
 
-The training step is the Trainer's, rounds and replays are the runtime's. A new family, loss or architecture of a target
-needs no code here.
-"""
+The training step is the Trainer's, rounds and replays are the runtime's. A new family, loss or
+architecture of a target needs no code here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ BLOCK_ROWS = 32  # of a block of the objective without memory, at least
 
 
 def remembered(by: Callable[[Outline], tuple] = lambda plan: ()) -> Callable[[F], F]:
-    """Calls a function of an outline once for the same arguments and the same `by(outline)` (`Outline.known`)."""
+    """Calls a function of an outline once for the same arguments and the same `by(outline)`
+    (`Outline.known`)."""
 
     def decorate(function: F) -> F:
         @wraps(function)
@@ -65,21 +66,42 @@ def remembered(by: Callable[[Outline], tuple] = lambda plan: ()) -> Callable[[F]
     return decorate
 
 
-# --------------------------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------------
+# training
 
 
-@remembered(lambda plan: (plan.recipe.data.max_length, plan.chunk_size, plan.recipe.training.activation_checkpointing))
+@remembered(
+    lambda plan: (
+        plan.recipe.data.max_length,
+        plan.chunk_size,
+        plan.recipe.training.activation_checkpointing,
+    )
+)
 def step(plan: Outline, rows: int) -> dict[str, Tally]:
     """Counts one micro-step over `rows` rows as "features", "drafter" and "loss"."""
     training = plan.recipe.training.model_copy(update={"loss_chunk_size": plan.chunk_size})
-    recipe, packed, joint = plan.recipe.model_copy(update={"training": training}), packed_rows(plan, rows), _joint(plan)
+    recipe, packed, joint = (
+        plan.recipe.model_copy(update={"training": training}),
+        packed_rows(plan, rows),
+        _joint(plan),
+    )
     target, head = _target(plan, plan.target.dtype, joint is not None), _head(plan)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast == torch.bfloat16)
     process: Any = SimpleNamespace(
-        device=CPU, process_index=0, num_processes=1, distributed_type=None, autocast=lambda: autocast
+        device=CPU,
+        process_index=0,
+        num_processes=1,
+        distributed_type=None,
+        autocast=lambda: autocast,
     )
-    with _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace, _blocks_repeat(trace):
-        trainer = Trainer(recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint)
+    with (
+        _sizes_of(plan.device.type, plan.target.vocab_size),
+        Trace() as trace,
+        _blocks_repeat(trace),
+    ):
+        trainer = Trainer(
+            recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint
+        )
         trainer.module.train()
         batch, objective = trainer.features.batch(range(rows)), trainer._objective
 
@@ -92,14 +114,17 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
             features = trainer._features(trainer.features, list(range(rows)), batch)
         features = replace(features, seeds=trainer.step_rows.seeds(range(rows)))
         with trace.phase("drafter"):
-            trainer._micro_step(features, torch.ones_like(trainer.depth_weights), supervised=torch.ones(()))
+            trainer._micro_step(
+                features, torch.ones_like(trainer.depth_weights), supervised=torch.ones(())
+            )
         trainer.optimizer.zero_grad()
     return trace.phases
 
 
 @remembered()
 def update(plan: Outline) -> tuple[Tally, int]:
-    """Counts clipping and the optimizer's step, and the bytes of the states that the optimizer keeps."""
+    """Counts clipping and the optimizer's step, and the bytes of the states that the optimizer
+    keeps."""
     joint, head = _joint(plan), _head(plan)
     others = joint.trainable_parameters() if joint else []
     parameters = head.trainable_parameters() + others
@@ -117,7 +142,9 @@ def update(plan: Outline) -> tuple[Tally, int]:
         optimizer.zero_grad()
     tally = trace.phases["update"]
     tally.peak -= before
-    kept = [v for o in optimizers_in(optimizer) for state in o.state.values() for v in state.values()]
+    kept = [
+        v for o in optimizers_in(optimizer) for state in o.state.values() for v in state.values()
+    ]
     return tally, sum(t.nbytes for t in kept if isinstance(t, Tensor))
 
 
@@ -127,7 +154,8 @@ def adapter_parameters(plan: Outline) -> int:
     return sum(p.numel() for p in joint.trainable_parameters()) if joint else 0
 
 
-# --------------------------------------------------------------------------------------------- the runtime
+# --------------------------------------------------------------------------------------------- the
+# runtime
 
 
 @remembered()
@@ -143,25 +171,33 @@ def prefill(plan: Outline, rows: int, length: int, dtype: torch.dtype) -> Tally:
 def decode(
     plan: Outline, rows: int, context: int, dtype: torch.dtype, drafts: int = 0, new: int = 1
 ) -> tuple[Tally, int]:
-    """Counts one round over `rows` texts of `context` tokens, sampling included, and the bytes of keys and values.
+    """Counts one round over `rows` texts of `context` tokens, sampling included, and the bytes of
+    keys and values.
 
-    With `drafts` the target verifies them, the drafter reads the features of `new` tokens per row and drafts again.
-    """
+    With `drafts` the target verifies them, the drafter reads the features of `new` tokens per row
+    and drafts again."""
     target, drafter = _target(plan, dtype), _served(plan, dtype)
-    caches = [RaggedCache(rows, 2 * (context + drafts + 1)) for _ in range(2)]  # their capacity doubles
+    caches = [
+        RaggedCache(rows, 2 * (context + drafts + 1)) for _ in range(2)
+    ]  # their capacity doubles
     ids, noise = torch.zeros(rows, drafts + 1, dtype=torch.long), torch.zeros(rows * (drafts + 1))
     for cache in caches:  # texts are hardly ever of one length
         cache.lengths[:] = [context - row % 2 for row in range(rows)]
 
     def one() -> None:
-        mask, places = caches[0].mask(0, rows, drafts + 1), caches[0].position_ids(0, rows, drafts + 1)
+        mask, places = (
+            caches[0].mask(0, rows, drafts + 1),
+            caches[0].position_ids(0, rows, drafts + 1),
+        )
         taps, last = target(ids, places, mask, caches[0].view(0, rows, drafts + 1))
         inverse_cdf(probabilities(target.logits(last).flatten(0, 1), SamplingParams()), noise)
         if drafts:
             caches[1].lengths[:] = [length - new for length in caches[0].lengths]
             taps, last = (t if t is None else t[:, :new] for t in (taps, last))
             read = DraftInput(caches[1], 0, rows, ids[:, :new], taps, last, [new] * rows)
-            drafter.draft(read, drafts, lambda logits: probabilities(logits, SamplingParams()).argmax(-1))
+            drafter.draft(
+                read, drafts, lambda logits: probabilities(logits, SamplingParams()).argmax(-1)
+            )
 
     with torch.no_grad(), Trace():
         one()  # makes the caches
@@ -172,17 +208,21 @@ def decode(
 
 @remembered()
 def replay(plan: Outline, prompt: int, response: int) -> Work:
-    """Counts the expected acceptance of one text: features, the unroll, both distributions at every depth."""
+    """Counts the expected acceptance of one text: features, the unroll, both distributions at every
+    depth."""
     target, drafter = _target(plan, plan.target.dtype), _served(plan, plan.target.dtype)
     K = plan.recipe.evaluation.num_speculative_tokens
     texts = [([0] * prompt, [0] * response)] * max(BATCH_TOKENS // (prompt + response), 1)
     with torch.no_grad(), _sizes_of(plan.device.type, plan.target.vocab_size), Trace() as trace:
         features = teacher_forced(target, texts)
-        accept_tables(target, drafter, features, texts, SamplingParams(), min(K, drafter.max_depth or K))
+        accept_tables(
+            target, drafter, features, texts, SamplingParams(), min(K, drafter.max_depth or K)
+        )
     return trace.tally.work * (1 / len(texts))
 
 
-# --------------------------------------------------------------------------------------------- models and rows
+# ---------------------------------------------------------------------------------------------
+# models and rows
 
 
 @remembered()
@@ -218,15 +258,26 @@ def _head(plan: Outline) -> Drafter:
 def _served(plan: Outline, dtype: torch.dtype) -> Drafter:
     """The drafter as it is exported."""
     with torch.device("meta"):
-        drafter = family_class(plan.drafter.family)(plan.drafter).to(dtype).requires_grad_(False).eval()
+        drafter = (
+            family_class(plan.drafter.family)(plan.drafter).to(dtype).requires_grad_(False).eval()
+        )
     return without_memory(drafter).attach(_target(plan, dtype))
 
 
 @contextmanager
 def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
-    """Gives attention and the objective the kernel and the chunks that they have on a device of this kind. Blocks of
-    the objective have at least BLOCK_ROWS rows of a large `vocabulary`, as each takes as long to walk."""
-    tables: list[dict[str, Any]] = [SCORES, KERNELS, CHUNK_ROWS, CHUNK_BYTES, SMALLEST_CHUNK, BLOCK_BYTES, SLAB_BYTES]
+    """Gives attention and the objective the kernel and the chunks that they have on a device of
+    this kind. Blocks of the objective have at least BLOCK_ROWS rows of a large `vocabulary`, as
+    each takes as long to walk."""
+    tables: list[dict[str, Any]] = [
+        SCORES,
+        KERNELS,
+        CHUNK_ROWS,
+        CHUNK_BYTES,
+        SMALLEST_CHUNK,
+        BLOCK_BYTES,
+        SLAB_BYTES,
+    ]
     before = [table["cpu"] for table in tables]
     for table in tables:
         table["cpu"] = table.get(kind, table["cuda"])
@@ -242,12 +293,15 @@ def _sizes_of(kind: str, vocabulary: int) -> Iterator[None]:
 
 @contextmanager
 def _blocks_repeat(trace: Trace) -> Iterator[None]:
-    """Lets the trace run two blocks of the objective of each shape, and count them for the others."""
+    """Lets the trace run two blocks of the objective of each shape, and count them for the
+    others."""
     run = chunked.score_block
 
     def score_block(task: chunked.Task, *tensors: Tensor | None) -> Any:
         reduced = None if task.draft_to_target is None else len(task.draft_to_target)
-        return trace.repeated((repr(task.mix), task.temperature, reduced), partial(run, task), tensors, {})
+        return trace.repeated(
+            (repr(task.mix), task.temperature, reduced), partial(run, task), tensors, {}
+        )
 
     chunked.score_block = score_block  # type: ignore[assignment]
     try:
@@ -257,9 +311,13 @@ def _blocks_repeat(trace: Trace) -> Iterator[None]:
 
 
 def packed_rows(plan: Outline, count: int) -> list[PackedRow]:
-    """Full rows of texts of the mean length, each with its response at the end; where nothing was counted all tokens
-    are supervised, which costs the most."""
-    T, packing, rows = plan.recipe.data.max_length, plan.recipe.data.packing, sum(s.rows for s in plan.sources)
+    """Full rows of texts of the mean length, each with its response at the end; where nothing was
+    counted all tokens are supervised, which costs the most."""
+    T, packing, rows = (
+        plan.recipe.data.max_length,
+        plan.recipe.data.packing,
+        sum(s.rows for s in plan.sources),
+    )
     length = min(max(round(plan.tokens / rows), 2), T) if packing and plan.tokens and rows else T
 
     def text(length: int) -> TokenRow:

@@ -38,11 +38,16 @@ class TokenCount:
 
 
 def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
-    """Counts the tokens of a source with the target's tokenizer, loaded once; without one, examples only."""
+    """Counts the tokens of a source with the target's tokenizer, loaded once; without one, examples
+    only."""
     t = recipe.target
     try:
-        tokenizer = load_tokenizer(t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision)
-        known = bool(tokenizer("a").input_ids)  # from config.json alone transformers makes one that knows no text
+        tokenizer = load_tokenizer(
+            t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision
+        )
+        known = bool(
+            tokenizer("a").input_ids
+        )  # from config.json alone transformers makes one that knows no text
     except CheckpointError:
         known = False
     if not known:
@@ -51,8 +56,8 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
     def tokenise(example: Example) -> tuple[list[TokenRow], int]:
-        """The rows it becomes; where its response is still to be written, as long as the one in the data. And how many
-        tokens its prompt has."""
+        """The rows it becomes; where its response is still to be written, as long as the one in the
+        data. And how many tokens its prompt has."""
         r = recipe.regenerate
         rows, prompt = list[TokenRow](), list[int]()
         try:
@@ -65,7 +70,9 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         if not r.enabled:
             return rows, len(prompt)
         response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
-        row = TokenRow.from_response(prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload)
+        row = TokenRow.from_response(
+            prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload
+        )
         return [row], len(prompt)
 
     def count(source: Source) -> TokenCount:
@@ -90,8 +97,12 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
 
 
 def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[TokenCount]:
-    """The part of each source that a mixture by shares uses; all of it without shares, or if one was not read."""
-    names, examples = ("examples", "rows", "tokens", "supervised"), [c.examples for c in counts if c.examples]
+    """The part of each source that a mixture by shares uses; all of it without shares, or if one
+    was not read."""
+    names, examples = (
+        ("examples", "rows", "tokens", "supervised"),
+        [c.examples for c in counts if c.examples],
+    )
     if len(examples) < len(counts) or not any(source.share for source in sources):
         return list(counts)
     return [
@@ -100,10 +111,13 @@ def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[Token
     ]
 
 
-def assumed(count: TokenCount, source: Source, recipe: Recipe, examples: int | None, tokens: int | None) -> TokenCount:
-    """`count` with what could not be counted filled in: `examples` of this source (None: its limit, or those of the
-    file), `tokens` of one example (None: assumed). Its note says what was assumed; it stays as it is if it was counted
-    and nobody says otherwise, or if nobody knows how many examples there are."""
+def assumed(
+    count: TokenCount, source: Source, recipe: Recipe, examples: int | None, tokens: int | None
+) -> TokenCount:
+    """`count` with what could not be counted filled in: `examples` of this source (None: its limit,
+    or those of the file), `tokens` of one example (None: assumed). Its note says what was assumed;
+    it stays as it is if it was counted and nobody says otherwise, or if nobody knows how many
+    examples there are."""
     if count.tokens and examples is None and tokens is None:
         return count
     known = examples or count.examples or source.limit
@@ -124,4 +138,6 @@ def assumed(count: TokenCount, source: Source, recipe: Recipe, examples: int | N
         facts.append(f"{share:.0%} of the tokens supervised")
     note = "; ".join(filter(None, [count.note, f"assumed: {', '.join(facts)}"]))
     tokens_there, supervised = round(known * each), round(known * asked)
-    return replace(count, examples=known, rows=known, tokens=tokens_there, supervised=supervised, note=note)
+    return replace(
+        count, examples=known, rows=known, tokens=tokens_there, supervised=supervised, note=note
+    )

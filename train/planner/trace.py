@@ -1,9 +1,10 @@
-"""Runs PyTorch code on tensors without memory and counts its matrix products, bytes moved, calls and memory.
+"""Runs PyTorch code on tensors without memory and counts its matrix products, bytes moved, calls
+and memory.
 
-Large tensors are hollow: they have a shape, a dtype and a device, and no values. Small tensors that depend on no hollow
-one are real, so that token ids, masks and indices lead the code where they would lead it in a run. torch's
-FakeTensorMode, FlopCounterMode and MemTracker do this together, but have no small values and take longer.
-"""
+Large tensors are hollow: they have a shape, a dtype and a device, and no values. Small tensors that
+depend on no hollow one are real, so that token ids, masks and indices lead the code where they
+would lead it in a run. torch's FakeTensorMode, FlopCounterMode and MemTracker do this together, but
+have no small values and take longer."""
 
 from __future__ import annotations
 
@@ -28,21 +29,45 @@ REAL = 1 << 18  # elements: larger tensors are hollow
 CPU, META = torch.device("cpu"), torch.device("meta")
 aten = torch.ops.aten
 # These touch as much of their first argument as they return or write.
-_LOOKUPS = {aten.index, aten.embedding, aten.gather, aten.index_select, aten.index_put_, aten.index_put, aten.scatter_,
-            aten.index_copy_, aten.index_add_, aten.scatter_add_, aten.index_fill_}  # fmt: skip
-_FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten._unsafe_view,
-         aten._local_scalar_dense, aten.lift_fresh, aten.is_same_size, aten.set_}  # fmt: skip
+_LOOKUPS = {
+    aten.index,
+    aten.embedding,
+    aten.gather,
+    aten.index_select,
+    aten.index_put_,
+    aten.index_put,
+    aten.scatter_,
+    aten.index_copy_,
+    aten.index_add_,
+    aten.scatter_add_,
+    aten.index_fill_,
+}
+_FREE = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten._local_scalar_dense,
+    aten.lift_fresh,
+    aten.is_same_size,
+    aten.set_,
+}
 
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class Hollow(Tensor):
-    """A tensor of the meta device that passes for one of a CPU. It is used inside of a Trace only."""
+    """A tensor of the meta device that passes for one of a CPU. It is used inside of a Trace
+    only."""
 
     @staticmethod
     def __new__(cls, meta: Tensor) -> Hollow:
-        return Tensor._make_subclass(cls, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
+        return Tensor._make_subclass(
+            cls, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=CPU
+        )
 
     in_kernel: ClassVar[bool] = False
 
@@ -59,8 +84,8 @@ class Hollow(Tensor):
 
 @dataclass
 class Tally:
-    """The counts of one phase. `entered`, `peak` and `kept`: bytes of all tensors of the trace when it began, at most,
-    and at its end."""
+    """The counts of one phase. `entered`, `peak` and `kept`: bytes of all tensors of the trace when
+    it began, at most, and at its end."""
 
     work: Work = field(default_factory=Work)
     entered: int = 0
@@ -69,7 +94,8 @@ class Tally:
 
 
 class Trace(TorchDispatchMode):
-    """Counts the code that runs inside, by phase. `live`: bytes of the tensors that were made there and still exist."""
+    """Counts the code that runs inside, by phase. `live`: bytes of the tensors that were made there
+    and still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +117,9 @@ class Trace(TorchDispatchMode):
             self.tally.kept, self.tally = self.live, before
             before.peak = max(before.peak, self.live)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is _DEVICE:
             return CPU
         kwargs, packet = kwargs or {}, func.overloadpacket
@@ -109,7 +137,11 @@ class Trace(TorchDispatchMode):
         make, cost = _KNOWN.get(key, (None, None))
         if make is not None:
             out = make()
-        elif func._schema.is_mutable and len(func._schema.returns) == 1 and isinstance(args[0], Tensor):
+        elif (
+            func._schema.is_mutable
+            and len(func._schema.returns) == 1
+            and isinstance(args[0], Tensor)
+        ):
             out = args[0]
         else:
             out = _in_kernel(func, args, kwargs)
@@ -130,12 +162,14 @@ class Trace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled inside, and shielding each call from Dynamo takes as long as counting it."""
+        """False: nothing is compiled inside, and shielding each call from Dynamo takes as long as
+        counting it."""
         return False
 
     def repeated(self, kind: Any, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs the first two calls of a kind with inputs of these shapes, a decoder layer say (the first may make what
-        all of them share). For the next ones it adds what the second one counted, and a layer of the cache."""
+        """Runs the first two calls of a kind with inputs of these shapes, a decoder layer say (the
+        first may make what all of them share). For the next ones it adds what the second one
+        counted, and a layer of the cache."""
         key, start = (kind, _key(args), _key(tuple(kwargs.items()))), self.live
         cache = next((v.cache for v in kwargs.values() if isinstance(v, RaggedView)), None)
         if self._repeated.get(key) is None:
@@ -177,7 +211,9 @@ class Trace(TorchDispatchMode):
 
 _DEVICE = torch.ops.prim.device.default
 Cost = tuple[Product | None, float]  # of one call: a product, or bytes through memory
-_KNOWN: dict[tuple, tuple[Callable[[], Any] | None, Cost | None]] = {}  # by call: makes its result, and its cost
+_KNOWN: dict[
+    tuple, tuple[Callable[[], Any] | None, Cost | None]
+] = {}  # by call: makes its result, and its cost
 
 
 def _cost(func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], out: Any) -> Cost:
@@ -185,7 +221,9 @@ def _cost(func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], out: Any) 
     written = sum(_bytes(t) for t in _tensors((out,)))
     if (flops := _flops(func, args, kwargs, out)) is not None:
         moved: float = sum(read) + written
-        if packet is aten._grouped_mm and inputs[1].ndim == 3:  # an expert that no row meets is not read
+        if (
+            packet is aten._grouped_mm and inputs[1].ndim == 3
+        ):  # an expert that no row meets is not read
             moved -= read[1] * (1 - 1 / inputs[1].shape[0]) ** inputs[0].shape[0]
         return Product(flops, moved, inputs[0].dtype), 0.0
     if packet in _LOOKUPS:
@@ -195,11 +233,14 @@ def _cost(func: Any, args: tuple, kwargs: dict, inputs: list[Tensor], out: Any) 
 
 
 def _flops(func: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
-    """Operations of a matrix product or an attention; None for everything else. torch lacks three of the formulas."""
+    """Operations of a matrix product or an attention; None for everything else. torch lacks three
+    of the formulas."""
     packet = func.overloadpacket
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
-    if packet is aten._grouped_mm:  # a row of [M, K] meets one of [E, K, N]; or [K, M] and [M, N] give [E, K, N]
+    if (
+        packet is aten._grouped_mm
+    ):  # a row of [M, K] meets one of [E, K, N]; or [K, M] and [M, N] give [E, K, N]
         return 2 * args[0].numel() * args[1].shape[-1]
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         return sdpa_flop_count(*(t.shape for t in args[:3]))
@@ -225,7 +266,8 @@ def _large(func: Any, args: tuple, tensors: list[Tensor]) -> bool:
     return sum(t.numel() for t in tensors) > REAL
 
 
-# --------------------------------------------------------------------------------------------- hollow tensors
+# ---------------------------------------------------------------------------------------------
+# hollow tensors
 
 
 def _in_kernel(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -234,18 +276,24 @@ def _in_kernel(func: Any, args: tuple, kwargs: dict) -> Any:
         return _grouped(*args, **kwargs)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": META}
-    args, kwargs = _mapped(_to_meta, args), {name: _mapped(_to_meta, value) for name, value in kwargs.items()}
+    args, kwargs = (
+        _mapped(_to_meta, args),
+        {name: _mapped(_to_meta, value) for name, value in kwargs.items()},
+    )
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(True)
         Hollow.in_kernel = True
         try:
-            return _mapped(lambda t: t if isinstance(t, Hollow) else Hollow(t), func(*args, **kwargs))
+            return _mapped(
+                lambda t: t if isinstance(t, Hollow) else Hollow(t), func(*args, **kwargs)
+            )
         finally:
             Hollow.in_kernel = False
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> Tensor:
-    """Multiplies rows [M, K] with one of the matrices [E, K, N] each, or gives the gradient of these."""
+    """Multiplies rows [M, K] with one of the matrices [E, K, N] each, or gives the gradient of
+    these."""
     shape = (a.shape[0], b.shape[-1]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1])
     return Hollow(torch.empty(shape, dtype=a.dtype, device=META))
 
@@ -260,7 +308,11 @@ def _nonzero(mask: Tensor) -> Tensor:
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices in place of masks, as the meta device cannot say how many elements a mask chooses."""
     masks = [i is not None and i.dtype == torch.bool for i in indices]
-    return [j for i, mask in zip(indices, masks) for j in (_nonzero(i).unbind(1) if mask and i is not None else (i,))]
+    return [
+        j
+        for i, mask in zip(indices, masks)
+        for j in (_nonzero(i).unbind(1) if mask and i is not None else (i,))
+    ]
 
 
 def _to_meta(t: Tensor) -> Tensor:
@@ -271,7 +323,10 @@ def _to_meta(t: Tensor) -> Tensor:
 
 def _maker(result: Any) -> Callable[[], Any]:
     """Makes new tensors like those of a result."""
-    shapes = _mapped(lambda t: partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=META), result)
+    shapes = _mapped(
+        lambda t: partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=META),
+        result,
+    )
 
     def make() -> Any:
         with torch._C._DisableTorchDispatch():
@@ -315,7 +370,9 @@ def without_memory(module: M) -> M:
             for name, t in tensors.items():
                 if t is not None and not isinstance(t, Hollow):
                     tensors[name] = made[t] if t in made else made.setdefault(t, _stand_in(t))
-        if isinstance(part, GradientCheckpointingLayer) and not isinstance(part.forward, partial):  # a decoder layer
+        if isinstance(part, GradientCheckpointingLayer) and not isinstance(
+            part.forward, partial
+        ):  # a decoder layer
             part.forward = partial(_layer, _kind(part), part.forward)
     module.__dict__["_apply"] = lambda *_, **__: module  # they cannot be moved, and need not be
     return module
@@ -324,7 +381,12 @@ def without_memory(module: M) -> M:
 def _kind(layer: nn.Module) -> tuple:
     """Equal for layers with the same code and settings, whatever their place."""
     settings = [vars(part).items() for part in layer.modules()]
-    known = {(n, v) for each in settings for n, v in each if isinstance(v, (str, int, float)) and n != "layer_idx"}
+    known = {
+        (n, v)
+        for each in settings
+        for n, v in each
+        if isinstance(v, (str, int, float)) and n != "layer_idx"
+    }
     return str(layer), frozenset(known)
 
 

@@ -12,7 +12,8 @@ from speculators.options import Count, PositiveInt, Section, Share, Text
 
 @dataclass(frozen=True)
 class Preset:
-    """`columns` are those of a recipe's `columns:`; `slices` the splits there are besides `split`."""
+    """`columns` are those of a recipe's `columns:`; `slices` the splits there are besides
+    `split`."""
 
     name: str
     about: str
@@ -26,38 +27,58 @@ _SHAREGPT = {"messages": "conversations"}  # turns as {from, value}
 _ANSWERED = {"user": "instruction", "assistant": "output"}
 
 PRESETS: dict[str, Preset] = {
-    "sharegpt": Preset("Aeala/ShareGPT_Vicuna_unfiltered", "chats of users with ChatGPT, many turns", _SHAREGPT),
+    "sharegpt": Preset(
+        "Aeala/ShareGPT_Vicuna_unfiltered", "chats of users with ChatGPT, many turns", _SHAREGPT
+    ),
     "ultrachat": Preset(
-        "HuggingFaceH4/ultrachat_200k", "generated chats of several turns", {"messages": "messages"},
-        split="train_sft", slices=("test_sft",),
+        "HuggingFaceH4/ultrachat_200k",
+        "generated chats of several turns",
+        {"messages": "messages"},
+        split="train_sft",
+        slices=("test_sft",),
     ),
     "magpie": Preset(
-        "Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "instructions written by Llama 3.1 70B", _SHAREGPT
+        "Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered",
+        "instructions written by Llama 3.1 70B",
+        _SHAREGPT,
     ),
     "magpie-qwen2.5": Preset(
-        "Magpie-Align/Magpie-Qwen2.5-Pro-300K-Filtered", "instructions written by Qwen 2.5 72B", _SHAREGPT
+        "Magpie-Align/Magpie-Qwen2.5-Pro-300K-Filtered",
+        "instructions written by Qwen 2.5 72B",
+        _SHAREGPT,
     ),
     "open-perfectblend": Preset(
         "mlabonne/open-perfectblend", "chat, mathematics, code and instructions, mixed", _SHAREGPT
     ),
-    "openhermes": Preset("teknium/OpenHermes-2.5", "a million instructions, with system prompts", _SHAREGPT),
-    "gsm8k": Preset(
-        "openai/gsm8k", "word problems with worked answers", {"user": "question", "assistant": "answer"},
-        config="main", slices=("test",),
+    "openhermes": Preset(
+        "teknium/OpenHermes-2.5", "a million instructions, with system prompts", _SHAREGPT
     ),
-    "codealpaca": Preset("sahil2801/CodeAlpaca-20k", "short programming tasks", _ANSWERED | {"input": "input"}),
+    "gsm8k": Preset(
+        "openai/gsm8k",
+        "word problems with worked answers",
+        {"user": "question", "assistant": "answer"},
+        config="main",
+        slices=("test",),
+    ),
+    "codealpaca": Preset(
+        "sahil2801/CodeAlpaca-20k", "short programming tasks", _ANSWERED | {"input": "input"}
+    ),
     "magicoder-evol": Preset(
-        "ise-uiuc/Magicoder-Evol-Instruct-110K", "programming tasks made harder step by step",
+        "ise-uiuc/Magicoder-Evol-Instruct-110K",
+        "programming tasks made harder step by step",
         {"user": "instruction", "assistant": "response"},
     ),
     "magicoder-oss": Preset(
-        "ise-uiuc/Magicoder-OSS-Instruct-75K", "programming tasks after open-source code",
+        "ise-uiuc/Magicoder-OSS-Instruct-75K",
+        "programming tasks after open-source code",
         {"user": "problem", "assistant": "solution"},
     ),
     "opencodeinstruct": Preset(
-        "nvidia/OpenCodeInstruct", "five million programming tasks with tests", {"user": "input", "assistant": "output"}
+        "nvidia/OpenCodeInstruct",
+        "five million programming tasks with tests",
+        {"user": "input", "assistant": "output"},
     ),
-}  # fmt: skip
+}
 
 
 def markdown() -> str:
@@ -67,7 +88,9 @@ def markdown() -> str:
         split = f"`{preset.split}`" + "".join(f", `{other}`" for other in preset.slices)
         config = f" (`config: {preset.config}`)" if preset.config else ""
         columns = ", ".join(f"{ours}: {theirs}" for ours, theirs in preset.columns.items())
-        lines.append(f"| `{key}` | {preset.name}{config}: {preset.about} | {split} | `{{{columns}}}` |")
+        lines.append(
+            f"| `{key}` | {preset.name}{config}: {preset.about} | {split} | `{{{columns}}}` |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -85,30 +108,61 @@ class StdlibSource(Section):
     count: PositiveInt = Field(1000, description="excerpts to read")
     seed: Count = Field(0, description="seed of the choice")
     prompt_chars: PositiveInt = Field(
-        500, description="characters of an excerpt that form the prompt, up to a line end; the rest is the reply"
+        500,
+        description=(
+            "characters of an excerpt that form the prompt, up to a line end; the rest is the reply"
+        ),
     )
 
 
 class Columns(Section):
     """The columns of a data set; exactly one of messages, user and prompt decides what a row is."""
 
-    messages: Text | None = Field(None, description="all turns, as {role, content} or {from, value}")
-    user: Text | None = Field(None, description="the only message of the user, such as instruction or question")
-    input: Text | None = Field(None, description="what is added to `user` after an empty line, where it is not empty")
-    assistant: Text | None = Field(None, description="the answer to `user`; null: still to be written")
-    reasoning: Text | None = Field(None, description="what the assistant thought before that answer")
+    messages: Text | None = Field(
+        None, description="all turns, as {role, content} or {from, value}"
+    )
+    user: Text | None = Field(
+        None, description="the only message of the user, such as instruction or question"
+    )
+    input: Text | None = Field(
+        None, description="what is added to `user` after an empty line, where it is not empty"
+    )
+    assistant: Text | None = Field(
+        None, description="the answer to `user`; null: still to be written"
+    )
+    reasoning: Text | None = Field(
+        None, description="what the assistant thought before that answer"
+    )
     system: Text | None = Field(None, description="the system prompt")
-    prompt: Text | None = Field(None, description="text to go on with as it is, without the chat template")
-    completion: Text | None = Field(None, description="how `prompt` goes on; null: still to be written")
-    tools: Text | None = Field(None, description="JSON schemas of the tools; null: the column tools, if there is one")
-    workload: Text | None = Field(None, description="the label in reports; null: the column workload, if there is one")
+    prompt: Text | None = Field(
+        None, description="text to go on with as it is, without the chat template"
+    )
+    completion: Text | None = Field(
+        None, description="how `prompt` goes on; null: still to be written"
+    )
+    tools: Text | None = Field(
+        None, description="JSON schemas of the tools; null: the column tools, if there is one"
+    )
+    workload: Text | None = Field(
+        None, description="the label in reports; null: the column workload, if there is one"
+    )
 
     @model_validator(mode="after")
     def _one_layout(self) -> Columns:
-        layouts = [name for name in ("messages", "user", "prompt") if getattr(self, name) is not None]
+        layouts = [
+            name for name in ("messages", "user", "prompt") if getattr(self, name) is not None
+        ]
         if len(layouts) != 1:
-            raise ValueError(f"expected exactly one of messages, user, prompt, got {' and '.join(layouts) or 'none'}")
-        needs = {"input": "user", "assistant": "user", "reasoning": "assistant", "completion": "prompt"}
+            raise ValueError(
+                "expected exactly one of messages, user, prompt, got"
+                f" {' and '.join(layouts) or 'none'}"
+            )
+        needs = {
+            "input": "user",
+            "assistant": "user",
+            "reasoning": "assistant",
+            "completion": "prompt",
+        }
         for name, other in needs.items():
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise ValueError(f"{name} needs {other}")
@@ -121,40 +175,76 @@ _KINDS = ("path", "name", "preset", "stdlib")
 
 
 class Source(Section):
-    """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path beside it)."""
+    """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path
+    beside it)."""
 
     path: Text | None = Field(
-        None, description="a .jsonl, .json or .parquet file (or .gz, .bz2, .zst), a folder of them, or a saved dataset"
+        None,
+        description=(
+            "a .jsonl, .json or .parquet file (or .gz, .bz2, .zst), a folder of them, or a saved"
+            " dataset"
+        ),
     )
     name: Text | None = Field(None, description="a dataset id on the Hugging Face hub")
     preset: Text | None = Field(
-        None, description=f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy of it"
+        None,
+        description=(
+            f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy"
+            " of it"
+        ),
     )
-    stdlib: StdlibSource | None = Field(None, description="the interpreter's standard library as code completion")
-    config: Text | None = Field(None, description="configuration of a hub dataset; null: its default")
-    revision: Text | None = Field(None, description="revision of a hub dataset; null: the default branch")
-    split: Text | None = Field(None, description="split or slice, such as train[:1%]; null: train, or the preset's")
-    streaming: bool = Field(False, description="read a hub dataset as it is downloaded, up to `limit` examples")
+    stdlib: StdlibSource | None = Field(
+        None, description="the interpreter's standard library as code completion"
+    )
+    config: Text | None = Field(
+        None, description="configuration of a hub dataset; null: its default"
+    )
+    revision: Text | None = Field(
+        None, description="revision of a hub dataset; null: the default branch"
+    )
+    split: Text | None = Field(
+        None, description="split or slice, such as train[:1%]; null: train, or the preset's"
+    )
+    streaming: bool = Field(
+        False, description="read a hub dataset as it is downloaded, up to `limit` examples"
+    )
     shuffle_buffer: PositiveInt | None = Field(
         None, description="with streaming: rows of the buffer that is drawn from; null: in order"
     )
     field: Literal["auto", "messages", "conversations", "completion"] = Field(
         "auto",
-        description="messages: OpenAI's, conversations: ShareGPT's, completion: with prompt; auto: what the row has",
+        description=(
+            "messages: OpenAI's, conversations: ShareGPT's, completion: with prompt; auto: what the"
+            " row has"
+        ),
     )
-    columns: Columns | None = Field(None, description="columns of other names; null: those of `field`, or the preset's")
+    columns: Columns | None = Field(
+        None, description="columns of other names; null: those of `field`, or the preset's"
+    )
     workload: Text | None = Field(
-        None, description="label in reports; null: the row's `workload`, else the file, dataset or preset name"
+        None,
+        description=(
+            "label in reports; null: the row's `workload`, else the file, dataset or preset name"
+        ),
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="variables of the template for this source, over data.chat_template_kwargs: a mix of modes"
+        {},
+        description=(
+            "variables of the template for this source, over data.chat_template_kwargs: a mix of"
+            " modes"
+        ),
     )
-    weight: float = Field(1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample")
+    weight: float = Field(
+        1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample"
+    )
     share: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="fraction of all examples, instead of a weight; the mixture is the largest that repeats none",
+        description=(
+            "fraction of all examples, instead of a weight; the mixture is the largest that repeats"
+            " none"
+        ),
     )
     limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
 
@@ -163,8 +253,9 @@ class Source(Section):
     def _without_demo(cls, value: Any) -> Any:
         if isinstance(value, dict) and "demo" in value:
             raise ValueError(
-                "demo: there is no such source any more; its conversations are files: write path: "
-                "recipes/quickstart/data/train.jsonl.gz (or validation, test) and limit: in place of count:"
+                "demo: there is no such source any more; its conversations are files: write path:"
+                " recipes/quickstart/data/train.jsonl.gz (or validation, test) and limit: in place"
+                " of count:"
             )
         return value
 
@@ -174,7 +265,9 @@ class Source(Section):
         if kinds == ["path", "preset"]:
             kinds = ["path"]
         if len(kinds) != 1:
-            raise ValueError(f"expected exactly one of {', '.join(_KINDS)}, got {' and '.join(kinds) or 'none'}")
+            raise ValueError(
+                f"expected exactly one of {', '.join(_KINDS)}, got {' and '.join(kinds) or 'none'}"
+            )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got '{self.preset}'")
         for option, allowed in {
@@ -185,7 +278,11 @@ class Source(Section):
             "streaming": ("name", "preset"),
         }.items():
             if getattr(self, option) not in (None, False) and kinds[0] not in allowed:
-                where = f"; write it under {kinds[0]}" if option == "split" and kinds[0] != "path" else ""
+                where = (
+                    f"; write it under {kinds[0]}"
+                    if option == "split" and kinds[0] != "path"
+                    else ""
+                )
                 raise ValueError(f"{option} has no meaning for a {kinds[0]} source{where}")
         if self.columns is not None and self.field != "auto":
             raise ValueError("field and columns say the same; give one")
@@ -196,9 +293,15 @@ class Source(Section):
 
     def _check_streaming(self) -> None:
         if self.shuffle_buffer is not None and not self.streaming:
-            raise ValueError("shuffle_buffer needs streaming: true; without it all rows are read, and shuffled later")
+            raise ValueError(
+                "shuffle_buffer needs streaming: true; without it all rows are read, and shuffled"
+                " later"
+            )
         if self.streaming and self.limit is None:
-            raise ValueError("streaming needs a limit: examples are kept in memory, and a data set may be endless")
+            raise ValueError(
+                "streaming needs a limit: examples are kept in memory, and a data set may be"
+                " endless"
+            )
         if self.streaming and "[" in (self.split or ""):
             raise ValueError(f"split: a stream has no slices, got '{self.split}'; use limit")
 
@@ -214,10 +317,16 @@ class Source(Section):
         known = PRESETS[self.preset]
         own: dict[str, Any] = {}
         if self.path is None:
-            own = {"name": known.name, "config": self.config or known.config, "split": self.split or known.split}
+            own = {
+                "name": known.name,
+                "config": self.config or known.config,
+                "split": self.split or known.split,
+            }
         if self.columns is None and self.field == "auto":
             own["columns"] = Columns.model_validate(known.columns)
-        return self.model_copy(update={"preset": None, "workload": self.workload or self.preset, **own})
+        return self.model_copy(
+            update={"preset": None, "workload": self.workload or self.preset, **own}
+        )
 
 
 def check_mixture(sources: list[Source]) -> list[Source]:
@@ -237,42 +346,72 @@ class DataSection(Section):
     """Conversations, and how they become token rows."""
 
     train: Sources = Field(min_length=1, description="sources of the examples to train on")
-    validation: Sources = Field([], description="held-out sources for evaluation during training; empty: none is made")
+    validation: Sources = Field(
+        [], description="held-out sources for evaluation during training; empty: none is made"
+    )
     max_length: Annotated[int, Field(ge=8)] = Field(
         2048, description="tokens of a packed row; longer conversations are cut and counted"
     )
-    packing: bool = Field(True, description="several documents per row, attention kept apart by segment ids")
-    shuffle_seed: Count = Field(0, description="seed of the order of examples and of fractional source weights")
-    num_proc: PositiveInt = Field(1, description="processes that render and tokenise; one suffices below 100k examples")
+    packing: bool = Field(
+        True, description="several documents per row, attention kept apart by segment ids"
+    )
+    shuffle_seed: Count = Field(
+        0, description="seed of the order of examples and of fractional source weights"
+    )
+    num_proc: PositiveInt = Field(
+        1, description="processes that render and tokenise; one suffices below 100k examples"
+    )
     chat_template: Text | None = Field(
-        None, description="file with a Jinja template in place of the tokenizer's; serving must use the same"
+        None,
+        description=(
+            "file with a Jinja template in place of the tokenizer's; serving must use the same"
+        ),
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="variables of the template, such as enable_thinking: false"
     )
     reasoning: Literal["keep", "drop"] = Field(
-        "keep", description="reasoning fields of a turn; keep fails where the template would lose them"
+        "keep",
+        description="reasoning fields of a turn; keep fails where the template would lose them",
     )
     on_bad_row: Literal["error", "drop"] = Field(
         "error",
-        description="for a conversation whose mask cannot be proved; damaged rows are always left out and listed",
+        description=(
+            "for a conversation whose mask cannot be proved; damaged rows are always left out and"
+            " listed"
+        ),
     )
     max_bad_rows: Count | None = Field(
         None, description="stop once more rows of a list of sources are bad; null: never"
     )
-    max_bad_share: Share | None = Field(None, description="stop if a larger fraction of the rows is bad; null: never")
+    max_bad_share: Share | None = Field(
+        None, description="stop if a larger fraction of the rows is bad; null: never"
+    )
     fan_out: bool = Field(
-        False, description="one example per assistant turn, each written anew by the target; off: the last turn only"
+        False,
+        description=(
+            "one example per assistant turn, each written anew by the target; off: the last turn"
+            " only"
+        ),
     )
     deduplicate: Literal["off", "exact", "near"] = Field(
         "exact",
-        description="exact: leave out repeated prompts (without regeneration: prompts and responses); near: by MinHash",
+        description=(
+            "exact: leave out repeated prompts (without regeneration: prompts and responses); near:"
+            " by MinHash"
+        ),
     )
     near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.8, description="with near: Jaccard similarity of five-word runs from which on prompts are alike"
+        0.8,
+        description=(
+            "with near: Jaccard similarity of five-word runs from which on prompts are alike"
+        ),
     )
     decontaminate: Literal["off", "exact", "ngram"] = Field(
-        "exact", description="leave out examples with a prompt of the evaluation; ngram: or a run of its words"
+        "exact",
+        description=(
+            "leave out examples with a prompt of the evaluation; ngram: or a run of its words"
+        ),
     )
     decontaminate_ngram: PositiveInt = Field(13, description="with ngram: words of a run")
 
@@ -281,11 +420,14 @@ class TemperatureShare(Section):
     """Part of the responses that is written at one temperature."""
 
     temperature: float = Field(ge=0, description="sampling temperature; 0 is greedy")
-    share: float = Field(gt=0, le=1, description="fraction of the conversations written at this temperature")
+    share: float = Field(
+        gt=0, le=1, description="fraction of the conversations written at this temperature"
+    )
 
 
 def read_shares(value: Any) -> Any:
-    """The short ways of writing `temperatures` as a list of shares: 1.0, [0.0, 1.0] or {0.0: 0.3, 1.0: 0.7}."""
+    """The short ways of writing `temperatures` as a list of shares: 1.0, [0.0, 1.0] or {0.0: 0.3,
+    1.0: 0.7}."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, dict):
@@ -305,16 +447,26 @@ def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
     return value
 
 
-Shares = Annotated[list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)]
+Shares = Annotated[
+    list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)
+]
 
 
 class EndpointSection(Section):
     """One server that writes responses, compatible with OpenAI's."""
 
-    url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1")
-    model: Text | None = Field(None, description="name it serves the target under; null: target.model, or its only one")
-    api_key_env: Text | None = Field(None, description="environment variable that holds its key; null: it asks none")
-    max_concurrency: PositiveInt = Field(64, description="requests under way at a time; a server's max_num_seqs fits")
+    url: str = Field(
+        pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1"
+    )
+    model: Text | None = Field(
+        None, description="name it serves the target under; null: target.model, or its only one"
+    )
+    api_key_env: Text | None = Field(
+        None, description="environment variable that holds its key; null: it asks none"
+    )
+    max_concurrency: PositiveInt = Field(
+        64, description="requests under way at a time; a server's max_num_seqs fits"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -325,38 +477,65 @@ class EndpointSection(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    # These keys change who writes and when it gives up, not the text: a run may be continued with other values.
+    # These keys change who writes and when it gives up, not the text: a run may be continued with
+    # other values.
     operational: ClassVar[frozenset[str]] = frozenset(
-        {"endpoints", "max_failures", "max_attempts", "request_timeout_s", "patience_s", "min_agreement"}
+        {
+            "endpoints",
+            "max_failures",
+            "max_attempts",
+            "request_timeout_s",
+            "patience_s",
+            "min_agreement",
+        }
     )
-    # These keys are left out of a run's fingerprint at their defaults, so that runs from before them continue.
+    # These keys are left out of a run's fingerprint at their defaults, so that runs from before
+    # them continue.
     later: ClassVar[tuple[str, ...]] = ("turns", "exchange", "unproved_tokens")
 
-    enabled: bool = Field(True, description="replace every response by the target's own; off: train on the data as is")
+    enabled: bool = Field(
+        True, description="replace every response by the target's own; off: train on the data as is"
+    )
     temperatures: Shares = Field(
         [TemperatureShare(temperature=1.0, share=1.0)],
         min_length=1,
-        description="[1.0], a list in equal parts, or {temperature: fraction}; use those of serving",
+        description=(
+            "[1.0], a list in equal parts, or {temperature: fraction}; use those of serving"
+        ),
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
     top_k: Count = Field(0, description="most likely tokens kept; 0: off")
     max_new_tokens: PositiveInt = Field(512, description="longest response")
     batch_size: PositiveInt = Field(32, description="conversations decoded together")
     seed: Count = Field(0, description="seed of the sampling")
-    cache_dir: Text | None = Field(None, description="where responses are kept; null: <output_dir>/responses")
+    cache_dir: Text | None = Field(
+        None, description="where responses are kept; null: <output_dir>/responses"
+    )
     turns: Literal["last", "all"] = Field(
         "last",
-        description="last: the last response, after the data's own earlier ones; all: each, after those written before",
+        description=(
+            "last: the last response, after the data's own earlier ones; all: each, after those"
+            " written before"
+        ),
     )
     endpoints: list[EndpointSection] = Field(
-        [], description="servers that write the responses, each a URL or a mapping; empty: this process"
+        [],
+        description=(
+            "servers that write the responses, each a URL or a mapping; empty: this process"
+        ),
     )
     exchange: Literal["tokens", "text"] = Field(
-        "tokens", description="with endpoints: token ids; text, for servers that take none, is tokenised again"
+        "tokens",
+        description=(
+            "with endpoints: token ids; text, for servers that take none, is tokenised again"
+        ),
     )
     unproved_tokens: Literal["drop", "keep"] = Field(
         "drop",
-        description="with exchange: text, responses whose tokens may differ from those written; they are counted",
+        description=(
+            "with exchange: text, responses whose tokens may differ from those written; they are"
+            " counted"
+        ),
     )
     max_failures: Share = Field(
         0.0, description="fraction of the responses that may fail for good; beyond it the run stops"
@@ -367,13 +546,19 @@ class RegenerateSection(Section):
         1800.0, gt=0, description="seconds without an answer from any endpoint before the run stops"
     )
     min_agreement: Share = Field(
-        0.9, description="fraction of greedy tokens in which endpoints must agree with the target or each other"
+        0.9,
+        description=(
+            "fraction of greedy tokens in which endpoints must agree with the target or each other"
+        ),
     )
 
     def not_in_fingerprint(self) -> set[str]:
         """Keys that shape no training, as they are here."""
         fields = type(self).model_fields
-        return {*self.operational, *(name for name in self.later if getattr(self, name) == fields[name].default)}
+        return {
+            *self.operational,
+            *(name for name in self.later if getattr(self, name) == fields[name].default),
+        }
 
     @model_validator(mode="after")
     def _each_once(self) -> RegenerateSection:

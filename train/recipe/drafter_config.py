@@ -19,8 +19,8 @@ DEFAULT_DRAFT_VOCABULARY = 32_000
 
 
 def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
-    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may not contradict.
-    `planning`: of a student's folder config.json will do."""
+    """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may
+    not contradict. `planning`: of a student's folder config.json will do."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
     wanted = options.shape(fields, target)
     config_only = planning and recipe.family == "draft_model"
@@ -33,55 +33,71 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
         raise ConfigError(
-            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's is {recipe.family!r}"
+            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's"
+            f" is {recipe.family!r}"
         )
     for key in options.model_fields_set & set(wanted):
         if wanted[key] is not None and wanted[key] != getattr(config, key):
             raise ConfigError(
-                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from "
-                f"({options.init_from}) has {getattr(config, key)}; leave {key} out or start from scratch"
+                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from"
+                f" ({options.init_from}) has {getattr(config, key)}; leave {key} out or start from"
+                " scratch"
             )
     options.accept(config)
     return fitting(recipe, config)
 
 
 def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
-    """The tokenizer's mask token, or the first row of the embedding that no token uses. ConfigError without either."""
+    """The tokenizer's mask token, or the first row of the embedding that no token uses. ConfigError
+    without either."""
     where = recipe.target
-    tokenizer = load_tokenizer(where.model, None, trust_remote_code=where.trust_remote_code, revision=where.revision)
+    tokenizer = load_tokenizer(
+        where.model, None, trust_remote_code=where.trust_remote_code, revision=where.revision
+    )
     if (token := tokenizer.mask_token_id) is None:
         token = max(tokenizer.get_vocab().values()) + 1
     if token >= target.vocab_size:
         raise ConfigError(
-            f"drafter.mask_token_id: the tokenizer of {where.model} has no mask token, and its tokens use all "
-            f"{target.vocab_size} rows of the embedding; name a token that no text contains, such as a reserved one"
+            f"drafter.mask_token_id: the tokenizer of {where.model} has no mask token, and its"
+            f" tokens use all {target.vocab_size} rows of the embedding; name a token that no text"
+            " contains, such as a reserved one"
         )
     return token
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
-    """The folder whose head the recipe starts from (`target`: the target's own), None where it starts from scratch."""
+    """The folder whose head the recipe starts from (`target`: the target's own), None where it
+    starts from scratch."""
     if recipe.drafter.init_from == "target":
         return resolve(recipe.target.model, recipe.target.revision)
-    return None if recipe.drafter.init_from is None else resolve(recipe.drafter.init_from, weights=weights)
+    return (
+        None
+        if recipe.drafter.init_from is None
+        else resolve(recipe.drafter.init_from, weights=weights)
+    )
 
 
 def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
-    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than it can make, or
-    longer texts."""
+    """The drafter without memory for its weights. ConfigError if the recipe wants more drafts than
+    it can make, or longer texts."""
     with torch.device("meta"):
         drafter = family_class(config.family)(config)
-    drafter.require_depth(recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens")
+    drafter.require_depth(
+        recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens"
+    )
     drafter.require_length(recipe.data.max_length, "data.max_length")
     for name, part in recipe.training_stages():
         if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
             where = f"stages ({name}): on_policy" if name else "on_policy"
-            drafter.require_depth(part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens")
+            drafter.require_depth(
+                part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens"
+            )
     return drafter
 
 
 def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
-    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no place for it."""
+    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no
+    place for it."""
     for name in recipe.export.formats:
         try:
             layout_for(name, config.family).check(config)

@@ -1,7 +1,7 @@
 """Reads a recipe from its YAML file, with the overrides of the command line.
 
-The YAML is version 1.2: `1e-4` is a number and `no` a word. Duplicate keys are refused; errors name file and line.
-"""
+The YAML is version 1.2: `1e-4` is a number and `no` a word. Duplicate keys are refused; errors name
+file and line."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from train.recipe.schema import Location, Node, Schema, explain, schema_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, override and validate one recipe file. Raises ConfigError, whose text lists every mistake found.
+    """Read, override and validate one recipe file. Raises ConfigError, whose text lists every
+    mistake found.
 
-    `overrides` are `section.key=value` strings; values are YAML, `null` included, and list items go by number
-    (`data.train.0.limit=100`).
-    """
+    `overrides` are `section.key=value` strings; values are YAML, `null` included, and list items go
+    by number (`data.train.0.limit=100`)."""
     path = Path(path)
     tree = read(path)
     overridden: list[Location] = []
@@ -40,13 +40,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _location(keys: Sequence[str], schema: Schema) -> Location:
-    """Joins the keys that are one key with dots in it: gates.t0.acceptance_length.min has three levels."""
+    """Joins the keys that are one key with dots in it: gates.t0.acceptance_length.min has three
+    levels."""
     location: list[str | int] = []
     node: Node | None = schema.root
     while keys:
         values = schema.resolve(node or {}).get("additionalProperties")
         if isinstance(values, dict):  # a mapping of sections
-            tail = 1 if len(keys) > 1 and keys[-1] in schema.resolve(values).get("properties", ()) else 0
+            tail = (
+                1
+                if len(keys) > 1 and keys[-1] in schema.resolve(values).get("properties", ())
+                else 0
+            )
             return (*location, ".".join(keys[: len(keys) - tail]), *keys[len(keys) - tail :])
         location.append(int(keys[0]) if keys[0].isdigit() else keys[0])
         node, keys = schema.child(node or {}, keys[0]), keys[1:]
@@ -60,15 +65,20 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
         if isinstance(tree, list):
             if not (isinstance(key, int) and key < len(tree)):
                 raise ConfigError(
-                    f"command line: {override}: {at} is a list of {len(tree)}; give an item's number, from 0"
+                    f"command line: {override}: {at} is a list of {len(tree)}; give an item's"
+                    " number, from 0"
                 )
         elif not isinstance(tree, dict):
-            raise ConfigError(f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself")
+            raise ConfigError(
+                f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself"
+            )
         if depth == len(location) - 1:
             tree[key] = value
         elif isinstance(tree, dict) and tree.get(key) is None:
             tree[key] = {}
-        elif isinstance(tree, dict) and isinstance(tree[key], int | float) and location[0] == "loss":
+        elif (
+            isinstance(tree, dict) and isinstance(tree[key], int | float) and location[0] == "loss"
+        ):
             tree[key] = {"weight": tree[key]}  # loss.jsd.beta=0.3 over the shorthand jsd: 1.0
         tree = tree[key]
     return location
@@ -82,13 +92,18 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The mapping in one YAML file. Raises ConfigError naming the file, and the line where there is one."""
+    """The mapping in one YAML file. Raises ConfigError naming the file, and the line where there is
+    one."""
     if path.is_dir():
-        raise ConfigError(f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}")
+        raise ConfigError(
+            f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe file; recipes/ holds the ones that come with Draftsmith") from None
+        raise ConfigError(
+            f"{path}: no such recipe file; recipes/ holds the ones that come with Draftsmith"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     tree = _parse(text, str(path))
@@ -99,7 +114,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:
-    """`training.steps=200` -> (["training", "steps"], 200); the value is YAML, nothing after `=` is null."""
+    """`training.steps=200` -> (["training", "steps"], 200); the value is YAML, nothing after `=` is
+    null."""
     name, equals, value = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):

@@ -47,45 +47,72 @@ class Recipe(Section):
     family_defaults: ClassVar[Mapping[str, Any]] = {}
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$", description="name of the run; its folder is runs/<name>"
+        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
+        description="name of the run; its folder is runs/<name>",
     )
     output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Text = Field(DEFAULT_FAMILY, description="kind of drafter, as registered in speculators.registry.FAMILIES")
+    family: Text = Field(
+        DEFAULT_FAMILY,
+        description="kind of drafter, as registered in speculators.registry.FAMILIES",
+    )
     target: TargetSection = Field(description="the frozen model to draft for")
-    drafter: DrafterOptions = Field(DrafterOptions(), description="the trained head; its keys are the family's")
+    drafter: DrafterOptions = Field(
+        DrafterOptions(), description="the trained head; its keys are the family's"
+    )
     data: DataSection = Field(description="conversations to train and validate on")
-    regenerate: RegenerateSection = Field(RegenerateSection(), description="responses rewritten by the target")
+    regenerate: RegenerateSection = Field(
+        RegenerateSection(), description="responses rewritten by the target"
+    )
     features: FeaturesSection = Field(
         FeaturesSection(),
-        description="the target's features of training rows: made as they are needed, or kept on disk",
+        description=(
+            "the target's features of training rows: made as they are needed, or kept on disk"
+        ),
     )
     loss: LossTerms = Field(
         {"forward_kl": 1.0},
-        description="divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
-        "fastest from scratch",
+        description=(
+            "divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
+            "fastest from scratch"
+        ),
     )
     position_weights: dict[str, float | bool] | None = Field(
         None,
-        description="weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform: true} or "
-        "{d_pace: alpha}; null: drafter.step_decay",
+        description=(
+            "weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform:"
+            " true} or {d_pace: alpha}; null: drafter.step_decay"
+        ),
     )
     training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
     joint: JointSection | None = Field(
         None,
-        description="train the target along with the heads (Medusa-2), in the last stage if there are several; what is "
-        "served is then the trained target; null: it is frozen",
+        description=(
+            "train the target along with the heads (Medusa-2), in the last stage if there are"
+            " several; what is served is then the trained target; null: it is frozen"
+        ),
     )
     on_policy: OnPolicySection | None = Field(
         None,
-        description="learn part of the steps from texts that the drafter in training had a part in; null: from data",
+        description=(
+            "learn part of the steps from texts that the drafter in training had a part in; null:"
+            " from data"
+        ),
     )
     stages: list[Stage] = Field(
-        [], description="stages of training one after the other, each with the keys that differ; empty: one stage"
+        [],
+        description=(
+            "stages of training one after the other, each with the keys that differ; empty: one"
+            " stage"
+        ),
     )
     export: ExportSection = Field(ExportSection(), description="formats to write")
     evaluation: EvaluationSection = Field(EvaluationSection(), description="the acceptance report")
     gates: dict[str, Gate] = Field(
-        {}, description="bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing is gated"
+        {},
+        description=(
+            "bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing"
+            " is gated"
+        ),
     )
     trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         [], description="where curves are sent besides the run's folder; none or []: nowhere"
@@ -95,7 +122,8 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _published(cls, value: Any) -> Any:
-        """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value each."""
+        """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value
+        each."""
         if isinstance(value, dict):
             for name, default in cls.family_defaults.items():
                 given = value.get(name)
@@ -108,7 +136,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _output_dir(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("output_dir") is None and isinstance(value.get("name"), str):
+        if (
+            isinstance(value, dict)
+            and value.get("output_dir") is None
+            and isinstance(value.get("name"), str)
+        ):
             value = {**value, "output_dir": f"runs/{value['name']}"}
         return value
 
@@ -128,19 +160,28 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         try:
             mix = Mix.parse(self.loss)
-            position = None if self.position_weights is None else PositionWeights.parse(self.position_weights)
+            position = (
+                None
+                if self.position_weights is None
+                else PositionWeights.parse(self.position_weights)
+            )
         except ConfigError as error:
             raise ValueError(str(error)) from None
         family = family_class(self.family)
         if self.on_policy is not None and family.samples_terms:
             raise ValueError(
-                f"on_policy: a drafter of family {self.family} learns from a sample of the chains of a row, which need "
-                "not hold the rejected ones; leave on_policy out"
+                f"on_policy: a drafter of family {self.family} learns from a sample of the chains"
+                " of a row, which need not hold the rejected ones; leave on_policy out"
             )
         if mix.chain_terms and not family.one_head:
-            raise ValueError(f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv")
+            raise ValueError(
+                f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv"
+            )
         if mix.chain_terms and position is not None and position.measured:
-            raise ValueError(f"loss.e2e_tv: weighs positions by itself; leave position_weights.{position.kind} out")
+            raise ValueError(
+                "loss.e2e_tv: weighs positions by itself; leave"
+                f" position_weights.{position.kind} out"
+            )
         for name in self.gates:
             try:
                 temperature, _ = split_gate(name)
@@ -152,57 +193,86 @@ class Recipe(Section):
                     f"evaluation.temperatures is {self.evaluation.temperatures}"
                 )
         if self.joint is not None and self.target.adapter is not None:
-            raise ValueError("target.adapter: joint trains a LoRA of its own; merge the adapter into the model first")
+            raise ValueError(
+                "target.adapter: joint trains a LoRA of its own; merge the adapter into the model"
+                " first"
+            )
         if self.joint is not None and self.drafter.adapter is not None:
-            raise ValueError("drafter.adapter: joint trains the target too, and a shared head is one frozen target's")
+            raise ValueError(
+                "drafter.adapter: joint trains the target too, and a shared head is one frozen"
+                " target's"
+            )
         if self.joint is not None and self.training.keep_features_gb:
-            raise ValueError("training.keep_features_gb: a trained target's features change at every step")
+            raise ValueError(
+                "training.keep_features_gb: a trained target's features change at every step"
+            )
         if self.joint is not None and self.features.mode == "cache":
-            raise ValueError("features.mode: a trained target's features change at every step; needs online")
+            raise ValueError(
+                "features.mode: a trained target's features change at every step; needs online"
+            )
         if self.joint is not None and self.on_policy is not None and not self.stages:
             raise ValueError(
-                "on_policy: a target that is trained along is no longer the one that accepted and rejected the drafts; "
-                "give joint and on_policy stages of their own"
+                "on_policy: a target that is trained along is no longer the one that accepted and"
+                " rejected the drafts; give joint and on_policy stages of their own"
             )
-        if self.on_policy is not None and self.on_policy.written_by == "drafter" and not self._can_write():
+        if (
+            self.on_policy is not None
+            and self.on_policy.written_by == "drafter"
+            and not self._can_write()
+        ):
             raise ValueError(
-                f"on_policy.written_by: a drafter of family {self.family} writes no text of its own in the target's "
-                "tokens; let the target write (target), with the drafter drafting"
+                f"on_policy.written_by: a drafter of family {self.family} writes no text of its own"
+                " in the target's tokens; let the target write (target), with the drafter drafting"
             )
         if self.data.fan_out and not self.regenerate.enabled:
             raise ValueError(
-                "data.fan_out: without regeneration every assistant turn is learnt already, in one row; leave it out"
+                "data.fan_out: without regeneration every assistant turn is learnt already, in one"
+                " row; leave it out"
             )
         if self.data.fan_out and self.regenerate.turns == "all":
             raise ValueError(
-                "data.fan_out: with regenerate.turns: all every turn is written anew already, each after those before; "
-                "leave one of the two out"
+                "data.fan_out: with regenerate.turns: all every turn is written anew already, each"
+                " after those before; leave one of the two out"
             )
-        compared = [temperature for temperature, figure in map(split_gate, self.gates) if figure == "vllm_gap"]
+        compared = [
+            temperature
+            for temperature, figure in map(split_gate, self.gates)
+            if figure == "vllm_gap"
+        ]
         if compared and len(self.evaluation.engines) < 2:
-            raise ValueError("gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]")
+            raise ValueError(
+                "gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]"
+            )
         if missing := set(compared) - {None, *self.evaluation.vllm_temperatures}:
             raise ValueError(
-                f"gates: vllm_gap at temperature {missing.pop():g} needs it in evaluation.vllm.temperatures"
+                f"gates: vllm_gap at temperature {missing.pop():g} needs it in"
+                " evaluation.vllm.temperatures"
             )
         if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
             raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
         if self.gates and not self.measured:
             raise ValueError(
-                "gates: there is nothing to measure on; give evaluation.prompts, data.validation or evaluation.suites"
+                "gates: there is nothing to measure on; give evaluation.prompts, data.validation or"
+                " evaluation.suites"
             )
         return self
 
     @model_validator(mode="after")
     def _shards_run_together(self) -> Recipe:
         """The processes of a sharded target run it the same number of times."""
-        parts: dict[str, object] = {"joint": self.joint, "on_policy": self.on_policy, "stages": self.stages}
+        parts: dict[str, object] = {
+            "joint": self.joint,
+            "on_policy": self.on_policy,
+            "stages": self.stages,
+        }
         parts["training.keep_features_gb"] = self.training.keep_features_gb
         parts["features.mode: cache"] = self.features.mode == "cache"
-        if self.target.sharding != "none" and (given := [name for name, part in parts.items() if part]):
+        if self.target.sharding != "none" and (
+            given := [name for name, part in parts.items() if part]
+        ):
             raise ValueError(
-                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would run the target "
-                f"alone; leave {given[0]} out or set target.sharding: none"
+                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would"
+                f" run the target alone; leave {given[0]} out or set target.sharding: none"
             )
         return self
 
@@ -211,14 +281,20 @@ class Recipe(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages: each needs a name of its own, got {', '.join(names)}")
-        fixed = set(type(self.drafter).model_fields) & set(family_class(self.family).config_class.model_fields)
+        fixed = set(type(self.drafter).model_fields) & set(
+            family_class(self.family).config_class.model_fields
+        )
         for i, stage in enumerate(self.stages):
             if shaped := sorted((fixed | {"init_from", "adapter"}) & set(stage.drafter)):
-                raise ValueError(f"stages.{i}.drafter.{shaped[0]}: a later stage goes on with the same head")
+                raise ValueError(
+                    f"stages.{i}.drafter.{shaped[0]}: a later stage goes on with the same head"
+                )
             try:
                 self.stage(i)
             except ValidationError as error:
-                raise ValueError(explain(error, f"stages.{i} ({stage.name})", (), type(self))) from None
+                raise ValueError(
+                    explain(error, f"stages.{i} ({stage.name})", (), type(self))
+                ) from None
         return self
 
     @property
@@ -250,7 +326,8 @@ class Recipe(Section):
 
     @property
     def held_out_prompts(self) -> int:
-        """Validation prompts that a held-out evaluation reads, the same at each of its temperatures."""
+        """Validation prompts that a held-out evaluation reads, the same at each of its
+        temperatures."""
         return -(-self.training.eval_texts // len(self.evaluation.temperatures))
 
     def training_stages(self) -> list[tuple[str, Recipe]]:
@@ -259,10 +336,13 @@ class Recipe(Section):
 
     def resolved_yaml(self) -> str:
         """The recipe with every default written out; loading it gives this recipe again."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+        return yaml.safe_dump(
+            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
+        )
 
     def recipe_hash(self) -> str:
-        """sha256 (hex) of the canonical JSON of the resolved recipe: equal exactly when all values are."""
+        """sha256 (hex) of the canonical JSON of the resolved recipe: equal exactly when all values
+        are."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -278,11 +358,15 @@ class Recipe(Section):
 
 @cache
 def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
-    """The recipe of a family: its own keys under `drafter`, and its published defaults elsewhere."""
+    """The recipe of a family: its own keys under `drafter`, and its published defaults
+    elsewhere."""
     if family not in FAMILIES:
         return Recipe  # which refuses it by name
     drafter = family_class(family)
-    options: Any = (drafter.options, Field(drafter.options(), description=Recipe.model_fields["drafter"].description))
+    options: Any = (
+        drafter.options,
+        Field(drafter.options(), description=Recipe.model_fields["drafter"].description),
+    )
     made = create_model("Recipe", __base__=Recipe, drafter=options)
     made.family_defaults = drafter.defaults
     return made
@@ -299,19 +383,23 @@ def family_of(tree: Any) -> str:
 
 
 def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
-    """Every key in file order: dotted name (`[]` a list item, `<name>` any key), type, default, meaning.
+    """Every key in file order: dotted name (`[]` a list item, `<name>` any key), type, default,
+    meaning.
 
-    The keys under `drafter` and the published defaults are those of `family`. A section that several keys share is
-    spelled out at the first of them.
-    """
+    The keys under `drafter` and the published defaults are those of `family`. A section that
+    several keys share is spelled out at the first of them."""
     if family not in FAMILIES:
         raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
     rows = schema_of(recipe_class(family)).rows()
-    own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {"family": family}
+    own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {
+        "family": family
+    }
     return [row._replace(default=str(own[row.name])) if row.name in own else row for row in rows]
 
 
-def _leaves(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(
+    tree: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """(keys, value) of a tree of defaults; those of ONE_VALUE are one value each."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and key not in ONE_VALUE:

@@ -1,4 +1,5 @@
-"""The keys of a pydantic model, read off its JSON schema: for the manual, and for errors that name file and key."""
+"""The keys of a pydantic model, read off its JSON schema: for the manual, and for errors that name
+file and key."""
 
 from __future__ import annotations
 
@@ -14,8 +15,14 @@ from pydantic_core import ErrorDetails
 Location = tuple[str | int, ...]
 Node = dict[str, Any]  # a JSON schema
 
-_NAMES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false",
-          "object": "a mapping", "null": "null"}  # fmt: skip
+_NAMES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "object": "a mapping",
+    "null": "null",
+}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -29,7 +36,8 @@ class SchemaRow(NamedTuple):
 
 
 class Schema:
-    """The JSON schema of a model. A node is the schema of one key; `resolve` gives what a `$ref` stands for."""
+    """The JSON schema of a model. A node is the schema of one key; `resolve` gives what a `$ref`
+    stands for."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self.root: Node = model.model_json_schema()
@@ -61,7 +69,8 @@ class Schema:
         return [] if node is None else list(self.resolve(node).get("properties", ()))
 
     def rows(self) -> list[SchemaRow]:
-        """Every key in the order of the model. The keys of a section that occurs twice are given once."""
+        """Every key in the order of the model. The keys of a section that occurs twice are given
+        once."""
         return list(self._rows(self.root, "", {}))
 
     def _rows(self, section: Node, prefix: str, seen: dict[int, str]) -> Iterator[SchemaRow]:
@@ -112,21 +121,27 @@ def describe(node: Node) -> str:
 # ------------------------------------------------------------------ errors
 
 
-def explain(error: ValidationError, path: str, overridden: Sequence[Location], model: type[BaseModel]) -> str:
-    """All mistakes, a line per source: `recipes/x.yaml: drafter.num_layers: expected ..., got ...; ...`."""
+def explain(
+    error: ValidationError, path: str, overridden: Sequence[Location], model: type[BaseModel]
+) -> str:
+    """All mistakes, a line per source: `recipes/x.yaml: drafter.num_layers: expected ..., got ...;
+    ...`."""
     texts: dict[str, list[str]] = {}
     wide = ("value_error", "extra_forbidden")  # blame a whole section, whichever key in it was set
     for item in error.errors(include_url=False):
         dotted, message = ".".join(map(str, item["loc"])), _message(item, schema_of(model))
         text = f"{dotted}: {message}" if dotted else message
-        at, _, _ = text.partition(":")  # checks across sections have no location, but name the key first
+        at, _, _ = text.partition(
+            ":"
+        )  # checks across sections have no location, but name the key first
         caused = any(_concerns(at, ".".join(map(str, o)), item["type"] in wide) for o in overridden)
         texts.setdefault("command line" if caused else path, []).append(text)
     return "\n".join(f"{source}: {'; '.join(messages)}" for source, messages in texts.items())
 
 
 def _concerns(at: str, override: str, within: bool) -> bool:
-    """True if the override set the wrong key, a section around it, or (`within`) a key inside it."""
+    """True if the override set the wrong key, a section around it, or (`within`) a key inside
+    it."""
     return f"{at}.".startswith(f"{override}.") or (within and f"{override}.".startswith(f"{at}."))
 
 
@@ -143,7 +158,8 @@ def _message(item: ErrorDetails, schema: Schema) -> str:
 
 
 def _suggestion(location: Location, schema: Schema) -> str:
-    """The nearest valid key here, else the same key in another section, else all keys valid here."""
+    """The nearest valid key here, else the same key in another section, else all keys valid
+    here."""
     key, valid = str(location[-1]), schema.keys(location[:-1])
     if near := difflib.get_close_matches(key, valid, n=1, cutoff=0.6):
         return f"; did you mean '{near[0]}'?"

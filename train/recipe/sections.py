@@ -1,7 +1,7 @@
 """The sections of a recipe: every key a user can write, its meaning and its default.
 
-The sections about text are in `train.recipe.data_sections`, the keys of a drafter in its family's file.
-"""
+The sections about text are in `train.recipe.data_sections`, the keys of a drafter in its family's
+file."""
 
 from __future__ import annotations
 
@@ -27,24 +27,41 @@ if TYPE_CHECKING:
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
-    model: Text = Field(description="folder or Hugging Face id of the target; org/name@revision gives the revision too")
+    model: Text = Field(
+        description=(
+            "folder or Hugging Face id of the target; org/name@revision gives the revision too"
+        )
+    )
     adapter: Text | None = Field(
         None,
-        description="folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the target, which "
-        "is written to <output_dir>/target and is the target of this run",
+        description=(
+            "folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the"
+            " target, which is written to <output_dir>/target and is the target of this run"
+        ),
     )
     dtype: Dtype = Field(
-        "auto", description="auto: as its config says, but float32 for bfloat16 on a CPU without instructions for it"
+        "auto",
+        description=(
+            "auto: as its config says, but float32 for bfloat16 on a CPU without instructions"
+            " for it"
+        ),
     )
-    revision: Text | None = Field(None, description="branch, tag or commit on the hub; null: the default branch")
-    trust_remote_code: bool = Field(False, description="run Python code of the checkpoint, which can do anything")
+    revision: Text | None = Field(
+        None, description="branch, tag or commit on the hub; null: the default branch"
+    )
+    trust_remote_code: bool = Field(
+        False, description="run Python code of the checkpoint, which can do anything"
+    )
     attn_implementation: Literal["sdpa", "eager"] = Field(
         "sdpa", description="attention kernel; packed rows need one that takes a mask"
     )
 
     sharding: Literal["none", "fsdp"] = Field(
         "none",
-        description="none: every process holds all of it; fsdp: a part of every layer, gathered while it computes",
+        description=(
+            "none: every process holds all of it; fsdp: a part of every layer, gathered while it"
+            " computes"
+        ),
     )
 
     @model_validator(mode="before")
@@ -59,7 +76,8 @@ class TargetSection(Section):
         return value
 
     def sketch(self, device: torch.device | str | None = None) -> TargetSketch:
-        """The target's sizes, from its config.json alone. `device`: what it is to run on; None: this machine's."""
+        """The target's sizes, from its config.json alone. `device`: what it is to run on; None:
+        this machine's."""
         from speculators.target.info import sketch_target  # imports torch and transformers
 
         return sketch_target(
@@ -74,13 +92,17 @@ class TargetSection(Section):
         """The target's tokenizer."""
         from inference.entrypoints.loading import load_tokenizer  # imports torch and transformers
 
-        return load_tokenizer(self.model, None, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return load_tokenizer(
+            self.model, None, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
 WITHOUT_EFFECT = {  # keys of earlier versions that nothing read, and what to do instead
     "compile": "training is not compiled; leave the key out",
-    "num_workers": "rows are tokens before training begins, so no process loads them; leave the key out",
+    "num_workers": (
+        "rows are tokens before training begins, so no process loads them; leave the key out"
+    ),
 }
 
 
@@ -89,46 +111,86 @@ class TrainingSection(Section):
 
     steps: PositiveInt | None = Field(None, description="optimiser steps; instead of epochs")
     epochs: float | None = Field(
-        None, gt=0, description="passes over the data; 2 if no budget is given: heads overfit small data after a few"
+        None,
+        gt=0,
+        description=(
+            "passes over the data; 2 if no budget is given: heads overfit small data after a few"
+        ),
     )
-    max_minutes: float | None = Field(None, gt=0, description="stop after this many minutes of training")
-    batch_size: PositiveInt = Field(8, description="packed rows of data.max_length tokens per process and micro-step")
+    max_minutes: float | None = Field(
+        None, gt=0, description="stop after this many minutes of training"
+    )
+    batch_size: PositiveInt = Field(
+        8, description="packed rows of data.max_length tokens per process and micro-step"
+    )
     gradient_accumulation_steps: PositiveInt = Field(
         1, description="micro-steps per step; the loss is a mean over all their valid tokens"
     )
     global_batch_size: PositiveInt | None = Field(
-        None, description="rows per step over all processes; null: batch_size x processes x gradient_accumulation_steps"
+        None,
+        description=(
+            "rows per step over all processes; null: batch_size x processes x"
+            " gradient_accumulation_steps"
+        ),
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for the layers' matrices, AdamW for the rest; mostly fewer steps"
+        "adamw",
+        description="muon: for the layers' matrices, AdamW for the rest; mostly fewer steps",
     )
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's")
-    muon_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule")
+    learning_rate: float = Field(
+        1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's"
+    )
+    muon_learning_rate: float = Field(
+        0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule"
+    )
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
     )
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly")
+    weight_decay: float = Field(
+        0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly"
+    )
     warmup_ratio: Share = Field(0.02, description="part of the run that warms the learning rate up")
-    lr_schedule: Literal["cosine", "constant"] = Field("cosine", description="after the warm-up; cosine ends at zero")
-    max_grad_norm: float = Field(0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper")
+    lr_schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="after the warm-up; cosine ends at zero"
+    )
+    max_grad_norm: float = Field(
+        0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper"
+    )
     mixed_precision: Literal["auto", "bf16", "no"] = Field(
-        "auto", description="autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"
+        "auto",
+        description=(
+            "autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"
+        ),
     )
     seed: Count = Field(0, description="seed of initialisation and sampling order")
-    eval_every: PositiveInt | None = Field(None, description="steps between held-out evaluations; null: ten a run")
-    eval_texts: PositiveInt = Field(
-        128, description="held-out texts of an evaluation, over all temperatures and workloads; best/ is chosen on them"
+    eval_every: PositiveInt | None = Field(
+        None, description="steps between held-out evaluations; null: ten a run"
     )
-    save_every: PositiveInt | None = Field(None, description="steps between checkpoints; null: with every evaluation")
+    eval_texts: PositiveInt = Field(
+        128,
+        description=(
+            "held-out texts of an evaluation, over all temperatures and workloads; best/ is chosen"
+            " on them"
+        ),
+    )
+    save_every: PositiveInt | None = Field(
+        None, description="steps between checkpoints; null: with every evaluation"
+    )
     log_every: PositiveInt = Field(
-        10, description="steps between readings of what steps measured, which wait for an accelerator; CPUs: every step"
+        10,
+        description=(
+            "steps between readings of what steps measured, which wait for an accelerator; CPUs:"
+            " every step"
+        ),
     )
     keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
         None, description="tokens whose logits exist at once; null: by device and vocabulary"
     )
     keep_features_gb: float = Field(
-        0.0, ge=0, description="memory for features of training rows, which later epochs then read; 0: none"
+        0.0,
+        ge=0,
+        description="memory for features of training rows, which later epochs then read; 0: none",
     )
     activation_checkpointing: bool = Field(
         False, description="compute each depth again in the backward pass; for long rows"
@@ -137,12 +199,15 @@ class TrainingSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_effect(cls, value: Any) -> Any:
-        """Recipes that earlier versions wrote out name these keys with `false` and `0`, which ask for nothing."""
+        """Recipes that earlier versions wrote out name these keys with `false` and `0`, which ask
+        for nothing."""
         if not isinstance(value, dict):
             return value
         for key, advice in WITHOUT_EFFECT.items():
             if value.get(key):
-                raise ValueError(f"training.{key}: no longer a key, and never had an effect; {advice}")
+                raise ValueError(
+                    f"training.{key}: no longer a key, and never had an effect; {advice}"
+                )
         return {name: given for name, given in value.items() if name not in WITHOUT_EFFECT}
 
     @model_validator(mode="before")
@@ -161,7 +226,8 @@ class TrainingSection(Section):
             )
         if self.global_batch_size is not None and self.gradient_accumulation_steps != 1:
             raise ValueError(
-                f"gradient_accumulation_steps follows from global_batch_size ({self.global_batch_size}); leave it out"
+                "gradient_accumulation_steps follows from global_batch_size"
+                f" ({self.global_batch_size}); leave it out"
             )
         return self
 
@@ -175,8 +241,12 @@ class JointSection(Section):
     target_modules: list[Text] | Literal["all-linear"] = Field(
         "all-linear", description="names of its linear layers, as peft takes them"
     )
-    base_loss_weight: float = Field(1.0, gt=0, description="weight of the target's own cross-entropy on the data")
-    heads_loss_weight: float = Field(0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2")
+    base_loss_weight: float = Field(
+        1.0, gt=0, description="weight of the target's own cross-entropy on the data"
+    )
+    heads_loss_weight: float = Field(
+        0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2"
+    )
     heads_schedule: Literal["sine", "constant"] = Field(
         "sine", description="growth of that weight: a quarter of a sine, or at once"
     )
@@ -192,7 +262,9 @@ def _float_weights(loss: dict[str, Any]) -> dict[str, Any]:
     return {name: float(term) if type(term) is int else term for name, term in loss.items()}
 
 
-LossTerms = Annotated[dict[str, Any], AfterValidator(_float_weights)]  # divergences and their weights or options
+LossTerms = Annotated[
+    dict[str, Any], AfterValidator(_float_weights)
+]  # divergences and their weights or options
 
 
 class ShareSchedule(Section):
@@ -211,31 +283,50 @@ class OnPolicySection(Section):
 
     share: ShareSchedule = Field(
         ShareSchedule(start=1.0, end=1.0),
-        description="probability that a micro-step learns from rollouts: a number, or {start: 0.0, end: 1.0}",
+        description=(
+            "probability that a micro-step learns from rollouts: a number, or {start: 0.0, end:"
+            " 1.0}"
+        ),
     )
     written_by: Literal["target", "drafter"] | None = Field(
-        None, description="target: speculative decoding; drafter: a draft model alone; null: drafter if it can"
+        None,
+        description=(
+            "target: speculative decoding; drafter: a draft model alone; null: drafter if it can"
+        ),
     )
     temperatures: Shares | None = Field(
         None,
         min_length=1,
-        description="as in regenerate; null: those of regenerate, whose top_p and top_k hold here too",
+        description=(
+            "as in regenerate; null: those of regenerate, whose top_p and top_k hold here too"
+        ),
     )
-    max_new_tokens: PositiveInt = Field(256, description="longest response of a rollout, within data.max_length")
+    max_new_tokens: PositiveInt = Field(
+        256, description="longest response of a rollout, within data.max_length"
+    )
     prompts: PositiveInt = Field(
         64, description="texts per refresh, over all processes; prompts are those of data.train"
     )
-    refresh_every: PositiveInt = Field(50, description="steps after which texts are written anew, if a step needs any")
-    num_speculative_tokens: PositiveInt | None = Field(None, description="drafts per verification; null: evaluation's")
+    refresh_every: PositiveInt = Field(
+        50, description="steps after which texts are written anew, if a step needs any"
+    )
+    num_speculative_tokens: PositiveInt | None = Field(
+        None, description="drafts per verification; null: evaluation's"
+    )
     suffix_loss: LossTerms = Field(
         {"reverse_kl": 1.0},
-        description="divergences, as in loss, of drafts after a rejected token; none on the data's token",
+        description=(
+            "divergences, as in loss, of drafts after a rejected token; none on the data's token"
+        ),
     )
     suffix_weight: float = Field(
         0.1, ge=0, description="weight of that loss; most of the gradient at 0.5, 0 leaves it out"
     )
     suffix_decay: float = Field(
-        0.8, gt=0, le=1, description="weight of the j-th depth after a rejected token: suffix_decay**j"
+        0.8,
+        gt=0,
+        le=1,
+        description="weight of the j-th depth after a rejected token: suffix_decay**j",
     )
 
     @field_validator("share", mode="before")
@@ -244,7 +335,9 @@ class OnPolicySection(Section):
         if isinstance(value, dict | ShareSchedule):
             return value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}")
+            raise ValueError(
+                f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}"
+            )
         return {"start": float(value), "end": float(value)}
 
     @model_validator(mode="after")
@@ -255,16 +348,19 @@ class OnPolicySection(Section):
             raise ValueError(str(error)) from None
         if wrong := sorted(ON_LABELS & set(self.suffix_loss)):
             raise ValueError(
-                f"suffix_loss.{wrong[0]}: reads the token of the data, and after a rejected draft there is none; use a "
-                "divergence of distributions, such as reverse_kl or tv"
+                f"suffix_loss.{wrong[0]}: reads the token of the data, and after a rejected draft"
+                " there is none; use a divergence of distributions, such as reverse_kl or tv"
             )
         if wrong := sorted(ON_CHAINS & set(self.suffix_loss)):
-            raise ValueError(f"suffix_loss.{wrong[0]}: is of whole chains, and a suffix is a part of one; use tv")
+            raise ValueError(
+                f"suffix_loss.{wrong[0]}: is of whole chains, and a suffix is a part of one; use tv"
+            )
         return self
 
 
 class Stage(Section):
-    """One stage of a training in several: what differs from the recipe. It goes on from the stage before."""
+    """One stage of a training in several: what differs from the recipe. It goes on from the stage
+    before."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", description="names the stage's checkpoints")
     data: dict[str, Any] = Field({}, description="keys of data that differ")
@@ -283,14 +379,27 @@ class ExportSection(Section):
     formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
         ["vllm"],
         min_length=1,
-        description="(docs/formats.md) the first is written to `export`, others to `export-<format>` beside it",
+        description=(
+            "(docs/formats.md) the first is written to `export`, others to `export-<format>`"
+            " beside it"
+        ),
     )
-    dtype: Dtype = Field("auto", description="precision of the exported weights; auto: the target checkpoint's")
-    push_to_hub: bool = Field(False, description="upload once the gates are passed; org/name sets hub_model_id as well")
+    dtype: Dtype = Field(
+        "auto", description="precision of the exported weights; auto: the target checkpoint's"
+    )
+    push_to_hub: bool = Field(
+        False, description="upload once the gates are passed; org/name sets hub_model_id as well"
+    )
     hub_model_id: Text | None = Field(None, description="org/name of the repository to upload to")
-    hub_private_repo: bool = Field(True, description="make that repository private, if it is not there yet")
-    hub_revision: Text | None = Field(None, description="branch to upload to; null: the default branch")
-    hub_license: Text | None = Field(None, description="license the card states, such as apache-2.0; null: none")
+    hub_private_repo: bool = Field(
+        True, description="make that repository private, if it is not there yet"
+    )
+    hub_revision: Text | None = Field(
+        None, description="branch to upload to; null: the default branch"
+    )
+    hub_license: Text | None = Field(
+        None, description="license the card states, such as apache-2.0; null: none"
+    )
     hub_base_model: Text | None = Field(
         None, description="the target's id on the card; null: target.model, if it is one"
     )
@@ -310,9 +419,13 @@ class ExportSection(Section):
         for name in ("hub_model_id", "hub_base_model"):
             given = getattr(self, name)
             if given is not None and not is_repository_id(given):
-                raise ValueError(f"{name}: expected the id of a repository, org/name, got {given!r}")
+                raise ValueError(
+                    f"{name}: expected the id of a repository, org/name, got {given!r}"
+                )
         if self.push_to_hub and self.hub_model_id is None:
-            raise ValueError("push_to_hub: true, but hub_model_id does not say where to; give org/name")
+            raise ValueError(
+                "push_to_hub: true, but hub_model_id does not say where to; give org/name"
+            )
         return self
 
     @field_validator("formats")
@@ -329,31 +442,48 @@ class VllmSection(Section):
     temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
         None, min_length=1, description="those of evaluation.temperatures to measure at; null: all"
     )
-    options: dict[str, Any] = Field({}, description="options of its LLM, such as tensor_parallel_size")
-    speculative_config: dict[str, Any] = Field({}, description="options such as draft_tensor_parallel_size")
+    options: dict[str, Any] = Field(
+        {}, description="options of its LLM, such as tensor_parallel_size"
+    )
+    speculative_config: dict[str, Any] = Field(
+        {}, description="options such as draft_tensor_parallel_size"
+    )
 
 
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
-    prompts: Sources = Field([], description="sources of the prompts, grouped by workload; empty: data.validation")
+    prompts: Sources = Field(
+        [], description="sources of the prompts, grouped by workload; empty: data.validation"
+    )
     suites: dict[Text, Text | None] = Field(
         {},
-        description="(docs/suites.md) suites that are measured too, each with its file's path, or a list of names: "
+        description=(
+            "(docs/suites.md) suites that are measured too, each with its file's path, or a list of"
+            " names: "
+        )
         + ", ".join(SUITES),
     )
-    suite_dir: Text = Field(SUITE_DIR, description="folder of the suites without a path, each as <name>.jsonl")
+    suite_dir: Text = Field(
+        SUITE_DIR, description="folder of the suites without a path, each as <name>.jsonl"
+    )
     suite_prompts: PositiveInt | None = Field(
         None, description="conversations taken of each category of a suite; null: all"
     )
     thinking: list[bool] = Field(
-        [], description="(docs/suites.md) thinking modes that prompts and suites are measured in, such as [true, false]"
+        [],
+        description=(
+            "(docs/suites.md) thinking modes that prompts and suites are measured in, such as"
+            " [true, false]"
+        ),
     )
     engines: list[Literal["draftsmith", "vllm"]] = Field(
         ["draftsmith"],
         min_length=1,
-        description="vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it, or it stands "
-        "alone, for a target that this runtime cannot decode",
+        description=(
+            "vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it,"
+            " or it stands alone, for a target that this runtime cannot decode"
+        ),
     )
     vllm: VllmSection = Field(VllmSection(), description="how vLLM is run, if it is")
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(
@@ -363,13 +493,23 @@ class EvaluationSection(Section):
     top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
     num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
     max_tokens: PositiveInt = Field(128, description="longest response")
-    timed_prompts: PositiveInt = Field(3, description="prompts of a timed pass, fresh ones in every repeat if possible")
-    repeats: Count = Field(3, description="interleaved repetitions of timings, for medians; 0: none is taken")
+    timed_prompts: PositiveInt = Field(
+        3, description="prompts of a timed pass, fresh ones in every repeat if possible"
+    )
+    repeats: Count = Field(
+        3, description="interleaved repetitions of timings, for medians; 0: none is taken"
+    )
     prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
-    batch_size: PositiveInt = Field(1, description="requests in flight; one shows latency, more show throughput")
+    batch_size: PositiveInt = Field(
+        1, description="requests in flight; one shows latency, more show throughput"
+    )
     seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
-    baseline_transformers: bool = Field(True, description="time transformers.generate as well, for reference")
-    lossless_check: bool = Field(True, description="compare tokens with and without drafting, in float32")
+    baseline_transformers: bool = Field(
+        True, description="time transformers.generate as well, for reference"
+    )
+    lossless_check: bool = Field(
+        True, description="compare tokens with and without drafting, in float32"
+    )
 
     @field_validator("suites", mode="before")
     @classmethod
@@ -389,7 +529,9 @@ class EvaluationSection(Section):
     @property
     def suite_paths(self) -> dict[str, str]:
         """The path of every suite that is measured."""
-        return {name: path or default_path(name, self.suite_dir) for name, path in self.suites.items()}
+        return {
+            name: path or default_path(name, self.suite_dir) for name, path in self.suites.items()
+        }
 
     @field_validator("thinking")
     @classmethod
@@ -408,7 +550,10 @@ class EvaluationSection(Section):
     @model_validator(mode="after")
     def _vllm_is_measured_within(self) -> EvaluationSection:
         if extra := sorted(set(self.vllm.temperatures or ()) - set(self.temperatures)):
-            raise ValueError(f"vllm.temperatures: {extra} are not among evaluation.temperatures, {self.temperatures}")
+            raise ValueError(
+                f"vllm.temperatures: {extra} are not among evaluation.temperatures,"
+                f" {self.temperatures}"
+            )
         return self
 
     @property
@@ -431,10 +576,12 @@ class Gate(Section):
         return self
 
 
-# Every figure a gate may name, over all workloads. All but the first may be preceded by a temperature, "t0."
-# or "t0.7."; without one the bound holds at every temperature of the evaluation.
+# Every figure a gate may name, over all workloads. All but the first may be preceded by a
+# temperature, "t0." or "t0.7."; without one the bound holds at every temperature of the evaluation.
 GATE_METRICS = {
-    "lossless_mismatches": "responses whose tokens differ with drafting on and off; takes no temperature",
+    "lossless_mismatches": (
+        "responses whose tokens differ with drafting on and off; takes no temperature"
+    ),
     "acceptance_length": "tokens committed per verification, bonus included",
     "speedup_vs_autoregressive": "tokens per second against the same engine with drafting off",
     "speedup_vs_transformers": "tokens/s with drafting against transformers.generate",
@@ -446,52 +593,85 @@ _GATE = re.compile(r"^(?:t(?P<temperature>\d+(?:\.\d+)?)\.)?(?P<metric>[a-z_]+)$
 
 
 def split_gate(name: str) -> tuple[float | None, str]:
-    """`t0.7.efficiency` -> (0.7, "efficiency"); None: at every one. ValueError if it names no figure."""
+    """`t0.7.efficiency` -> (0.7, "efficiency"); None: at every one. ValueError if it names no
+    figure."""
     match = _GATE.match(name)
     if match is None or match["metric"] not in GATE_METRICS:
         raise ValueError(
-            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, after t0. or t1. for one temperature"
+            f"unknown figure '{name}'; expected one of {', '.join(GATE_METRICS)}, after t0. or t1."
+            " for one temperature"
         )
     if match["temperature"] is not None and match["metric"] == "lossless_mismatches":
         raise ValueError(
-            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without a temperature"
+            f"'{name}': lossless_mismatches is counted in one greedy float32 run; write it without"
+            " a temperature"
         )
     return (None if match["temperature"] is None else float(match["temperature"])), match["metric"]
 
 
 EncodingName = Literal[
-    "exact", "bf16", "fp8", "int4",
-    "rotated2", "rotated3", "rotated4", "rotated5", "rotated6", "rotated7", "rotated8",
-]  # fmt: skip
+    "exact",
+    "bf16",
+    "fp8",
+    "int4",
+    "rotated2",
+    "rotated3",
+    "rotated4",
+    "rotated5",
+    "rotated6",
+    "rotated7",
+    "rotated8",
+]
 
 
 class FeaturesSection(Section):
     """The target's features of training rows. Only `mode: cache` reads the keys below `overlap`."""
 
     mode: Literal["online", "cache"] = Field(
-        "online", description="online: computed when a step needs them; cache: written to disk once, then read"
+        "online",
+        description=(
+            "online: computed when a step needs them; cache: written to disk once, then read"
+        ),
     )
     overlap: bool = Field(
-        True, description="on a GPU the target runs ahead beside the drafter; not if sharded, joint or on_policy"
+        True,
+        description=(
+            "on a GPU the target runs ahead beside the drafter; not if sharded, joint or on_policy"
+        ),
     )
     encoding: EncodingName = Field(
-        "bf16", description="how taps are written, exact: in the target's dtype; docs/features.md has sizes and losses"
+        "bf16",
+        description=(
+            "how taps are written, exact: in the target's dtype; docs/features.md has sizes and"
+            " losses"
+        ),
     )
     last_hidden_encoding: EncodingName | None = Field(
         None, description="how the last hidden state is written; null: as the taps"
     )
     dir: Text | None = Field(
-        None, description="folder of the cache, which recipes may share; null: `features` in the run's folder"
+        None,
+        description=(
+            "folder of the cache, which recipes may share; null: `features` in the run's folder"
+        ),
     )
-    shard_mb: PositiveInt = Field(256, description="size of one file; what a killed process loses at most")
+    shard_mb: PositiveInt = Field(
+        256, description="size of one file; what a killed process loses at most"
+    )
     on_change: Literal["error", "rebuild", "keep"] = Field(
         "error",
-        description="features of another target, tokenizer or template of the same name: stop, delete or ignore them",
+        description=(
+            "features of another target, tokenizer or template of the same name: stop, delete or"
+            " ignore them"
+        ),
     )
     engine: Literal["draftsmith", "vllm"] = Field(
-        "draftsmith", description="vllm: its hidden-state extraction, for targets that need tensor parallelism"
+        "draftsmith",
+        description="vllm: its hidden-state extraction, for targets that need tensor parallelism",
     )
-    vllm_options: dict[str, Any] = Field({}, description="options of vLLM's LLM, such as tensor_parallel_size")
+    vllm_options: dict[str, Any] = Field(
+        {}, description="options of vLLM's LLM, such as tensor_parallel_size"
+    )
 
     @property
     def encodings(self) -> tuple[str, str]:

@@ -1,8 +1,7 @@
 """Conversations whose responses are written anew, turn by turn.
 
-`regenerate.turns: last` asks for the last response of each; `all` for every one, where each prompt holds the responses
-written before it, as a chat with the target would.
-"""
+`regenerate.turns: last` asks for the last response of each; `all` for every one, where each prompt
+holds the responses written before it, as a chat with the target would."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ class Ask:
 
 @dataclass
 class Account:
-    """The fate of every wanted response. wanted = written + reused + failed + left out when a run has ended.
+    """The fate of every wanted response. wanted = written + reused + failed + left out when a run
+    has ended.
 
     wanted     turns to be written, over all conversations
     reused     stored before, or asked for already under the same key
@@ -63,15 +63,23 @@ class Account:
         return self.wanted - self.left_out.total()
 
     def to_dict(self) -> dict[str, Any]:
-        numbers = {name: getattr(self, name) for name in ("wanted", "reused", "written", "tokens", "unproved")}
-        by_reason = {name: dict(sorted(getattr(self, name).items())) for name in ("failed", "left_out", "retries")}
+        numbers = {
+            name: getattr(self, name)
+            for name in ("wanted", "reused", "written", "tokens", "unproved")
+        }
+        by_reason = {
+            name: dict(sorted(getattr(self, name).items()))
+            for name in ("failed", "left_out", "retries")
+        }
         return numbers | by_reason
 
     def __str__(self) -> str:
         parts = [f"{self.wanted} responses wanted: {self.written} written, {self.reused} reused"]
         for word, counts in (("failed", self.failed), ("left out", self.left_out)):
             if counts:
-                reasons = ", ".join(f"{reason}: {number}" for reason, number in counts.most_common())
+                reasons = ", ".join(
+                    f"{reason}: {number}" for reason, number in counts.most_common()
+                )
                 parts.append(f"{counts.total()} {word} ({reasons})")
         return ", ".join(parts)
 
@@ -99,8 +107,15 @@ AFTER_FAILED = "a turn before it failed"
 class Conversation:
     """One example. `ask()` until it is None; every time `add_response` or `fail` follows."""
 
-    def __init__(self, number: int, example: Example, temperature: float, rules: ConversationRules) -> None:
-        self.number, self.example, self.temperature, self._rules = number, example, temperature, rules
+    def __init__(
+        self, number: int, example: Example, temperature: float, rules: ConversationRules
+    ) -> None:
+        self.number, self.example, self.temperature, self._rules = (
+            number,
+            example,
+            temperature,
+            rules,
+        )
         self.responses: list[Response] = []
         self._messages = list(example.messages)
         self._turns, self._next = _written_turns(example, rules.section.turns), 0
@@ -128,8 +143,15 @@ class Conversation:
             )
             limit = [params.max_tokens] if params.max_tokens != section.max_new_tokens else []
             # Equal prompts get different samples, and the same greedy response.
-            identity = [list(prompt), self.temperature, self.number if self.temperature else 0, *limit]
-            self._pending = Ask(digest(identity, 24), prompt, params, so_far, self.number, self._next)
+            identity = [
+                list(prompt),
+                self.temperature,
+                self.number if self.temperature else 0,
+                *limit,
+            ]
+            self._pending = Ask(
+                digest(identity, 24), prompt, params, so_far, self.number, self._next
+            )
             self.first = self.first or self._pending
         return self._pending
 
@@ -137,7 +159,13 @@ class Conversation:
         asked = self._take_pending()
         if token_ids:
             self.responses.append(
-                Response(self.example.workload, asked.prompt_ids, tuple(token_ids), self.temperature, self.number)
+                Response(
+                    self.example.workload,
+                    asked.prompt_ids,
+                    tuple(token_ids),
+                    self.temperature,
+                    self.number,
+                )
             )
         if self._next == len(self._turns):
             return
@@ -171,14 +199,18 @@ def _seed(text: str) -> int:
 
 
 def _written_turns(example: Example, which: str) -> list[int]:
-    """Indices of the messages that are written anew; the number of messages where the user spoke last.
+    """Indices of the messages that are written anew; the number of messages where the user spoke
+    last.
 
-    Calls of tools stay where another message follows: the tool's answer in the data belongs to that call.
-    """
+    Calls of tools stay where another message follows: the tool's answer in the data belongs to that
+    call."""
     if example.prompt is not None:
         return [0]
     last = len(example.messages) - (example.messages[-1]["role"] == "assistant")
     if which == "last":
         return [last]
-    said = [message["role"] == "assistant" and not message.get("tool_calls") for message in example.messages[:last]]
+    said = [
+        message["role"] == "assistant" and not message.get("tool_calls")
+        for message in example.messages[:last]
+    ]
     return [i for i in range(1, last) if said[i]] + [last]

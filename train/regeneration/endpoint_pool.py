@@ -1,9 +1,9 @@
 """Requests distributed over several endpoints, with retries and failover.
 
-A request goes to the endpoint with the lowest load. A failed one is sent again after a pause that doubles, to another
-endpoint if there is one. An endpoint that fails several times in a row rests: it gets no requests until it answers
-`identify` again, so that a restart costs no request its attempts.
-"""
+A request goes to the endpoint with the lowest load. A failed one is sent again after a pause that
+doubles, to another endpoint if there is one. An endpoint that fails several times in a row rests:
+it gets no requests until it answers `identify` again, so that a restart costs no request its
+attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MAX_RETRY_AFTER_S = 300.0
 
 
 class _Member:
-    """An endpoint's state in the pool. `examined`: its identity was checked; `excluded`: it serves another model."""
+    """An endpoint's state in the pool. `examined`: its identity was checked; `excluded`: it serves
+    another model."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint, self.max_concurrency = endpoint, endpoint.section.max_concurrency
@@ -40,7 +41,8 @@ class _Member:
 
 
 class EndpointPool:
-    """`examine` checks an endpoint before its first request. It raises RequestFailed or EndpointError."""
+    """`examine` checks an endpoint before its first request. It raises RequestFailed or
+    EndpointError."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class EndpointPool:
         return sum(member.available for member in self.members)
 
     async def open(self) -> None:
-        """Examines all endpoints. Those that do not answer join later; EndpointError if none answers, or if one does
-        not serve the target."""
+        """Examines all endpoints. Those that do not answer join later; EndpointError if none
+        answers, or if one does not serve the target."""
         failures = []
         for member in self.members:  # one after another: others are compared with the first
             try:
@@ -74,7 +76,9 @@ class EndpointPool:
             except RequestFailed as failure:
                 failures.append(f"{member.endpoint.url}: {failure}")
         if len(failures) == len(self.members):
-            what = "regenerate.endpoints: none of them answers; start them, or correct their addresses"
+            what = (
+                "regenerate.endpoints: none of them answers; start them, or correct their addresses"
+            )
             raise EndpointError("\n  ".join([what, *failures]))
         for failure_text in failures:
             self._say(f"      not there yet, and waited for: {failure_text}")
@@ -92,7 +96,8 @@ class EndpointPool:
             await member.endpoint.client.close()
 
     async def write(self, ask: Ask) -> Answer:
-        """The response, from any endpoint. GaveUp: no endpoint writes it; EndpointError: no endpoint is left."""
+        """The response, from any endpoint. GaveUp: no endpoint writes it; EndpointError: no
+        endpoint is left."""
         last: _Member | None = None
         for attempt in count(1):
             member = await self._acquire(avoid=last)
@@ -107,7 +112,9 @@ class EndpointPool:
                 else:
                     self._succeeded(member)
                 if not failure.retryable or attempt == self.section.max_attempts:
-                    raise GaveUp(failure.reason, failure.detail, attempt, member.endpoint.url) from None
+                    raise GaveUp(
+                        failure.reason, failure.detail, attempt, member.endpoint.url
+                    ) from None
                 self.account.retries[failure.reason] += 1
                 last = member
             finally:
@@ -121,7 +128,11 @@ class EndpointPool:
         """Waits for an endpoint with a free slot, and takes the slot."""
         while True:
             now = time.monotonic()
-            free = [m for m in self.members if m.available and m.not_before <= now and m.in_flight < m.max_concurrency]
+            free = [
+                m
+                for m in self.members
+                if m.available and m.not_before <= now and m.in_flight < m.max_concurrency
+            ]
             if free:
                 best = min(free, key=lambda m: (m is avoid, m.in_flight / m.max_concurrency))
                 best.in_flight += 1
@@ -129,21 +140,25 @@ class EndpointPool:
             self._require_patience(now)
             due = [m.not_before - now for m in self.members if m.not_before > now]
             async with self._changed:
-                # not wait_for: before Python 3.12 it waits in a task of its own, which, cancelled at the wrong moment,
-                # takes the lock back and keeps it
+                # not wait_for: before Python 3.12 it waits in a task of its own, which, cancelled
+                # at the wrong moment, takes the lock back and keeps it
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min([*due, 1.0])):
                         await self._changed.wait()
 
     def _require_patience(self, now: float) -> None:
         if all(member.excluded for member in self.members):
-            raise EndpointError("regenerate.endpoints: none is left that serves the target; what was written is kept")
+            raise EndpointError(
+                "regenerate.endpoints: none is left that serves the target; what was written is"
+                " kept"
+            )
         if self.in_flight == 0 and now - self._last_success > self.section.patience_s:
             urls = ", ".join(member.endpoint.url for member in self.members if not member.excluded)
             silent_s = now - self._last_success
             raise EndpointError(
-                f"regenerate.endpoints: no answer for {silent_s:.0f} s from {urls}; what was written is kept, "
-                "and the same command continues once they are back (regenerate.patience_s)"
+                f"regenerate.endpoints: no answer for {silent_s:.0f} s from {urls}; what was"
+                " written is kept, and the same command continues once they are back"
+                " (regenerate.patience_s)"
             )
 
     # ------------------------------------------------------------------ failures and rests
@@ -156,7 +171,9 @@ class EndpointPool:
         member.endpoint.faults[failure.reason] += 1
         now = time.monotonic()
         if failure.retry_after is not None:
-            member.not_before = max(member.not_before, now + min(failure.retry_after, MAX_RETRY_AFTER_S))
+            member.not_before = max(
+                member.not_before, now + min(failure.retry_after, MAX_RETRY_AFTER_S)
+            )
         if failure.reason == "http_429":  # busy, and not broken
             self._last_success = now
             return
@@ -173,7 +190,11 @@ class EndpointPool:
         for attempt in count(member.rests):
             await asyncio.sleep(pause_before_retry(attempt))
             try:
-                await (member.endpoint.identify() if member.examined else self._examine(member.endpoint))
+                await (
+                    member.endpoint.identify()
+                    if member.examined
+                    else self._examine(member.endpoint)
+                )
                 member.examined = True
             except RequestFailed:
                 continue

@@ -1,5 +1,5 @@
-"""Conversations written at endpoints, many at a time. Each response is on disk before the next of its conversation is
-asked for. The endpoints are contacted only if a response is missing."""
+"""Conversations written at endpoints, many at a time. Each response is on disk before the next of
+its conversation is asked for. The endpoints are contacted only if a response is missing."""
 
 from __future__ import annotations
 
@@ -22,24 +22,35 @@ RATE_WINDOW_S = 10  # of the mean tokens/s in the progress line
 def write_at_endpoints(
     job: Job, facts: TargetFacts, llm: LLM | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Writes the missing responses. Returns a record of every endpoint; empty if none was contacted."""
-    if job.section.exchange == "text" and any(conversation.example.tools for conversation in job.conversations):
-        raise ConfigError("regenerate.exchange: text cannot hand on the tools of conversations; use tokens")
+    """Writes the missing responses. Returns a record of every endpoint; empty if none was
+    contacted."""
+    if job.section.exchange == "text" and any(
+        conversation.example.tools for conversation in job.conversations
+    ):
+        raise ConfigError(
+            "regenerate.exchange: text cannot hand on the tools of conversations; use tokens"
+        )
     return asyncio.run(_Session(job, facts, llm, say).run())
 
 
 class _Session:
-    def __init__(self, job: Job, facts: TargetFacts, llm: LLM | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: Job, facts: TargetFacts, llm: LLM | None, say: Callable[[str], None]
+    ) -> None:
         self.job, self.facts, self.llm, self.say = job, facts, llm, say
         self.pool: EndpointPool | None = None
         self.agreement: dict[str, float | None] = {}
         self._opening = asyncio.Lock()
         self._in_progress: dict[str, asyncio.Event] = {}  # by key
-        self._written: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW_S + 1)  # (time, tokens) once a second
+        self._written: deque[tuple[float, int]] = deque(
+            maxlen=RATE_WINDOW_S + 1
+        )  # (time, tokens) once a second
 
     async def run(self) -> list[dict[str, Any]]:
         remaining = iter(self.job.conversations)
-        workers = 2 * sum(endpoint.max_concurrency for endpoint in self.job.section.endpoints)  # some of them pause
+        workers = 2 * sum(
+            endpoint.max_concurrency for endpoint in self.job.section.endpoints
+        )  # some of them pause
         clock = asyncio.create_task(self._every_second())
         errors: Sequence[BaseException] = ()
         try:
@@ -55,7 +66,10 @@ class _Session:
         if errors:
             raise errors[0]
         endpoints = [member.endpoint for member in self.pool.members] if self.pool else []
-        return [endpoint.record() | {"agreement": self.agreement.get(endpoint.url)} for endpoint in endpoints]
+        return [
+            endpoint.record() | {"agreement": self.agreement.get(endpoint.url)}
+            for endpoint in endpoints
+        ]
 
     async def _work(self, remaining: Iterator[Conversation]) -> None:
         for conversation in remaining:  # shared by the workers
@@ -89,13 +103,21 @@ class _Session:
         if not answer.proved:
             self.job.account.unproved += 1
             if self.job.section.unproved_tokens == "drop":
-                raise GaveUp("unproved_tokens", "tokens and prompt could not be proved to be those written", 1, "")
+                raise GaveUp(
+                    "unproved_tokens",
+                    "tokens and prompt could not be proved to be those written",
+                    1,
+                    "",
+                )
         return list(answer.token_ids)
 
     async def _open_pool(self) -> EndpointPool:
         section, conversations = self.job.section, self.job.conversations
-        # Probes are spread over all conversations: those that are missing may be the ones that no server answers.
-        probes = [c.first or c.ask() for c in conversations[:: max(len(conversations) // PROBES, 1)]]
+        # Probes are spread over all conversations: those that are missing may be the ones that no
+        # server answers.
+        probes = [
+            c.first or c.ask() for c in conversations[:: max(len(conversations) // PROBES, 1)]
+        ]
         check = AgreementCheck([ask for ask in probes if ask is not None], section, self.llm)
         self.agreement = check.agreement
         endpoints = [Endpoint(endpoint, section, self.facts) for endpoint in section.endpoints]

@@ -1,5 +1,5 @@
-"""Shared by the two writers of responses, this process and the endpoints: the responses of one run, and the list of
-those that failed for good."""
+"""Shared by the two writers of responses, this process and the endpoints: the responses of one run,
+and the list of those that failed for good."""
 
 from __future__ import annotations
 
@@ -45,12 +45,15 @@ class Job:
         self._failed: dict[str, str] = {}  # reasons by key, of this run
 
     def settle_known(self, conversation: Conversation, ask: Ask) -> bool:
-        """Settles a response that is stored, or that an earlier run went without. False: it must be written."""
+        """Settles a response that is stored, or that an earlier run went without. False: it must be
+        written."""
         if (token_ids := self.store.known.get(ask.key)) is not None:
             self.account.reused += 1
             conversation.add_response(token_ids)
             return True
-        remembered = {} if self.retry_failed or self.section.max_failures == 0 else self.store.given_up
+        remembered = (
+            {} if self.retry_failed or self.section.max_failures == 0 else self.store.given_up
+        )
         if (reason := remembered.get(ask.key)) is not None:
             self.account.failed[reason] += 1
             conversation.fail()
@@ -60,9 +63,15 @@ class Job:
     def fail(self, conversation: Conversation, ask: Ask, failure: GaveUp) -> None:
         """Lists a failure. DataError once far more have failed than are allowed."""
         entry = {
-            "origin": ask.example.origin, "conversation": ask.number, "turn": ask.turn, "key": ask.key,
-            "reason": failure.reason, "attempts": failure.attempts, "endpoint": failure.url, "detail": failure.detail,
-        }  # fmt: skip
+            "origin": ask.example.origin,
+            "conversation": ask.number,
+            "turn": ask.turn,
+            "key": ask.key,
+            "reason": failure.reason,
+            "attempts": failure.attempts,
+            "endpoint": failure.url,
+            "detail": failure.detail,
+        }
         self.failure_list.parent.mkdir(parents=True, exist_ok=True)
         with self.failure_list.open("a" if self._failed else "w", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -72,7 +81,8 @@ class Job:
         self._require_few_failures(SURPLUS)
 
     def finish(self) -> None:
-        """Remembers the failures as responses to go without. DataError if they are more than are allowed."""
+        """Remembers the failures as responses to go without. DataError if they are more than are
+        allowed."""
         self._require_few_failures(0)
         self.store.give_up(self._failed)
         if not self.account.failed:
@@ -82,6 +92,7 @@ class Job:
         share = self.section.max_failures
         if self.account.failed.total() > share * self.account.wanted + surplus:
             raise DataError(
-                f"regenerate: {self.account}; {share:.2%} may fail (regenerate.max_failures). What was written is kept "
-                f"and the failures are listed in {self.failure_list}; the same command asks for them again"
+                f"regenerate: {self.account}; {share:.2%} may fail (regenerate.max_failures). What"
+                f" was written is kept and the failures are listed in {self.failure_list}; the same"
+                " command asks for them again"
             )

@@ -1,5 +1,5 @@
-"""The record beside the responses of a store: their target, template and sampling settings, their writers, and the
-account of all wanted responses.
+"""The record beside the responses of a store: their target, template and sampling settings, their
+writers, and the account of all wanted responses.
 
 The record names servers by their address. `summary`, which goes into an export, does not.
 """
@@ -34,21 +34,33 @@ class Record:
     chat_template_sha256: str | None
     chat_template_kwargs: Mapping[str, Any]
 
-    def write(self, path: Path, section: RegenerateSection, account: Account, writer: Mapping[str, Any]) -> None:
-        """Adds the writer of this run to those of earlier ones. A run that only read responses changes nothing."""
+    def write(
+        self, path: Path, section: RegenerateSection, account: Account, writer: Mapping[str, Any]
+    ) -> None:
+        """Adds the writer of this run to those of earlier ones. A run that only read responses
+        changes nothing."""
         if path.exists() and not (account.written or account.failed):
             return
         writers = _read(path).get("written_by", [])
         if account.written:
             mine = writer.get("endpoints")
             if mine is None:
-                mine = [{"url": None, "version": package_version(), **writer, "written": account.written}]
+                mine = [
+                    {
+                        "url": None,
+                        "version": package_version(),
+                        **writer,
+                        "written": account.written,
+                    }
+                ]
             writers = _joined([*writers, *mine])
         write_json(
             path,
             {
                 **asdict(self),
-                "chat_template_of": "server" if section.endpoints and section.exchange == "text" else "target",
+                "chat_template_of": (
+                    "server" if section.endpoints and section.exchange == "text" else "target"
+                ),
                 **section.model_dump(mode="json", include=SAMPLING | {"turns", "exchange"}),
                 "account": account.to_dict(),
                 "written_by": writers,
@@ -70,15 +82,17 @@ def _joined(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def keep_summary(folder: Path, record: Path) -> None:
-    """Copies the record of a run's responses, and those of its parts, into the run's folder, without addresses, names
-    and folders."""
+    """Copies the record of a run's responses, and those of its parts, into the run's folder,
+    without addresses, names and folders."""
     if not (tree := _read(record)):
         return
     parts = [_read(path) for path in sorted(record.parent.glob(f"{record.stem}.*-of-*.json"))]
     writers = _joined([writer for one in (tree, *parts) for writer in one["written_by"]])
     writers = [{key: value for key, value in writer.items() if key in PUBLIC} for writer in writers]
     del tree["target"], tree["revision"]  # the export names them
-    write_json(folder / SUMMARY, _read(folder / SUMMARY) | {record.stem: tree | {"written_by": writers}})
+    write_json(
+        folder / SUMMARY, _read(folder / SUMMARY) | {record.stem: tree | {"written_by": writers}}
+    )
 
 
 def summary(folder: Path) -> dict[str, Any]:

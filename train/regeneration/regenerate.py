@@ -1,11 +1,12 @@
-"""Responses written by the target itself, so that a head learns the text that it will be asked to predict.
+"""Responses written by the target itself, so that a head learns the text that it will be asked to
+predict.
 
-Every conversation becomes one prompt or several (conversations.py), and the target continues each with the recipe's
-sampling settings: in this process, batch by batch, or at endpoints, many at a time (endpoint_writer.py). Responses are
-stored by content (store.py), so a killed run continues, and a changed target, template or setting starts afresh. In
-this process a chunk of responses counts only whole. A continued run therefore has the batches of an uninterrupted one,
-and the same responses, also where low precision makes a token depend on its batch.
-"""
+Every conversation becomes one prompt or several (conversations.py), and the target continues each
+with the recipe's sampling settings: in this process, batch by batch, or at endpoints, many at a
+time (endpoint_writer.py). Responses are stored by content (store.py), so a killed run continues,
+and a changed target, template or setting starts afresh. In this process a chunk of responses counts
+only whole. A continued run therefore has the batches of an uninterrupted one, and the same
+responses, also where low precision makes a token depend on its batch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Say = Callable[[str], None]
 
 
 def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[float]:
-    """The temperature of each of `count` examples: the shares of the recipe, spread evenly and in a fixed order."""
+    """The temperature of each of `count` examples: the shares of the recipe, spread evenly and in a
+    fixed order."""
     counts = [0.0] * len(shares)
     chosen = []
     for i in range(count):
@@ -45,9 +47,12 @@ def temperatures_of(shares: Sequence[TemperatureShare], count: int) -> list[floa
 
 
 def settings_hash(section: RegenerateSection, target_hash: str) -> str:
-    """Hash of everything that a response depends on beside its prompt: the target, the sampling settings, and whether
-    it was exchanged as text."""
-    settings = {"target": target_hash, **section.model_dump(include={"top_p", "top_k", "max_new_tokens", "seed"})}
+    """Hash of everything that a response depends on beside its prompt: the target, the sampling
+    settings, and whether it was exchanged as text."""
+    settings = {
+        "target": target_hash,
+        **section.model_dump(include={"top_p", "top_k", "max_new_tokens", "seed"}),
+    }
     if section.endpoints and section.exchange == "text":
         settings["text"] = section.unproved_tokens
     return digest(settings, 16)
@@ -71,7 +76,8 @@ def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
     sketch, source = t.sketch(), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
     return TargetFacts(
         name=t.model,
-        max_model_len=getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length,
+        max_model_len=getattr(sketch.config, "max_position_embeddings", None)
+        or recipe.data.max_length,
         vocab_size=sketch.vocab_size,
         end=tuple(sorted(saved_ending_tokens(t.model, tokenizer, **source))),
         tokenizer=tokenizer,
@@ -98,24 +104,32 @@ def regenerate(
 ) -> list[Response]:
     """The target's responses to `examples`, turn by turn and in order.
 
-    llm            the target; with endpoints it is what they are compared with, and None where it is not loaded
-    facts          of the target, needed without `llm`
-    temperatures   one per example, in place of the recipe's shares
-    part           (i, n): only every n-th conversation from the i-th on, for several processes that share the work
-    retry_failed   ask again for responses that an earlier run went without (`max_failures`)
-    record         describes the target in the file of the account
+    llm            the target; with endpoints it is what they are compared with, and None where it
+    is not loaded facts          of the target, needed without `llm` temperatures   one per example,
+    in place of the recipe's shares part           (i, n): only every n-th conversation from the
+    i-th on, for several processes that share the work retry_failed   ask again for responses that
+    an earlier run went without (`max_failures`) record         describes the target in the file of
+    the account
 
-    A prompt that leaves no room in `max_length` is left out; DataError if none is left, or if more responses fail than
-    `max_failures` allows. EndpointError: the endpoints are not there, or serve something else.
-    """
+    A prompt that leaves no room in `max_length` is left out; DataError if none is left, or if more
+    responses fail than `max_failures` allows. EndpointError: the endpoints are not there, or serve
+    something else."""
     if llm is not None:
-        facts = facts or target_facts(llm, str(llm.engine.target.name_or_path), tokenizer.template_kwargs)
+        facts = facts or target_facts(
+            llm, str(llm.engine.target.name_or_path), tokenizer.template_kwargs
+        )
     if facts is None:
         raise ConfigError("regenerate: without a target that is loaded, its facts are needed")
-    temperatures = temperatures if temperatures is not None else temperatures_of(section.temperatures, len(examples))
+    temperatures = (
+        temperatures
+        if temperatures is not None
+        else temperatures_of(section.temperatures, len(examples))
+    )
     facts = replace(facts, max_model_len=min(max_length, facts.max_model_len))
     account = Account()
-    rules = ConversationRules(section, tokenizer, account, room=facts.max_model_len - 2, end=frozenset(facts.end))
+    rules = ConversationRules(
+        section, tokenizer, account, room=facts.max_model_len - 2, end=frozenset(facts.end)
+    )
     conversations = [
         Conversation(i, example, temperature, rules)
         for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
@@ -128,16 +142,23 @@ def regenerate(
             progress(account.done, account.total, note)
 
     job = Job(
-        conversations, ResponseStore(folder, name, part), account, section,
-        folder / f"{name}{suffix}.failures.jsonl", retry_failed, report,
-    )  # fmt: skip
+        conversations,
+        ResponseStore(folder, name, part),
+        account,
+        section,
+        folder / f"{name}{suffix}.failures.jsonl",
+        retry_failed,
+        report,
+    )
     writer: dict[str, Any] = {}
     try:
         if section.endpoints:
             writer = {"endpoints": write_at_endpoints(job, facts, llm, say)}
         else:
             if llm is None:
-                raise ConfigError("regenerate.endpoints: empty, and the target is not loaded; name the servers")
+                raise ConfigError(
+                    "regenerate.endpoints: empty, and the target is not loaded; name the servers"
+                )
             writer = {"here": str(llm.engine.target.dtype).removeprefix("torch.")}
             _write_here(llm, job)
         assert account.done == account.total, f"responses unaccounted for: {account}"
@@ -163,7 +184,9 @@ def _write_here(llm: LLM, job: Job) -> None:
         account.reused += sum(len(same) - 1 for same in missing.values())
         job.report("")
         # similar lengths together: little padding
-        asks = sorted((same[0][1] for same in missing.values()), key=lambda ask: len(ask.prompt_ids))
+        asks = sorted(
+            (same[0][1] for same in missing.values()), key=lambda ask: len(ask.prompt_ids)
+        )
         for start in range(0, len(asks), 8 * section.batch_size):
             chunk = asks[start : start + 8 * section.batch_size]
             prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in chunk]

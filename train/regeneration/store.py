@@ -1,10 +1,10 @@
-"""Responses on disk, by content. A kill tears no response, and no two processes write into one file.
+"""Responses on disk, by content. A kill tears no response, and no two processes write into one
+file.
 
-The name of a store is a hash of everything that its responses depend on beside their prompts. Its files are
-`<name>.jsonl`, written chunk by chunk by the LLM of this process, where a chunk counts only whole (part i of n has its
-own `<name>.i-of-n.jsonl`), and the shards `<name>.0000.jsonl` …, with a response of an endpoint per line, where one
-process locks each.
-"""
+The name of a store is a hash of everything that its responses depend on beside their prompts. Its
+files are `<name>.jsonl`, written chunk by chunk by the LLM of this process, where a chunk counts
+only whole (part i of n has its own `<name>.i-of-n.jsonl`), and the shards `<name>.0000.jsonl` …,
+with a response of an endpoint per line, where one process locks each."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ class Response:
 
 
 def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
-    """Token rows of responses in the order of their conversations. Turns that continue one another's tokens are one
-    row; other turns are rows of their own."""
+    """Token rows of responses in the order of their conversations. Turns that continue one
+    another's tokens are one row; other turns are rows of their own."""
     for _, group in groupby(responses, key=lambda response: response.example):
         turns = list(group)
         rows = [turn.row() for turn in turns]
         if len(rows) > 1:
-            rows = fewest_rows([Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload)
+            rows = fewest_rows(
+                [Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload
+            )
         yield from rows
 
 
@@ -82,7 +84,9 @@ class ResponseStore:
 
     def _numbered(self, suffix: str) -> list[Path]:
         pattern = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
-        return sorted(path for path in self.folder.glob(f"{self.name}*.jsonl") if pattern.fullmatch(path.name))
+        return sorted(
+            path for path in self.folder.glob(f"{self.name}*.jsonl") if pattern.fullmatch(path.name)
+        )
 
     def add_chunk(self, responses: Mapping[str, Sequence[int]]) -> None:
         """Stores responses together: after a kill all of them are there, or none."""
@@ -100,7 +104,8 @@ class ResponseStore:
         self._line({"key": key, "token_ids": list(token_ids)})
 
     def give_up(self, reasons: Mapping[str, str]) -> None:
-        """Stores responses that will not be asked for again, so that a continued run sees the same rows."""
+        """Stores responses that will not be asked for again, so that a continued run sees the same
+        rows."""
         for key, reason in reasons.items():
             if self.given_up.get(key) != reason:
                 self.given_up[key] = reason
@@ -127,7 +132,8 @@ class ResponseStore:
                 ids = None if reason is not None else entry["token_ids"]
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise DataError(
-                    f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is written again"
+                    f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is"
+                    " written again"
                 ) from None
             if ids is None:
                 self.given_up[key] = reason
@@ -143,7 +149,8 @@ class _Shard:
 
     @classmethod
     def free(cls, folder: Path, name: str) -> _Shard:
-        """Opens the first shard that is not locked and not full. A line torn by a kill is cut off."""
+        """Opens the first shard that is not locked and not full. A line torn by a kill is cut
+        off."""
         folder.mkdir(parents=True, exist_ok=True)
         for number in count():
             path = folder / f"{name}.{number:04d}.jsonl"
@@ -190,7 +197,8 @@ def part_suffix(part: tuple[int, int]) -> str:
 
 
 def _whole_chunks(path: Path, *, mend: bool) -> list[str]:
-    """The lines of all whole chunks in a file. `mend`: a torn chunk at its end is cut off the file."""
+    """The lines of all whole chunks in a file. `mend`: a torn chunk at its end is cut off the
+    file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

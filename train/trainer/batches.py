@@ -1,9 +1,9 @@
 """The rows of a step and of each process: a function of the step, on any number of processes.
 
-The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps, which processes
-take in turn, so that with a global batch size the union over processes is the same for any number of them. Random
-numbers are drawn by the row's place in the stream, never by the process.
-"""
+The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps,
+which processes take in turn, so that with a global batch size the union over processes is the same
+for any number of them. Random numbers are drawn by the row's place in the stream, never by the
+process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from train.recipe.sections import TrainingSection
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A micro-step of a step: `places` are its rows' positions in the stream, `number` counts batches of the step."""
+    """A micro-step of a step: `places` are its rows' positions in the stream, `number` counts
+    batches of the step."""
 
     places: range
     number: int
@@ -36,17 +37,22 @@ class StepRows:
         else:
             if wanted % processes:
                 raise ConfigError(
-                    f"training.global_batch_size: {wanted} rows cannot be shared by {processes} processes; choose a "
-                    "multiple, or another number of processes"
+                    f"training.global_batch_size: {wanted} rows cannot be shared by {processes}"
+                    " processes; choose a multiple, or another number of processes"
                 )
             share = wanted // processes
-            self.rows = max(rows for rows in range(1, min(share, training.batch_size) + 1) if share % rows == 0)
+            self.rows = max(
+                rows for rows in range(1, min(share, training.batch_size) + 1) if share % rows == 0
+            )
             self.micro_steps = share // self.rows
         self.rows_per_step = self.rows * self.micro_steps * processes
 
     def of(self, step: int) -> list[MicroStep]:
         """This process's micro-steps of a step."""
-        return [self._micro_step(step, m * self.processes + self.process) for m in range(self.micro_steps)]
+        return [
+            self._micro_step(step, m * self.processes + self.process)
+            for m in range(self.micro_steps)
+        ]
 
     def of_all(self, step: int) -> list[MicroStep]:
         """The micro-steps of a step over all processes."""

@@ -1,8 +1,8 @@
 """Checkpoints of a run: written whole or not at all, and refused if another recipe made them.
 
-A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the optimizer's state by the
-names of parameters, and `state.json`; nothing in it depends on the number of processes. A kill between two writes
-leaves the one before."""
+A checkpoint is a folder `step-00000100` with the drafter's float32 weights (safetensors), the
+optimizer's state by the names of parameters, and `state.json`; nothing in it depends on the number
+of processes. A kill between two writes leaves the one before."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def save(
     keep: int,
     adapter: nn.Module | None = None,
 ) -> Path:
-    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its `optimizer_state`;
-    `adapter`: the LoRA of the target."""
+    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its
+    `optimizer_state`; `adapter`: the LoRA of the target."""
     root.mkdir(parents=True, exist_ok=True)
     folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
     fresh.mkdir(exist_ok=True)
@@ -77,17 +77,24 @@ def load(folder: Path, fingerprint: str) -> TrainState:
     try:
         state = TrainState(**json.loads((folder / "state.json").read_text()))
     except (json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(f"{folder}/state.json: unreadable ({error}); delete the folder to start again") from error
+        raise CheckpointError(
+            f"{folder}/state.json: unreadable ({error}); delete the folder to start again"
+        ) from error
     if state.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss, training or on_policy "
-            "differ); give the new one another `name` or `output_dir`, or delete the folder to start again"
+            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss,"
+            " training or on_policy differ); give the new one another `name` or `output_dir`, or"
+            " delete the folder to start again"
         )
     return state
 
 
 def load_tensors(
-    folder: Path, replica: Replicated, optimizer: Any, names: Names, adapter: nn.Module | None = None
+    folder: Path,
+    replica: Replicated,
+    optimizer: Any,
+    names: Names,
+    adapter: nn.Module | None = None,
 ) -> None:
     """Restores weights and optimizer on any number of processes."""
     replica.load(load_file(folder / "drafter.safetensors"))
@@ -111,7 +118,9 @@ def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
     """Fills `drafter`, and `adapter` if there is one, with the weights of `best/`."""
     path = root / "best" / "drafter.safetensors"
     if not path.exists():
-        raise CheckpointError(f"{path}: missing; the run has no held-out evaluation yet, or was moved")
+        raise CheckpointError(
+            f"{path}: missing; the run has no held-out evaluation yet, or was moved"
+        )
     drafter.load_state_dict(load_file(path), strict=True)
     if adapter is not None:
         adapter.load_state_dict(load_file(path.with_stem("adapter")), strict=True)
@@ -120,18 +129,28 @@ def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
 def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
     for name, module in (("drafter", drafter), ("adapter", adapter)):
         if module is not None:
-            state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in module.state_dict().items()}
+            state = {
+                key: tensor.detach().cpu().contiguous().clone()
+                for key, tensor in module.state_dict().items()
+            }
             save_file(state, folder / f"{name}.safetensors")
 
 
 def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
-    """The hash of everything that shapes a stage's training: its sections, the target, and the stage before.
+    """The hash of everything that shapes a stage's training: its sections, the target, and the
+    stage before.
 
     A checkpoint continues only a training of the same fingerprint.
     """
     names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
-    training = {"activation_checkpointing", "log_every"}  # and sharding: how numbers are computed, not what they are
-    for key in ("global_batch_size", "eval_texts"):  # at their defaults runs are those from before these keys
+    training = {
+        "activation_checkpointing",
+        "log_every",
+    }  # and sharding: how numbers are computed, not what they are
+    for key in (
+        "global_batch_size",
+        "eval_texts",
+    ):  # at their defaults runs are those from before these keys
         if getattr(recipe.training, key) == type(recipe.training).model_fields[key].default:
             training.add(key)
     if recipe.on_policy is not None:  # runs without it are those from before this section
@@ -139,7 +158,11 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
     # unset, runs are those from before these keys; block families have had windows from the start
     newer = ("adapter", "sliding_window") if recipe.family in ("eagle3", "peagle") else ("adapter",)
     unset = {key for key in newer if getattr(recipe.drafter, key, None) is None}
-    left_out = {"regenerate": recipe.regenerate.not_in_fingerprint(), "training": training, "target": {"sharding"}}
+    left_out = {
+        "regenerate": recipe.regenerate.not_in_fingerprint(),
+        "training": training,
+        "target": {"sharding"},
+    }
     left_out["drafter"] = unset
     sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
     for source in (*sections["data"]["train"], *sections["data"]["validation"]):

@@ -1,9 +1,9 @@
-"""The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss, its export.
+"""The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss,
+its export.
 
-Joint training gives up losslessness with respect to the original target: the heads draft for the adapted one, which is
-served. So it is exported beside the heads, everything is measured against it, and the change of its own loss on
-held-out text is reported.
-"""
+Joint training gives up losslessness with respect to the original target: the heads draft for the
+adapted one, which is served. So it is exported beside the heads, everything is measured against it,
+and the change of its own loss on held-out text is reported."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the
 class JointTarget(nn.Module):
     """A target with a LoRA that is being trained; its parameters are the adapter's.
 
-    The adapter is drawn from `seed` alone: every process draws the same, and so does a run that is continued.
-    """
+    The adapter is drawn from `seed` alone: every process draws the same, and so does a run that is
+    continued."""
 
     def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
         super().__init__()
         if is_quantised(target.model):
             raise UnsupportedTarget(
-                f"joint: target {target.name_or_path} is quantised; a LoRA of it could not be merged on export. Train "
-                "the plain checkpoint jointly, or leave joint out"
+                f"joint: target {target.name_or_path} is quantised; a LoRA of it could not be"
+                " merged on export. Train the plain checkpoint jointly, or leave joint out"
             )
         self.section, self.target = section, target
         fields = {
@@ -55,7 +55,9 @@ class JointTarget(nn.Module):
             "target_modules": section.target_modules,
         }
         with seeded(seed, target.device):
-            self.adapter = Adapter(target.model, fields, target.name_or_path)  # the target runs through it from now on
+            self.adapter = Adapter(
+                target.model, fields, target.name_or_path
+            )  # the target runs through it from now on
         self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -64,7 +66,9 @@ class JointTarget(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def load_state_dict(self, state: dict[str, Tensor], strict: bool = True, assign: bool = False) -> None:
+    def load_state_dict(
+        self, state: dict[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> None:
         own = self.state_dict()
         if own.keys() != state.keys():
             raise RuntimeError(f"the adapter's tensors differ: {sorted(own.keys() ^ state.keys())}")
@@ -75,11 +79,17 @@ class JointTarget(nn.Module):
     def heads_weight(self, share: float) -> float:
         """The weight of the heads' loss when `share` of the run is done."""
         s = self.section
-        return s.heads_loss_weight * (math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0)
+        return s.heads_loss_weight * (
+            math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0
+        )
 
     def features(self, batch: dict[str, Tensor]) -> TargetFeatures:
         """The adapted target's features, with gradients for the adapter."""
-        dropout = [m for name, m in self.model.named_modules() if isinstance(m, nn.Dropout) and "lora_" in name]
+        dropout = [
+            m
+            for name, m in self.model.named_modules()
+            if isinstance(m, nn.Dropout) and "lora_" in name
+        ]
         for module in dropout:
             module.train()
         try:
@@ -90,14 +100,25 @@ class JointTarget(nn.Module):
 
     def loss(self, features: TargetFeatures, normaliser: Tensor) -> Tensor:
         """base_loss_weight · Σ -log p(x) / normaliser [] over the supervised tokens of the rows."""
-        ids, chosen = features.input_ids, valid_terms(host_batch(features), 1).flatten().nonzero().flatten()
+        ids, chosen = (
+            features.input_ids,
+            valid_terms(host_batch(features), 1).flatten().nonzero().flatten(),
+        )
         kept = to_device(chosen, ids.device)  # [N] of the flat [B·T]
         states = features.last_hidden.flatten(0, 1)[kept]  # [N, H]
-        weight = (self.section.base_loss_weight / normaliser.clamp(min=1)).float().expand(len(states))
+        weight = (
+            (self.section.base_loss_weight / normaliser.clamp(min=1)).float().expand(len(states))
+        )
         constant = states.detach()
         logits = self.target.logits
         loss, _ = chunked_objective(
-            states, logits, constant, logits, weight, ids.roll(-1, 1).flatten()[kept], {"cross_entropy": 1.0}
+            states,
+            logits,
+            constant,
+            logits,
+            weight,
+            ids.roll(-1, 1).flatten()[kept],
+            {"cross_entropy": 1.0},
         )
         return loss
 
@@ -106,7 +127,8 @@ class JointTarget(nn.Module):
         """Supervised tokens of a batch that `loss` reads."""
         return valid_terms(batch, 1).sum()
 
-    # -------------------------------------------------------------- held-out text, and what is exported
+    # -------------------------------------------------------------- held-out text, and what is
+    # exported
 
     def held_out_loss(self, texts: Texts) -> tuple[float, float]:
         """Nats per response token, (of the original target, of the adapted one)."""
@@ -132,7 +154,8 @@ class JointTarget(nn.Module):
         return folder
 
     def _save_merged(self, folder: Path) -> None:
-        """Saves in the precision of the checkpoint; transformers would name the one it was trained in."""
+        """Saves in the precision of the checkpoint; transformers would name the one it was trained
+        in."""
         model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
         config, own = model.config, model.config.dtype
         try:

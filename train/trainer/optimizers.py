@@ -1,11 +1,11 @@
 """The optimizer of a recipe: AdamW, or Muon for the matrices of the layers with AdamW for the rest.
 
-Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix equally large in all of
-its directions. Heads are trained briefly and mostly matrices, and reach the same acceptance in a fraction of the
-steps. Vocabulary projections, embeddings and norms stay with AdamW, as its authors advise.
-`learning_rate` is the schedule; the loop scales every group's `peak_lr` by it. `optimizer_state` is the part of a
-checkpoint: the state by the names of parameters, gathered, so that it does not depend on the number of processes.
-"""
+Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix
+equally large in all of its directions. Heads are trained briefly and mostly matrices, and reach the
+same acceptance in a fraction of the steps. Vocabulary projections, embeddings and norms stay with
+AdamW, as its authors advise. `learning_rate` is the schedule; the loop scales every group's
+`peak_lr` by it. `optimizer_state` is the part of a checkpoint: the state by the names of
+parameters, gathered, so that it does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,35 @@ from train.recipe.sections import TrainingSection
 from train.trainer.parallel import like_shards, whole
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
-HOW = ("fused", "foreach")  # options of an optimizer that change its speed: a checkpoint's are not taken over
+HOW = (
+    "fused",
+    "foreach",
+)  # options of an optimizer that change its speed: a checkpoint's are not taken over
 
 
 class GatheredMuon(torch.optim.Muon):
-    """Muon of sharded matrices. An update needs the whole of a matrix: each in turn is gathered with its gradient and
-    momentum, stepped as one process would, and its shards kept."""
+    """Muon of sharded matrices. An update needs the whole of a matrix: each in turn is gathered
+    with its gradient and momentum, stepped as one process would, and its shards kept."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            options = {key: value for key, value in group.items() if key not in ("params", "peak_lr")}
+            options = {
+                key: value for key, value in group.items() if key not in ("params", "peak_lr")
+            }
             for shards in group["params"]:
                 gathered = torch.nn.Parameter(whole(shards.detach()))
                 assert shards.grad is not None
                 gathered.grad = whole(shards.grad)
                 alone = torch.optim.Muon([gathered], **options)
-                alone.state[gathered] = {key: whole(value) for key, value in self.state[shards].items()}
+                alone.state[gathered] = {
+                    key: whole(value) for key, value in self.state[shards].items()
+                }
                 alone.step()
                 shards.copy_(like_shards(gathered.detach(), shards))
-                self.state[shards] = {key: like_shards(value, shards) for key, value in alone.state[gathered].items()}
+                self.state[shards] = {
+                    key: like_shards(value, shards) for key, value in alone.state[gathered].items()
+                }
 
 
 class Together:
@@ -70,15 +79,21 @@ def make_optimizer(
     others: Sequence[torch.nn.Parameter] = (),
     others_learning_rate: float | None = None,
 ) -> torch.optim.Optimizer | Together:
-    """The optimizer of the drafter's trainable parameters, and of `others` at their own rate; every group has its
-    `peak_lr`."""
+    """The optimizer of the drafter's trainable parameters, and of `others` at their own rate; every
+    group has its `peak_lr`."""
     matrices = []
-    if training.optimizer == "muon":  # for two-dimensional weights that are neither embedding nor output head
+    if (
+        training.optimizer == "muon"
+    ):  # for two-dimensional weights that are neither embedding nor output head
         matrices = [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
     for_muon = {id(p) for p in matrices}
-    groups: list[dict[str, Any]] = [{"params": [p for p in drafter.trainable_parameters() if id(p) not in for_muon]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in drafter.trainable_parameters() if id(p) not in for_muon]}
+    ]
     if others:
-        groups.append({"params": list(others), "lr": others_learning_rate or training.learning_rate})
+        groups.append(
+            {"params": list(others), "lr": others_learning_rate or training.learning_rate}
+        )
     parameters = [parameter for group in groups for parameter in group["params"]]
     adam = torch.optim.AdamW(
         groups,
@@ -91,7 +106,10 @@ def make_optimizer(
     if matrices:
         sharded = isinstance(matrices[0], DTensor)
         muon = (GatheredMuon if sharded else torch.optim.Muon)(
-            matrices, lr=training.muon_learning_rate, momentum=0.95, weight_decay=training.weight_decay
+            matrices,
+            lr=training.muon_learning_rate,
+            momentum=0.95,
+            weight_decay=training.weight_decay,
         )
         optimizer = Together(muon, adam)
     for group in optimizer.param_groups:
@@ -100,10 +118,12 @@ def make_optimizer(
 
 
 def implementation(parameters: Sequence[Tensor]) -> dict[str, bool]:
-    """How AdamW updates these parameters: in one kernel (fused) where torch has it for their devices, else by a few
-    operations over lists of them (foreach)."""
+    """How AdamW updates these parameters: in one kernel (fused) where torch has it for their
+    devices, else by a few operations over lists of them (foreach)."""
     kinds = {parameter.device.type for parameter in parameters}
-    fused = kinds <= FUSED_DEVICES and all(parameter.is_floating_point() for parameter in parameters)
+    fused = kinds <= FUSED_DEVICES and all(
+        parameter.is_floating_point() for parameter in parameters
+    )
     return {"fused": True} if fused else {"foreach": True}
 
 
@@ -111,7 +131,8 @@ Names = Mapping[str, nn.Parameter]  # of all trained parameters, "drafter.fc.wei
 
 
 def optimizer_state(optimizer: Any, names: Names) -> dict[str, Any]:
-    """{"state": {parameter: {key: tensor}}, "groups": [{"params": [parameter], option: value}]}, in the host's memory.
+    """{"state": {parameter: {key: tensor}}, "groups": [{"params": [parameter], option: value}]}, in
+    the host's memory.
 
     All processes must call it at the same time.
     """
@@ -124,12 +145,15 @@ def optimizer_state(optimizer: Any, names: Names) -> dict[str, Any]:
                 for key, value in values.items()
             }
         for group in single.param_groups:
-            groups.append({**group, "params": [name_of[id(parameter)] for parameter in group["params"]]})
+            groups.append(
+                {**group, "params": [name_of[id(parameter)] for parameter in group["params"]]}
+            )
     return {"state": state, "groups": groups}
 
 
 def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names) -> None:
-    """Loads the result of `optimizer_state` into an optimizer of the same groups; CheckpointError for other groups."""
+    """Loads the result of `optimizer_state` into an optimizer of the same groups; CheckpointError
+    for other groups."""
     name_of, first = {id(parameter): name for name, parameter in names.items()}, 0
     for single in optimizers_in(optimizer):
         mine = saved["groups"][first : first + len(single.param_groups)]
@@ -148,7 +172,11 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names)
             if name_of[id(parameter)] in saved["state"]
         }
         groups = [
-            {**group, **{key: own[key] for key in HOW if key in own}, "params": [number[id(p)] for p in own["params"]]}
+            {
+                **group,
+                **{key: own[key] for key in HOW if key in own},
+                "params": [number[id(p)] for p in own["params"]],
+            }
             for group, own in zip(mine, single.param_groups, strict=True)
         ]
         single.load_state_dict({"state": state, "param_groups": groups})
@@ -158,10 +186,15 @@ def by_name(numbered: Mapping[str, Any], optimizer: Any, names: Names) -> dict[s
     """Names the parameters of a state that numbers them, as earlier versions wrote it."""
     name_of = {id(parameter): name for name, parameter in names.items()}
     state, groups = {}, []
-    for single, saved in zip(optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True):
+    for single, saved in zip(
+        optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True
+    ):
         own = [name_of[id(p)] for group in single.param_groups for p in group["params"]]
         state |= {own[number]: values for number, values in saved["state"].items()}
-        groups += [{**group, "params": [own[number] for number in group["params"]]} for group in saved["param_groups"]]
+        groups += [
+            {**group, "params": [own[number] for number in group["params"]]}
+            for group in saved["param_groups"]
+        ]
     return {"state": state, "groups": groups}
 
 
@@ -171,8 +204,8 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
-    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1; `total_steps`: None for a
-    budget of time."""
+    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1;
+    `total_steps`: None for a budget of time."""
     peak, warm_up = training.learning_rate, training.warmup_ratio
     if share < warm_up:
         return peak * min(1.0, (share + 1 / max(total_steps or 100, 1)) / warm_up)

@@ -1,9 +1,9 @@
-"""The drafter on several processes: whole on each of them, or sharded, parameters, gradients and optimizer state.
+"""The drafter on several processes: whole on each of them, or sharded, parameters, gradients and
+optimizer state.
 
-The loss of a step is divided by counts over all processes, so that gradients are *summed*: what one process would have
-computed. The configuration of `accelerate launch` says whether the drafter is sharded (`fsdp_version: 2`). The whole
-drafter is evaluated and saved.
-"""
+The loss of a step is divided by counts over all processes, so that gradients are *summed*: what one
+process would have computed. The configuration of `accelerate launch` says whether the drafter is
+sharded (`fsdp_version: 2`). The whole drafter is evaluated and saved."""
 
 from __future__ import annotations
 
@@ -29,21 +29,27 @@ Result = TypeVar("Result")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor on every process; others stay as they are. All processes must call it at the same
-    time."""
+    """Gathers a sharded tensor on every process; others stay as they are. All processes must call
+    it at the same time."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Shards a tensor that every process holds whole as the parameter of its shape is; others stay as they are."""
-    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
+    """Shards a tensor that every process holds whole as the parameter of its shape is; others stay
+    as they are."""
+    if (
+        not isinstance(parameter, DTensor)
+        or isinstance(tensor, DTensor)
+        or tensor.shape != parameter.shape
+    ):
         return tensor
     own = tensor.to(parameter.device)
     return distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class Replicated:
-    """Every process holds the whole drafter. `module` is what trains; `drafter` the same weights, whole."""
+    """Every process holds the whole drafter. `module` is what trains; `drafter` the same weights,
+    whole."""
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
         self.accelerator, self.drafter = accelerator, drafter
@@ -54,8 +60,9 @@ class Replicated:
         return work()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients over processes, in messages of a fixed size. A head has gradients once per step, after its
-        last micro-step, so that there is no computation to overlap a message with."""
+        """Sums gradients over processes, in messages of a fixed size. A head has gradients once per
+        step, after its last micro-step, so that there is no computation to overlap a message
+        with."""
         fill_gradients(parameters)
         if self.accelerator.num_processes == 1:
             return
@@ -86,12 +93,12 @@ class Replicated:
 
 
 class Sharded(Replicated):
-    """`module` is a copy of the drafter under FSDP2: between steps every process holds its part of every parameter.
+    """`module` is a copy of the drafter under FSDP2: between steps every process holds its part of
+    every parameter.
 
-    The drafter is one unit, and its `shard_units` units of their own: a unit is whole while it computes. A head runs
-    its layers once per depth, so that a head of one unit is gathered once per step and not once per depth. While it
-    trains, the whole drafter waits in the host's memory.
-    """
+    The drafter is one unit, and its `shard_units` units of their own: a unit is whole while it
+    computes. A head runs its layers once per depth, so that a head of one unit is gathered once per
+    step and not once per depth. While it trains, the whole drafter waits in the host's memory."""
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -143,13 +150,17 @@ def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:
             p.grad = torch.zeros_like(p)
 
 
-def spread(accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()) -> Replicated:
-    """The drafter, replicated or sharded as the launch configuration says, with the weights of the first process.
-    `others`: parameters trained beside it (a target's adapter), which are the first process's too."""
+def spread(
+    accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()
+) -> Replicated:
+    """The drafter, replicated or sharded as the launch configuration says, with the weights of the
+    first process. `others`: parameters trained beside it (a target's adapter), which are the first
+    process's too."""
     sharded = wants_shards(accelerator)
     if sharded and others:
         raise ConfigError(
-            "joint: a target that is trained along cannot be sharded; launch with a configuration without FSDP"
+            "joint: a target that is trained along cannot be sharded; launch with a configuration"
+            " without FSDP"
         )
     if accelerator.num_processes > 1:
         with torch.no_grad():
@@ -174,7 +185,8 @@ def wants_shards(accelerator: Accelerator) -> bool:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ConfigError(
-            f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2"
+            f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP"
+            " version 2"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False

@@ -1,13 +1,11 @@
 """Costs of training steps: tokens per second, time by phase, memory.
 
-    telemetry.begin()
-    counts = telemetry.saw(batches)         # to be summed over processes
-    with telemetry.phase("target"): ...     # around the parts of a step, or @timed("target") on a method
+    telemetry.begin() counts = telemetry.saw(batches)         # to be summed over processes with
+    telemetry.phase("target"): ...     # around the parts of a step, or @timed("target") on a method
     figures = telemetry.finish(counts, 1)   # of the steps since `begin`
 
-Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is under way on another
-stream when the step ends counts in the next.
-"""
+Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is
+under way on another stream when the step ends counts in the next."""
 
 from __future__ import annotations
 
@@ -58,7 +56,8 @@ class Telemetry:
         self.begin()
 
     def begin(self) -> None:
-        """Begins one step or several; time before it, such as a held-out evaluation, does not count."""
+        """Begins one step or several; time before it, such as a held-out evaluation, does not
+        count."""
         self._began, self._spent = time.perf_counter(), defaultdict[str, float](float)
 
     @contextmanager
@@ -77,22 +76,29 @@ class Telemetry:
 
     @staticmethod
     def saw(batches: Sequence[Any]) -> Tensor:
-        """[3] tokens of the batches of a step: of all slots, without padding, with a loss. Each batch has `segment_ids`
-        (-1: padding) and `loss_mask`, both [B, T]."""
-        masks = [(batch.segment_ids.numel(), batch.segment_ids >= 0, batch.loss_mask) for batch in batches]
-        return torch.tensor([(size, valid.sum(), supervised.sum()) for size, valid, supervised in masks]).sum(0)
+        """[3] tokens of the batches of a step: of all slots, without padding, with a loss. Each
+        batch has `segment_ids` (-1: padding) and `loss_mask`, both [B, T]."""
+        masks = [
+            (batch.segment_ids.numel(), batch.segment_ids >= 0, batch.loss_mask)
+            for batch in batches
+        ]
+        return torch.tensor(
+            [(size, valid.sum(), supervised.sum()) for size, valid, supervised in masks]
+        ).sum(0)
 
     def finish(self, counts: Sequence[float], steps: int) -> dict[str, float]:
-        """The figures of the `steps` since `begin`. `counts`: the sum of what `saw` said, over steps and processes.
+        """The figures of the `steps` since `begin`. `counts`: the sum of what `saw` said, over
+        steps and processes.
 
         step_seconds                  wall time of this process, the mean over the steps
         tokens_per_second             of all processes, padding among them: what was computed on
-        valid_tokens_per_second       without padding
-        supervised_tokens_per_second  those with a loss
-        time/<phase>                  share of the wall time, 0 to 1; time/other: what is left. Those of a target that
-                                      runs beside the drafter (features.overlap) can add up to more than 1
-        memory_gib                    most that the device had in use so far; on a CPU the process's memory now
-        """
+        valid_tokens_per_second       without padding supervised_tokens_per_second  those with a
+        loss time/<phase>                  share of the wall time, 0 to 1; time/other: what is left.
+        Those of a target that
+                                      runs beside the drafter (features.overlap) can add up to more
+                                      than 1
+        memory_gib                    most that the device had in use so far; on a CPU the process's
+        memory now"""
         if self._events:
             torch.cuda.current_stream(self.device).synchronize()
             under_way = []
@@ -106,12 +112,16 @@ class Telemetry:
         shares = {f"time/{name}": self._spent[name] / seconds for name in PHASES}
         return {
             "step_seconds": seconds / max(steps, 1),
-            **dict(zip((f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
-                       (count / seconds for count in counts))),
+            **dict(
+                zip(
+                    (f"{kind}tokens_per_second" for kind in ("", "valid_", "supervised_")),
+                    (count / seconds for count in counts),
+                )
+            ),
             **shares,
             "time/other": max(0.0, 1 - sum(shares.values())),
             "memory_gib": self._memory() / GIB,
-        }  # fmt: skip
+        }
 
     def _memory(self) -> int:
         if self.device.type == "cuda":

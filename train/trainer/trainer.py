@@ -1,12 +1,12 @@
 """The one training loop; every family runs through it.
 
-Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked objective over all
-depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k w_k L_k / sum_k w_k with L_k a mean
-over every valid term of depth k in the whole step: all processes and all accumulated batches. With `on_policy`, some
-micro-steps learn from texts that the drafter had a part in, and rejected suffixes add a mean of their own.
-Knows no family, no divergence and no file format; which rows come when is a function of the step alone, so a run that
-was killed continues to the same weights.
-"""
+Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked
+objective over all depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k
+w_k L_k / sum_k w_k with L_k a mean over every valid term of depth k in the whole step: all
+processes and all accumulated batches. With `on_policy`, some micro-steps learn from texts that the
+drafter had a part in, and rejected suffixes add a mean of their own. Knows no family, no divergence
+and no file format; which rows come when is a function of the step alone, so a run that was killed
+continues to the same weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
 from train.features.row_features import RowFeatures
 from train.losses.divergences import Mix
-from train.losses.objective import Loss, StepMetrics, chunked_objective, confidence_objective, in_loop_lengths
+from train.losses.objective import (
+    Loss,
+    StepMetrics,
+    chunked_objective,
+    confidence_objective,
+    in_loop_lengths,
+)
 from train.losses.position_weights import PositionWeights, expected_share
 from train.on_policy.branches import branch_weights, count_suffix, split
 from train.on_policy.refresh import OnPolicy
@@ -42,7 +48,10 @@ from train.trainer.optimizers import learning_rate, make_optimizer, optimizer_st
 from train.trainer.parallel import spread, whole
 from train.trainer.telemetry import Telemetry, timed
 
-EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"  # held-out figures, and the former's error
+EXPECTED, ERROR = (
+    "expected_acceptance_length",
+    "expected_standard_error",
+)  # held-out figures, and the former's error
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
 
@@ -53,7 +62,8 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over the terms of a micro-step, or of a whole step; float32 on the device, without gradients."""
+    """Sums over the terms of a micro-step, or of a whole step; float32 on the device, without
+    gradients."""
 
     acceptance: Tensor  # [K] sum of alpha at each depth
     agreement: Tensor  # [K] terms of each depth whose argmax is the target's
@@ -65,7 +75,9 @@ class StepTotals:
 
     def flatten(self) -> Tensor:
         """[2K + 5]: one message for all sums."""
-        return torch.cat([getattr(self, field.name).detach().float().reshape(-1) for field in fields(self)])
+        return torch.cat(
+            [getattr(self, field.name).detach().float().reshape(-1) for field in fields(self)]
+        )
 
     @classmethod
     def unflatten(cls, flat: Tensor, depths: int) -> StepTotals:
@@ -79,7 +91,9 @@ class Unread:
     """A step whose figures are still on the device."""
 
     known: dict[str, Any]  # of its record, known to the host
-    numbers: Tensor  # float64: the totals, what `Telemetry.saw` counted [3], terms [K], those of suffixes [K + 1], norm
+    # float64: the totals, what `Telemetry.saw` counted [3], terms [K], those of suffixes [K + 1],
+    # norm
+    numbers: Tensor
 
     def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
         """(the record of the step, tokens [3]). Waits for the device. `depths`: K."""
@@ -94,7 +108,9 @@ class Unread:
             "grad_norm": float(norm),
             "acceptance_rate": (totals.acceptance / counts.clamp(min=1)).tolist(),
             "top1_agreement": (totals.agreement / counts.clamp(min=1)).tolist(),
-            "in_loop_acceptance_length": float(totals.length_sum / totals.length_count) if totals.length_count else 1.0,
+            "in_loop_acceptance_length": (
+                float(totals.length_sum / totals.length_count) if totals.length_count else 1.0
+            ),
             "terms": int(counts.sum()),
         }
         if of_policy is not None:
@@ -106,7 +122,8 @@ class Unread:
 
 
 class Trainer:
-    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the final state."""
+    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the
+    final state."""
 
     def __init__(
         self,
@@ -124,14 +141,28 @@ class Trainer:
         on_policy: OnPolicy | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        self.recipe, self.target, self.drafter, self.rows = recipe, target, drafter.to(accelerator.device), rows
-        self.accelerator, self.folder, self.fingerprint, self.evaluate = accelerator, folder, fingerprint, evaluate
+        self.recipe, self.target, self.drafter, self.rows = (
+            recipe,
+            target,
+            drafter.to(accelerator.device),
+            rows,
+        )
+        self.accelerator, self.folder, self.fingerprint, self.evaluate = (
+            accelerator,
+            folder,
+            fingerprint,
+            evaluate,
+        )
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
         drafter.prepare(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
-        self.ahead = FeaturesAhead(accelerator.device) if looks_ahead(recipe, accelerator.device.type) else None
+        self.ahead = (
+            FeaturesAhead(accelerator.device)
+            if looks_ahead(recipe, accelerator.device.type)
+            else None
+        )
         others = joint.trainable_parameters() if joint else []
         self.replica = spread(accelerator, self.drafter, others)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
@@ -140,17 +171,23 @@ class Trainer:
         self.optimizer = make_optimizer(self.module, t, others, rate)
         self.step_rows = StepRows(t, accelerator.process_index, accelerator.num_processes)
         per_step = self.step_rows.rows_per_step
-        self.total_steps = t.steps or (math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None)
+        self.total_steps = t.steps or (
+            math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None
+        )
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.chain_terms = Mix.parse(recipe.loss).chain_terms
-        self.position = PositionWeights.parse(recipe.position_weights or {"step_decay": recipe.drafter.step_decay})
+        self.position = PositionWeights.parse(
+            recipe.position_weights or {"step_decay": recipe.drafter.step_decay}
+        )
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
-        self.log_every = 1 if accelerator.device.type == "cpu" else t.log_every  # a CPU has nothing to wait for
+        self.log_every = (
+            1 if accelerator.device.type == "cpu" else t.log_every
+        )  # a CPU has nothing to wait for
 
     # -------------------------------------------------------------- the run
 
@@ -177,7 +214,10 @@ class Trainer:
                 self._after_step()
                 if advance is not None and self.state.history:
                     record = self.state.history[-1]
-                    note = f"loss {record['loss']:.3f}  in-loop τ {record['in_loop_acceptance_length']:.2f}"
+                    note = (
+                        f"loss {record['loss']:.3f}  in-loop τ"
+                        f" {record['in_loop_acceptance_length']:.2f}"
+                    )
                     held_out = held_out_figure(self.state.history)
                     advance(self.share_done(), f"{note}  held-out {held_out}" if held_out else note)
         finally:
@@ -195,7 +235,9 @@ class Trainer:
             shares.append(self.state.seconds / (60 * t.max_minutes))
         share = max(shares)
         if t.max_minutes and self.accelerator.num_processes > 1:
-            share = float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
+            share = float(
+                self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max()
+            )
         return share
 
     def step(self, share: float) -> Unread:
@@ -207,11 +249,18 @@ class Trainer:
         sources = [self._source(micro, share) for micro in micro_steps]
         batches = [features.batch(rows) for features, rows in sources]
         seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
-        hosts = [host_batch(SimpleNamespace(**batch, seeds=each)) for batch, each in zip(batches, seeds, strict=True)]
+        hosts = [
+            host_batch(SimpleNamespace(**batch, seeds=each))
+            for batch, each in zip(batches, seeds, strict=True)
+        ]
         self.module.train()
         counts, suffix = self._count(hosts)
-        terms = counts.sum() if self.position.measured else counts  # the normaliser: of all terms, or of each depth's
-        row_weights = ((1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)).float()
+        terms = (
+            counts.sum() if self.position.measured else counts
+        )  # the normaliser: of all terms, or of each depth's
+        row_weights = (
+            (1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)
+        ).float()
         row_weights = row_weights.expand(len(self.depth_weights))
         scale, supervised = suffix[-1].clamp(min=1e-9).reciprocal(), None
         if self.joint is not None:
@@ -222,12 +271,18 @@ class Trainer:
             self.step_rows.seed_everything(micro.places)
             features = replace(self._features(known, rows, batch), seeds=each)
             if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
-                self.ahead.begin(coming, lambda coming=coming: self._looked(self.features.of, coming))
+                self.ahead.begin(
+                    coming, lambda coming=coming: self._looked(self.features.of, coming)
+                )
             last = micro is micro_steps[-1]
-            measured.append(self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last))
+            measured.append(
+                self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last)
+            )
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm))
+        norm = whole(
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
+        )
         rate = learning_rate(self.recipe.training, share, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
@@ -236,15 +291,20 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
-        sums = self._sum(torch.cat([torch.stack([totals.flatten() for totals in measured]).sum(0), seen]))
+        sums = self._sum(
+            torch.cat([torch.stack([totals.flatten() for totals in measured]).sum(0), seen])
+        )
         figures: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
             figures["on_policy"] = self._on_policy_record(share)
-        return Unread(figures, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])]))
+        return Unread(
+            figures, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])])
+        )
 
     def _count(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected suffixes, and
-        what `count_suffix` says of those inside [K + 1]. `batches` are in the host's memory."""
+        """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected
+        suffixes, and what `count_suffix` says of those inside [K + 1]. `batches` are in the host's
+        memory."""
         depths = len(self.depth_weights)
         counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in batches))
         if self.on_policy is None:
@@ -253,7 +313,9 @@ class Trainer:
         suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in batches))
         return counts - suffix[:depths].to(counts.dtype), suffix
 
-    def _features(self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]) -> TargetFeatures:
+    def _features(
+        self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]
+    ) -> TargetFeatures:
         if self.joint is not None:
             return self._looked(self.joint.features, batch)
         begun = self.ahead.take(rows) if self.ahead is not None else None
@@ -264,7 +326,8 @@ class Trainer:
         return features(*given)
 
     def _coming(self, number: int) -> list[int]:
-        """The rows of this step's micro-step `number`, of the next one's first after the last; none after the end."""
+        """The rows of this step's micro-step `number`, of the next one's first after the last; none
+        after the end."""
         step = self.state.step
         if number == self.step_rows.micro_steps:
             step, number = step + 1, 0
@@ -279,9 +342,10 @@ class Trainer:
         suffix_scale: Tensor | None = None,
         last: bool = True,
     ) -> StepTotals:
-        """Forward and backward of one batch; gradients add up in the parameters. `supervised`: tokens of the step that
-        a target trained along has a loss on. `suffix_scale`: 1 / the normaliser of terms in rejected suffixes. `last`:
-        of the step, after which gradients are summed over processes."""
+        """Forward and backward of one batch; gradients add up in the parameters. `supervised`:
+        tokens of the step that a target trained along has a loss on. `suffix_scale`: 1 / the
+        normaliser of terms in rejected suffixes. `last`: of the step, after which gradients are
+        summed over processes."""
 
         def work() -> tuple[Tensor, StepTotals]:
             return self._loss(features, row_weights, supervised, suffix_scale)
@@ -291,13 +355,21 @@ class Trainer:
         return totals
 
     def _loss(
-        self, features: TargetFeatures, row_weights: Tensor, supervised: Tensor | None, suffix_scale: Tensor | None
+        self,
+        features: TargetFeatures,
+        row_weights: Tensor,
+        supervised: Tensor | None,
+        suffix_scale: Tensor | None,
     ) -> tuple[Tensor, StepTotals]:
         """The loss of one batch, and the sums measured on it. Both stay on the device."""
         section = self.on_policy.section if self.on_policy is not None else None
         suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
         with self.accelerator.autocast():
-            branches = branch_weights(host_batch(features), section.suffix_decay) if section is not None else None
+            branches = (
+                branch_weights(host_batch(features), section.suffix_decay)
+                if section is not None
+                else None
+            )
             steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
             if self.position.measured:
                 steps = self._weighed(features, steps)
@@ -308,20 +380,24 @@ class Trainer:
                 loss = loss + self.joint.loss(features, supervised)
             if rejected and section is not None and suffix_scale is not None:
                 scales = suffix_scale.to(row_weights.dtype).expand_as(row_weights)
-                suffix_loss, found = self._objectives(features, rejected, scales, section.suffix_loss)
+                suffix_loss, found = self._objectives(
+                    features, rejected, scales, section.suffix_loss
+                )
                 suffix_alpha = sum(part.alpha_sum for part in found)
                 loss = loss + section.suffix_weight * suffix_loss
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
         acceptance = torch.stack([p.alpha_sum for p in parts]).detach()
         agreement = torch.stack([p.agreement_sum for p in parts])
-        return loss, StepTotals(acceptance, agreement, *lengths, suffix_loss.detach(), suffix_alpha, loss.detach())
+        return loss, StepTotals(
+            acceptance, agreement, *lengths, suffix_loss.detach(), suffix_alpha, loss.detach()
+        )
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
     ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss over terms of several depths, each weighted by its depth's of `scales` [K], for every trained head;
-        the metrics of each depth under the head that drafts."""
+        """The loss over terms of several depths, each weighted by its depth's of `scales` [K], for
+        every trained head; the metrics of each depth under the head that drafts."""
         losses = []
         for trained in self.module.trained_heads(mix):
             loss, parts = self._over_depths(features, steps, scales, trained.head, trained.loss)
@@ -339,21 +415,31 @@ class Trainer:
         head = self.module.trained_heads(self.recipe.loss)[0].head
         with torch.no_grad():
             _, parts = self._over_depths(features, steps, ones, head, CROSS_ENTROPY)
-        weights = self.position.of_chains([p.loss for p in parts], [s.anchor_index for s in steps], size)
-        return [replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)]
+        weights = self.position.of_chains(
+            [p.loss for p in parts], [s.anchor_index for s in steps], size
+        )
+        return [
+            replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)
+        ]
 
     def _chain_loss(
-        self, features: TargetFeatures, steps: Sequence[DraftStep], row_weights: Tensor, parts: Sequence[StepMetrics]
+        self,
+        features: TargetFeatures,
+        steps: Sequence[DraftStep],
+        row_weights: Tensor,
+        parts: Sequence[StepMetrics],
     ) -> Tensor:
-        """The mean over chains of `e2e_tv`: the total variations under its weights, with its value. A depth's
-        `row_weights` are its weight over its terms, of depth 0 one per chain."""
+        """The mean over chains of `e2e_tv`: the total variations under its weights, with its value.
+        A depth's `row_weights` are its weight over its terms, of depth 0 one per chain."""
         lost, weights = expected_share(
             [p.alpha for p in parts], [s.anchor_index for s in steps], features.input_ids.numel()
         )
         steps = [replace(step, weight=w) for step, w in zip(steps, weights, strict=True)]
         weight = sum(term.weight for term in self.chain_terms)
         scale = (weight * row_weights[:1] / self.depth_weights[:1]).expand_as(row_weights)
-        loss, _ = self._over_depths(features, steps, scale, self.module.trained_heads({})[-1].head, {"tv": 1.0})
+        loss, _ = self._over_depths(
+            features, steps, scale, self.module.trained_heads({})[-1].head, {"tv": 1.0}
+        )
         return loss + (scale[0] * lost - loss).detach()
 
     def _over_depths(
@@ -364,9 +450,12 @@ class Trainer:
         head: Callable[..., Tensor],
         mix: Loss,
     ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss of one head, depths that it reads alike in one call; the metrics of each depth."""
+        """The loss of one head, depths that it reads alike in one call; the metrics of each
+        depth."""
         together = [steps] if self.module.one_head else [[step] for step in steps]
-        losses, parts = zip(*(self._objective(features, group, scales, head, mix) for group in together))
+        losses, parts = zip(
+            *(self._objective(features, group, scales, head, mix) for group in together)
+        )
         return sum(losses), [part for group in parts for part in group]
 
     def _objective(
@@ -400,7 +489,9 @@ class Trainer:
     @timed("data")
     def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
         """The rows of a micro-step: of the data, or of texts drafted on-policy."""
-        if self.on_policy is not None and self.on_policy.wants(self.state.step, micro.number, share):
+        if self.on_policy is not None and self.on_policy.wants(
+            self.state.step, micro.number, share
+        ):
             return self.on_policy.rows(micro.places, self.step_rows.rows_per_step)
         return self.features, self.chosen(micro)
 
@@ -439,7 +530,8 @@ class Trainer:
         self.stop_signal = number
 
     def _stopping(self) -> bool:
-        """True if any process received a stop signal. All stop after the same step, so that none waits for another."""
+        """True if any process received a stop signal. All stop after the same step, so that none
+        waits for another."""
         if self.accelerator.num_processes == 1:
             return self.stop_signal is not None
         return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
@@ -454,7 +546,8 @@ class Trainer:
         return step % int(every) == 0
 
     def _on_policy_record(self, share: float) -> dict[str, Any]:
-        """How much of the training was on-policy so far, and the texts that the step before this state's read."""
+        """How much of the training was on-policy so far, and the texts that the step before this
+        state's read."""
         assert self.on_policy is not None
         step = self.state.step - 1
         wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
@@ -463,8 +556,8 @@ class Trainer:
         return record | self.on_policy.figures(step) if any(wanted) else record
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """(records of the steps since the last time, which join the history; what these steps cost). Waits for the
-        device, whose time is the training's."""
+        """(records of the steps since the last time, which join the history; what these steps
+        cost). Waits for the device, whose time is the training's."""
         began, history = time.monotonic(), self.state.history
         found = [step.read(len(self.depth_weights)) for step in self.unread]
         for record, _ in found:
@@ -472,7 +565,9 @@ class Trainer:
                 before = history[-1]["on_policy_share"] if history else 0.0
                 record["on_policy_share"] = before + (record["on_policy"] - before) / record["step"]
             history.append(record)
-        costs = self.telemetry.finish([sum(each) for each in zip(*(tokens for _, tokens in found))], len(found))
+        costs = self.telemetry.finish(
+            [sum(each) for each in zip(*(tokens for _, tokens in found))], len(found)
+        )
         self.unread = []
         self.state.seconds += time.monotonic() - began
         return [record for record, _ in found], costs
@@ -501,20 +596,26 @@ class Trainer:
             self._save()
         if stopping:
             raise Interrupted(
-                f"stopped by {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after step "
-                f"{self.state.step}; the checkpoint is in {self.folder}; run the same command again to continue"
+                "stopped by"
+                f" {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after"
+                f" step {self.state.step}; the checkpoint is in {self.folder}; run the same command"
+                " again to continue"
             )
 
     def _save(self) -> None:
         """All processes gather, one writes."""
-        optimizer, keep = optimizer_state(self.optimizer, self.names()), self.recipe.training.keep_last
+        optimizer, keep = (
+            optimizer_state(self.optimizer, self.names()),
+            self.recipe.training.keep_last,
+        )
         with self.replica.whole() as drafter:
             if self.accelerator.is_main_process:
                 checkpoint.save(self.folder, drafter, optimizer, self.state, keep, self.joint)
 
 
 def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
-    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is none."""
+    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is
+    none."""
     for record in reversed(history):
         if EXPECTED in record and step in (None, record["step"]):
             error = f" ± {record[ERROR]:.2f}" if ERROR in record else ""
@@ -523,7 +624,8 @@ def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) 
 
 
 def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the step."""
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the
+    step."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if name == "step":

@@ -38,17 +38,32 @@ class APIError(HTTPException):
     """An HTTP error. `param`: the field of the request that is wrong."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
         self.param = param
 
 
 def error_json(error: HTTPException) -> bytes:
-    kind = TYPES.get(error.status_code, "BadRequestError" if error.status_code < 500 else "InternalServerError")
+    kind = TYPES.get(
+        error.status_code, "BadRequestError" if error.status_code < 500 else "InternalServerError"
+    )
     param = getattr(error, "param", None)
-    body = {"error": {"message": str(error.detail), "type": kind, "param": param, "code": error.status_code}}
-    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # requests need not be Unicode
+    body = {
+        "error": {
+            "message": str(error.detail),
+            "type": kind,
+            "param": param,
+            "code": error.status_code,
+        }
+    }
+    return json.dumps(body, ensure_ascii=False).encode(
+        "utf-8", "replace"
+    )  # requests need not be Unicode
 
 
 def error_response(error: HTTPException) -> Response:
@@ -69,7 +84,11 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         if isinstance(error.body, bytes) and error.body:  # it was not parsed
-            return error_response(APIError(400, "the body is not read: send JSON, with Content-Type: application/json"))
+            return error_response(
+                APIError(
+                    400, "the body is not read: send JSON, with Content-Type: application/json"
+                )
+            )
         messages, params = [], [_param(fault, error.body) for fault in error.errors()]
         for fault, param in zip(error.errors(), params):
             message = fault["msg"].removeprefix("Value error, ")
@@ -79,11 +98,16 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _param(fault: Mapping[str, Any], body: Any) -> str:
-    """The path of a field, such as messages[0].content: pydantic's location without the type names of unions."""
+    """The path of a field, such as messages[0].content: pydantic's location without the type names
+    of unions."""
     location = fault["loc"][1:]
     path, value = "", body
     for i, part in enumerate(location):
-        if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+        if (
+            part in value
+            if isinstance(value, dict)
+            else isinstance(value, list) and isinstance(part, int)
+        ):
             value = value[part]
         elif not (fault["type"] == "missing" and i == len(location) - 1):
             continue

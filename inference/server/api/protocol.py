@@ -1,8 +1,8 @@
 """Requests of the API: OpenAI's, with vLLM's fields for everything that SamplingParams holds.
 
-Types are strict, and unknown fields are errors. Fields that change no answer are accepted. Fields of vLLM that would
-change one, and are not implemented here, are accepted at the value that stands for what is done anyway.
-"""
+Types are strict, and unknown fields are errors. Fields that change no answer are accepted. Fields
+of vLLM that would change one, and are not implemented here, are accepted at the value that stands
+for what is done anyway."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ Text = Annotated[str, Field(min_length=1)]
 class Body(BaseModel):
     """Base of all requests and their parts."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _require_unicode(cls, data: Any) -> Any:
-        """JSON can spell unpaired surrogates, also in values of any type, which pydantic does not look into."""
+        """JSON can spell unpaired surrogates, also in values of any type, which pydantic does not
+        look into."""
         try:
             json.dumps(data, ensure_ascii=False, default=str).encode()
         except (UnicodeEncodeError, RecursionError):
@@ -37,8 +40,12 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(False, description="a last chunk with usage and without choices")
-    continuous_usage_stats: bool | None = Field(False, description="the usage so far in every chunk")
+    include_usage: bool | None = Field(
+        False, description="a last chunk with usage and without choices"
+    )
+    continuous_usage_stats: bool | None = Field(
+        False, description="the usage so far in every chunk"
+    )
 
 
 class JsonSchema(Body):
@@ -99,14 +106,28 @@ class GenerationRequest(Body):
     structured_outputs: StructuredOutputs | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT64, description="last tokens kept; -1: what fits")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=INT64, description="last tokens kept; -1: what fits"
+    )
     return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = Field(False, description="tokens in logprobs as token_id:7")
-    num_speculative_tokens: int | None = Field(None, ge=0, le=INT64, description="most drafts of a round; 0: none")
-    return_rounds: bool | None = Field(False, description="in a stream, the fate of every draft: choices[].rounds")
-    request_id: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="tokens in logprobs as token_id:7"
+    )
+    num_speculative_tokens: int | None = Field(
+        None, ge=0, le=INT64, description="most drafts of a round; 0: none"
+    )
+    return_rounds: bool | None = Field(
+        False, description="in a stream, the fate of every draft: choices[].rounds"
+    )
+    request_id: (
+        Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")] | None
+    ) = None
     per_request_spec_decode_metrics: SpecDecodeDetail | None = Field(
-        None, description="acceptance in the answer's metrics; the server's setting if not given (n=1, one prompt)"
+        None,
+        description=(
+            "acceptance in the answer's metrics; the server's setting if not given (n=1, one"
+            " prompt)"
+        ),
     )
 
     # accepted without effect
@@ -137,7 +158,9 @@ class GenerationRequest(Body):
         if self.return_rounds and not self.stream:
             raise ValueError("return_rounds needs stream: true")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs")
+            raise ValueError(
+                "prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs"
+            )
         return self
 
 
@@ -181,7 +204,9 @@ class ContentPart(Body):
     @classmethod
     def _of_text(cls, part: Any) -> Any:
         if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-            raise ValueError(f"a part of type {kind} is not supported: this server reads text alone")
+            raise ValueError(
+                f"a part of type {kind} is not supported: this server reads text alone"
+            )
         return part
 
 
@@ -218,7 +243,9 @@ class ChatFields(Body):
     add_special_tokens: bool = Field(False, description="chat templates usually write them")
     chat_template: str | None = Field(None, description="if the server was started to trust it")
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, description="for the chat template; calls are not parsed")
+    tools: list[Tool] | None = Field(
+        None, description="for the chat template; calls are not parsed"
+    )
 
     @model_validator(mode="after")
     def _one_ending(self) -> ChatFields:
@@ -232,7 +259,9 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
     """POST /v1/chat/completions."""
 
     max_tokens: int | None = Field(None, ge=1, le=INT64)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT64, description="instead of max_tokens")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT64, description="instead of max_tokens"
+    )
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=-1, le=INT64)
     echo: bool = Field(False, description="the last message before the text, if it is continued")

@@ -62,7 +62,8 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecodingMetrics(BaseModel):
-    """acceptance_histogram[j]: verifications that accepted j drafts. `per_step_…`: one entry per verification."""
+    """acceptance_histogram[j]: verifications that accepted j drafts. `per_step_…`: one entry per
+    verification."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -76,7 +77,8 @@ class SpeculativeDecodingMetrics(BaseModel):
 
 
 class PerRequestMetrics(BaseModel):
-    """Times from the moment the request got its row to its last token, and its time in the queue before."""
+    """Times from the moment the request got its row to its last token, and its time in the queue
+    before."""
 
     time_to_first_token_ms: float | None = None
     generation_time_ms: float | None = None
@@ -104,7 +106,8 @@ class RoundToken(BaseModel):
 
 
 class Round(BaseModel):
-    """One verification: the tokens that were committed, the drafts that were rejected, and how many were drafted."""
+    """One verification: the tokens that were committed, the drafts that were rejected, and how many
+    were drafted."""
 
     tokens: list[RoundToken]
     rejected: list[RoundToken]

@@ -1,17 +1,19 @@
-"""Online logistic regression of the conditional acceptance a_k = P(draft k is accepted | drafts 1 .. k-1 are).
+"""Online logistic regression of the conditional acceptance a_k = P(draft k is accepted | drafts 1
+.. k-1 are).
 
 Features of draft k:
 
-    base rate          how often draft k is accepted, over all requests of the proposer
-    confidence         of the drafter in draft k-1 and in draft k, where it reports one (`Proposal.confidence`)
-    global residual    what these leave unexplained, exponentially decayed over all requests: texts of a kind come
+    base rate          how often draft k is accepted, over all requests of the proposer confidence
+    of the drafter in draft k-1 and in draft k, where it reports one (`Proposal.confidence`) global
+    residual    what these leave unexplained, exponentially decayed over all requests: texts of a
+    kind come
                        one after the other
     request residuals  the same over the outcomes of this request, with a slow and a fast decay
 
-There are two models: one for drafts whose confidence is not known yet, to plan with, and one for drafts whose
-confidence is known, to decide with. Both are refitted from every outcome, so a confidence without meaning gets no
-weight. The drafted token is not among the features: an estimate may decide whether the draft is verified at all.
-"""
+There are two models: one for drafts whose confidence is not known yet, to plan with, and one for
+drafts whose confidence is known, to decide with. Both are refitted from every outcome, so a
+confidence without meaning gets no weight. The drafted token is not among the features: an estimate
+may decide whether the draft is verified at all."""
 
 from __future__ import annotations
 
@@ -27,23 +29,39 @@ Array = NDArray[np.float64]
 REQUEST_DECAY_SLOW, REQUEST_DECAY_FAST = 0.95, 0.6  # per outcome of the request
 GLOBAL_DECAY = 0.98  # per outcome of any request
 IDLE_DECAY = 0.99  # of the slow residual, per round of the request without outcomes
-PRIOR_INFORMATION = 1.0  # Fisher information of the prior for a residual of 0; half of it for the fast decay
+PRIOR_INFORMATION = (
+    1.0  # Fisher information of the prior for a residual of 0; half of it for the fast decay
+)
 BASE_RATE_DECAY = 0.998  # per outcome at a depth
-PRIOR_ACCEPTANCE, PRIOR_OUTCOMES = 0.7, 4.0  # base rate before any outcome, and how many outcomes it counts for
+PRIOR_ACCEPTANCE, PRIOR_OUTCOMES = (
+    0.7,
+    4.0,
+)  # base rate before any outcome, and how many outcomes it counts for
 MAX_MEAN_ROUNDS = 3000  # rounds that the mean confidence of a depth averages over, at most
 REFIT_OUTCOMES = 24  # new outcomes per refit
 NUM_BASE_FEATURES = 5  # intercept, base rate and three residuals; confidences follow
-CONFIDENCE_DECAY = 0.7  # per depth: effect of the last known confidence on the estimates of later drafts
-SCENARIO_DEVIATIONS = (-1.5, -0.7, 0.0, 0.5, 1.0)  # in standard deviations: a skewed five-point distribution
+CONFIDENCE_DECAY = (
+    0.7  # per depth: effect of the last known confidence on the estimates of later drafts
+)
+SCENARIO_DEVIATIONS = (
+    -1.5,
+    -0.7,
+    0.0,
+    0.5,
+    1.0,
+)  # in standard deviations: a skewed five-point distribution
 
 
 class OnlineLogistic:
-    """Logistic regression by one Newton step per batch of outcomes, on a precision matrix that decays to its prior.
+    """Logistic regression by one Newton step per batch of outcomes, on a precision matrix that
+    decays to its prior.
 
-    `weights` [d] before any outcome; `precision` [d]: the diagonal of the prior's precision; `decay` per outcome.
-    """
+    `weights` [d] before any outcome; `precision` [d]: the diagonal of the prior's precision;
+    `decay` per outcome."""
 
-    def __init__(self, weights: Sequence[float], precision: Sequence[float], decay: float = 0.9998) -> None:
+    def __init__(
+        self, weights: Sequence[float], precision: Sequence[float], decay: float = 0.9998
+    ) -> None:
         self._weights: Array = np.array(weights, dtype=np.float64)
         self.weights: list[float] = self._weights.tolist()
         self._prior, self._decay = np.diag(np.array(precision, dtype=np.float64)), decay
@@ -60,7 +78,8 @@ class OnlineLogistic:
 
 
 class DecayedResidual:
-    """Exponentially decayed residuals, as the logit shift that would explain them: one Newton step from 0.
+    """Exponentially decayed residuals, as the logit shift that would explain them: one Newton step
+    from 0.
 
     `decay` per outcome; `prior_information` of a shift of 0.
     """
@@ -109,13 +128,11 @@ class RequestHistory:
 class RoundState:
     """The features of B rows in one round, as they become known.
 
-    base_logits       [K] logits of the base rates
-    global_shift      the shift of all requests
-    request_shifts    [B] the shifts of each request
-    unknown_logits    [B][K] logits of a_k without confidences, by the model for unknown confidences
-    known_logits      [B][K] the same by the model for known confidences, to which their terms are added
-    confidences       [B] per depth seen: confidences in logits, less the mean of that depth
-    """
+    base_logits       [K] logits of the base rates global_shift      the shift of all requests
+    request_shifts    [B] the shifts of each request unknown_logits    [B][K] logits of a_k without
+    confidences, by the model for unknown confidences known_logits      [B][K] the same by the model
+    for known confidences, to which their terms are added confidences       [B] per depth seen:
+    confidences in logits, less the mean of that depth"""
 
     base_logits: list[float]
     global_shift: float
@@ -126,7 +143,8 @@ class RoundState:
 
 
 class AcceptanceEstimator:
-    """Estimates a_k for all requests of one proposer, which drafts at most `depth` tokens per round.
+    """Estimates a_k for all requests of one proposer, which drafts at most `depth` tokens per
+    round.
 
     Works on plain numbers, as a round asks for a dozen of them.
     """
@@ -134,14 +152,17 @@ class AcceptanceEstimator:
     def __init__(self, depth: int) -> None:
         self._accepted = [0.0] * depth
         self._tried = [0.0] * depth
-        # Weights: intercept, base rate, global, slow and fast residual; then the last confidence, or the last two.
+        # Weights: intercept, base rate, global, slow and fast residual; then the last confidence,
+        # or the last two.
         self._unknown = OnlineLogistic([0, 1, 0.5, 0.7, 0.2, 0.2], [2, 4, 4, 4, 4, 4])
         self._known = OnlineLogistic([0, 1, 0.5, 0.7, 0.2, 0, 0.5], [2, 4, 4, 4, 4, 4, 4])
         self._global = DecayedResidual(GLOBAL_DECAY)
         self._mean = [0.0] * depth  # of the confidence at each depth, in logits
         self._variance = [0.0] * depth
         self._num_rounds = [0] * depth  # in the mean and the variance
-        self._pending: list[tuple[list[list[float]], list[float], bool]] = []  # features, outcomes, confidence known
+        self._pending: list[
+            tuple[list[list[float]], list[float], bool]
+        ] = []  # features, outcomes, confidence known
         self._num_fitted = 0
 
     def start_round(self, histories: Sequence[RequestHistory], depth: int) -> RoundState:
@@ -149,17 +170,24 @@ class AcceptanceEstimator:
         base, global_shift = [logit(rate) for rate in self._base_rates(depth)], self._global.shift
         shifts = [history.shifts for history in histories]
         logits = []
-        for intercept, of_base, of_global, of_slow, of_fast, *_ in (self._unknown.weights, self._known.weights):
+        for intercept, of_base, of_global, of_slow, of_fast, *_ in (
+            self._unknown.weights,
+            self._known.weights,
+        ):
             common = [intercept + of_global * global_shift + of_base * x for x in base]
-            logits.append([[x + of_slow * slow + of_fast * fast for x in common] for slow, fast in shifts])
+            logits.append(
+                [[x + of_slow * slow + of_fast * fast for x in common] for slow, fast in shifts]
+            )
         return RoundState(base, global_shift, shifts, *logits)
 
-    def estimate_next(self, state: RoundState, confidence: Sequence[float] | None) -> tuple[list[float], list[float]]:
-        """Adds the confidence [B] of the next draft, which is known before the draft is drawn, to the state.
+    def estimate_next(
+        self, state: RoundState, confidence: Sequence[float] | None
+    ) -> tuple[list[float], list[float]]:
+        """Adds the confidence [B] of the next draft, which is known before the draft is drawn, to
+        the state.
 
-        Returns a_k [B] of that draft, and a_{k+1} [B] of the one after it, [] at the last depth. `confidence` None: the
-        proposer reports none.
-        """
+        Returns a_k [B] of that draft, and a_{k+1} [B] of the one after it, [] at the last depth.
+        `confidence` None: the proposer reports none."""
         k, rows = len(state.confidences), len(state.request_shifts)
         if confidence is None:
             remaining = self.estimate_remaining(state)
@@ -182,11 +210,14 @@ class AcceptanceEstimator:
         state.confidences.append(centred)
         return this, after
 
-    def estimate_remaining(self, state: RoundState, confidence: float = 0.0, skip: int = 0) -> list[list[float]]:
-        """a_i [B, K-k] of the drafts after the k whose confidence is known, without the first `skip`.
+    def estimate_remaining(
+        self, state: RoundState, confidence: float = 0.0, skip: int = 0
+    ) -> list[list[float]]:
+        """a_i [B, K-k] of the drafts after the k whose confidence is known, without the first
+        `skip`.
 
-        The effect of the last confidence decays with the distance. `confidence`: that of the draft that is skipped.
-        """
+        The effect of the last confidence decays with the distance. `confidence`: that of the draft
+        that is skipped."""
         k, of_last = len(state.confidences), self._unknown.weights[-1]
         last = state.confidences[-1] if k and not skip else [confidence] * len(state.request_shifts)
         estimates = []
@@ -198,9 +229,11 @@ class AcceptanceEstimator:
             estimates.append(row)
         return estimates
 
-    def confidence_scenarios(self, state: RoundState) -> Iterator[tuple[list[float], list[list[float]]]]:
-        """`estimate_next` and `estimate_remaining`, [B] and [B, K-k-1], for equally likely confidences of the next
-        draft, whose spread shrinks with the number of rows."""
+    def confidence_scenarios(
+        self, state: RoundState
+    ) -> Iterator[tuple[list[float], list[list[float]]]]:
+        """`estimate_next` and `estimate_remaining`, [B] and [B, K-k-1], for equally likely
+        confidences of the next draft, whose spread shrinks with the number of rows."""
         k, rows = len(state.confidences), len(state.request_shifts)
         of_previous, of_this = self._known.weights[-2:]
         previous = state.confidences[-1] if k else [0.0] * rows
@@ -224,7 +257,11 @@ class AcceptanceEstimator:
         """Learns from the drafts verified and accepted per row of a round."""
         if confidence_available:
             self._learn_confidences(state)
-        features, outcomes, weights = [], [], (self._known if confidence_available else self._unknown).weights
+        features, outcomes, weights = (
+            [],
+            [],
+            (self._known if confidence_available else self._unknown).weights,
+        )
         intercept, of_base, of_previous = *weights[:2], weights[NUM_BASE_FEATURES]
         of_this = weights[-1] if confidence_available else 0.0
         for b, (history, count, kept) in enumerate(zip(histories, verified, accepted, strict=True)):
@@ -235,9 +272,12 @@ class AcceptanceEstimator:
                 outcome, base = float(k < kept), state.base_logits[k]
                 if confidence_available:
                     before, this = this, state.confidences[k][b]
-                features.append([1.0, base, state.global_shift, *state.request_shifts[b], before, this])
+                features.append(
+                    [1.0, base, state.global_shift, *state.request_shifts[b], before, this]
+                )
                 outcomes.append(outcome)
-                # The estimate without the residuals' terms, which would explain away what the residuals hold.
+                # The estimate without the residuals' terms, which would explain away what the
+                # residuals hold.
                 p = sigmoid(intercept + of_base * base + of_previous * before + of_this * this)
                 residual, information = outcome - p, p * (1 - p)
                 history.add(residual, information)
@@ -256,7 +296,8 @@ class AcceptanceEstimator:
             self._variance[k] += (sum([c * c for c in centred]) / rows - self._variance[k]) / rounds
 
     def _fit(self) -> None:
-        """Fits the models to the pending outcomes once there are enough: few in the beginning, more later on."""
+        """Fits the models to the pending outcomes once there are enough: few in the beginning, more
+        later on."""
         new = sum(len(outcomes) for _, outcomes, _ in self._pending)
         if new < min(REFIT_OUTCOMES, self._num_fitted / 4):
             return
@@ -270,7 +311,8 @@ class AcceptanceEstimator:
             self._known.learn(x[known], y[known])
 
     def _base_rates(self, depth: int) -> list[float]:
-        """a_k of each depth over all requests; the prior of a depth is the rate of the one before."""
+        """a_k of each depth over all requests; the prior of a depth is the rate of the one
+        before."""
         rates, before = [], PRIOR_ACCEPTANCE
         for accepted, tried in zip(self._accepted[:depth], self._tried, strict=False):
             before = (accepted + PRIOR_OUTCOMES * before) / (tried + PRIOR_OUTCOMES)

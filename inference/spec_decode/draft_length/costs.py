@@ -1,10 +1,11 @@
-"""Costs of a round: V(n), a forward of the target over n tokens per row, and D(k), drafting k tokens per row.
+"""Costs of a round: V(n), a forward of the target over n tokens per row, and D(k), drafting k
+tokens per row.
 
-They are given, and then constant, which makes draft lengths a function of the text alone; or measured. The first round
-of a batch size times forwards of several widths over the rows at the context they have, rolls them back, and takes the
-best of interleaved repeats, as a disturbance only ever makes a forward longer. From then on every round corrects the
-figures, since contexts grow and machines slow down.
-"""
+They are given, and then constant, which makes draft lengths a function of the text alone; or
+measured. The first round of a batch size times forwards of several widths over the rows at the
+context they have, rolls them back, and takes the best of interleaved repeats, as a disturbance only
+ever makes a forward longer. From then on every round corrects the figures, since contexts grow and
+machines slow down."""
 
 from __future__ import annotations
 
@@ -21,37 +22,51 @@ from inference.requests.request import Request
 from inference.spec_decode.proposers.base import Proposer
 from speculators.errors import ConfigError
 
-Forward = Callable[[int, int], None]  # (rows, tokens per row): one forward over rows as they are, and waits for it
+Forward = Callable[
+    [int, int], None
+]  # (rows, tokens per row): one forward over rows as they are, and waits for it
 
 MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
 MIN_REPEATS, MAX_REPEATS = 3, 9
 SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
 
 COMMON_RATE = 0.03  # learning rate of all figures of a curve, per round, in log seconds
-WIDTH_RATE, WIDTH_ROUNDS = 1.0, 12.0  # that of the round's own width beside it: rate / (rounds + its rounds so far)
+WIDTH_RATE, WIDTH_ROUNDS = (
+    1.0,
+    12.0,
+)  # that of the round's own width beside it: rate / (rounds + its rounds so far)
 MIN_WIDTH_RATE = 0.01
 NEIGHBOUR_RATE = 0.6  # of the own width's rate, per width of distance
 MAX_LOG_ERROR = 0.4  # larger departures are clipped: a pause of the machine is no cost
 
 
 class RoundCosts:
-    """Constant costs, the same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in any one unit."""
+    """Constant costs, the same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in
+    any one unit."""
 
     def __init__(self, verify: Sequence[float], draft: Sequence[float]) -> None:
         self._verify, self._draft = [float(cost) for cost in verify], [0.0, *map(float, draft)]
 
     @classmethod
     def given(cls, costs: Mapping[str, Sequence[float]], num_speculative_tokens: int) -> RoundCosts:
-        """Reads {"verify": [...], "draft": [...]}; ConfigError if they are not costs of K drafts."""
-        for name, length in (("verify", num_speculative_tokens + 1), ("draft", num_speculative_tokens)):
+        """Reads {"verify": [...], "draft": [...]}; ConfigError if they are not costs of K
+        drafts."""
+        for name, length in (
+            ("verify", num_speculative_tokens + 1),
+            ("draft", num_speculative_tokens),
+        ):
             given = costs.get(name, ())
             if len(given) != length or any(not 0 <= cost < np.inf for cost in given):
                 raise ConfigError(
-                    f"adaptive_verification_costs[{name!r}] is {list(given)}; expected {length} times in any one unit, "
-                    f"of 1 to {length} {'tokens per row' if name == 'verify' else 'drafts'}"
+                    f"adaptive_verification_costs[{name!r}] is {list(given)}; expected {length}"
+                    f" times in any one unit, of 1 to {length}"
+                    f" {'tokens per row' if name == 'verify' else 'drafts'}"
                 )
         if min(costs["verify"]) <= 0 or len(costs) > 2:
-            raise ConfigError(f"adaptive_verification_costs={dict(costs)}; expected verify, above 0, and draft only")
+            raise ConfigError(
+                f"adaptive_verification_costs={dict(costs)}; expected verify, above 0, and draft"
+                " only"
+            )
         return cls(costs["verify"], costs["draft"])
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
@@ -61,7 +76,9 @@ class RoundCosts:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         return self._verify, self._draft
 
-    def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
+    def learn(
+        self, rows: int, depth: int, width: int, draft_time: float, verify_time: float
+    ) -> None:
         """After a round that drafted `depth` tokens and verified `width`, in seconds."""
 
 
@@ -70,7 +87,9 @@ class MeasuredCosts(RoundCosts):
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._depth = num_speculative_tokens
-        self._curves: dict[int, tuple[CostCurve, CostCurve | None]] = {}  # by batch size: V, and D where it takes time
+        self._curves: dict[
+            int, tuple[CostCurve, CostCurve | None]
+        ] = {}  # by batch size: V, and D where it takes time
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
@@ -84,9 +103,18 @@ class MeasuredCosts(RoundCosts):
             else:
                 self._curves[size] = self._measure(rows)
         verify, draft = self._curves[size]
-        return verify.figures(), [0.0] * (self._depth + 1) if draft is None else [0.0, *draft.figures()]
+        return verify.figures(), (
+            [0.0] * (self._depth + 1)
+            if draft is None
+            else [
+                0.0,
+                *draft.figures(),
+            ]
+        )
 
-    def learn(self, rows: int, depth: int, width: int, draft_time: float, verify_time: float) -> None:
+    def learn(
+        self, rows: int, depth: int, width: int, draft_time: float, verify_time: float
+    ) -> None:
         verify, draft = self._curves[rows]
         verify.learn(width, verify_time)
         if depth and draft is not None:
@@ -114,16 +142,18 @@ class MeasuredCosts(RoundCosts):
         verify = _between(range(most + 1), widths, [best["verify", w] for w in widths])
         if not rehearses:
             return CostCurve(verify), None
-        return CostCurve(verify), CostCurve(_between(range(1, most + 1), drafts, [best["draft", k] for k in drafts]))
+        return CostCurve(verify), CostCurve(
+            _between(range(1, most + 1), drafts, [best["draft", k] for k in drafts])
+        )
 
 
 class CostCurve:
     """Seconds by width, above 0, corrected by every round.
 
-    On a shared machine a round may take half as long again as the next, and a width that is used in a slow moment must
-    not look expensive beside the others. So a round moves all figures alike; what is particular to its width moves it
-    slowly, and its neighbours with it; and more tokens never take less time.
-    """
+    On a shared machine a round may take half as long again as the next, and a width that is used in
+    a slow moment must not look expensive beside the others. So a round moves all figures alike;
+    what is particular to its width moves it slowly, and its neighbours with it; and more tokens
+    never take less time."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._log = [math.log(x) for x in seconds]
@@ -132,14 +162,18 @@ class CostCurve:
     def figures(self) -> list[float]:
         """[n] seconds, never falling."""
         up, down = accumulate(self._log, max), [*accumulate(reversed(self._log), min)]
-        return [math.exp((most + least) / 2) for most, least in zip(up, reversed(down), strict=True)]
+        return [
+            math.exp((most + least) / 2) for most, least in zip(up, reversed(down), strict=True)
+        ]
 
     def learn(self, place: int, seconds: float) -> None:
         """A round of that width took `seconds`."""
         if seconds <= 0:
             return
         error = math.log(seconds) - self._log[place]
-        if not any(self._rounds):  # what belongs to a round and to no forward: sampling, bookkeeping
+        if not any(
+            self._rounds
+        ):  # what belongs to a round and to no forward: sampling, bookkeeping
             self._log = [x + error for x in self._log]
         else:
             error = min(max(error, -MAX_LOG_ERROR), MAX_LOG_ERROR)

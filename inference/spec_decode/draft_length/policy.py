@@ -1,8 +1,9 @@
-"""DraftLength: how many tokens are drafted and verified, per row and round. Always K, K by batch size, or adaptive.
+"""DraftLength: how many tokens are drafted and verified, per row and round. Always K, K by batch
+size, or adaptive.
 
-The engine calls `limits` before a round, `settle` after drafting and `learn` after verification. Which length pays is
-computed in draft_length/round_plan.py. No target, no cache and no verification rule belongs here.
-"""
+The engine calls `limits` before a round, `settle` after drafting and `learn` after verification.
+Which length pays is computed in draft_length/round_plan.py. No target, no cache and no verification
+rule belongs here."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from inference.requests.request import Request
-from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
+from inference.spec_decode.draft_length.acceptance_estimator import (
+    AcceptanceEstimator,
+    RequestHistory,
+)
 from inference.spec_decode.draft_length.costs import Forward, RoundCosts
 from inference.spec_decode.draft_length.round_plan import RoundPlan
 from inference.spec_decode.proposal import Proposal
@@ -23,20 +27,23 @@ MAX_ALLOWANCE = 4.0  # plain decoding steps that may be lost so at once, and at 
 
 
 class DraftLength:
-    """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns drafting off. No row
-    has more than its request allows."""
+    """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns
+    drafting off. No row has more than its request allows."""
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
-        """Called once, by the engine. `forward`: a forward of the target whose time can be measured."""
+        """Called once, by the engine. `forward`: a forward of the target whose time can be
+        measured."""
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         """The most drafts of each row, before a round."""
         tokens = self.num_speculative_tokens
         for smallest, _, scheduled in self._schedule:
-            if smallest <= len(rows):  # a gap between two ranges belongs to the one below, as in vLLM
+            if smallest <= len(
+                rows
+            ):  # a gap between two ranges belongs to the one below, as in vLLM
                 tokens = min(scheduled, self.num_speculative_tokens)
         return [min(tokens, request.draft_limit, request.most_drafts) for request in rows]
 
@@ -44,19 +51,29 @@ class DraftLength:
         """The part of a proposal that is verified."""
         return proposal
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int], draft_time: float, verify_time: float) -> None:
-        """After the round: drafts verified and accepted per row, and the seconds that drafting and the rest took."""
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        draft_time: float,
+        verify_time: float,
+    ) -> None:
+        """After the round: drafts verified and accepted per row, and the seconds that drafting and
+        the rest took."""
 
 
 class AdaptiveDraftLength(DraftLength):
-    """The length that maximises accepted tokens per time, up to `num_speculative_tokens` and the schedule.
+    """The length that maximises accepted tokens per time, up to `num_speculative_tokens` and the
+    schedule.
 
-    Where drafting is not expected to pay, the best length above 0 is still tried now and then, since acceptance that is
-    never measured cannot be found to have risen. Such probes have an allowance. It grows by `PROBE_FRACTION` of the
-    time of every round, up to `MAX_ALLOWANCE` steps, and a probe takes from it what it lost against plain decoding.
-    """
+    Where drafting is not expected to pay, the best length above 0 is still tried now and then,
+    since acceptance that is never measured cannot be found to have risen. Such probes have an
+    allowance. It grows by `PROBE_FRACTION` of the time of every round, up to `MAX_ALLOWANCE` steps,
+    and a probe takes from it what it lost against plain decoding."""
 
-    def __init__(self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None
+    ) -> None:
         super().__init__(num_speculative_tokens, schedule)
         self._costs = costs
         self._estimator = AcceptanceEstimator(num_speculative_tokens)
@@ -84,17 +101,29 @@ class AdaptiveDraftLength(DraftLength):
             depth = max(room)  # `_go_on` stops the proposer
         else:
             depth = (0 if self._stops_early else plan.best_depth()) or self._probe(plan)
-            if self._whole_blocks and not self._stops_early and depth and plan.drafting_is_free(depth):
+            if (
+                self._whole_blocks
+                and not self._stops_early
+                and depth
+                and plan.drafting_is_free(depth)
+            ):
                 depth = max(room)
         self._limits = [min(limit, depth) for limit in room]
         return self._limits
 
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
-        if plan is None or plan.num_depths_seen or not proposal.width or proposal.parents is not None:
+        if (
+            plan is None
+            or plan.num_depths_seen
+            or not proposal.width
+            or proposal.parents is not None
+        ):
             return proposal
         plan.limit_rows(proposal.counts)
-        confidences = None if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
+        confidences = (
+            None if proposal.confidence is None else proposal.confidence.T.tolist()
+        )  # [width][B]
         if confidences is not None and proposal.foreseen:
             if not plan.decide_all(confidences):
                 self._probe(plan)
@@ -104,7 +133,13 @@ class AdaptiveDraftLength(DraftLength):
                 break
         return proposal.shortened(plan.committed_length)
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int], draft_time: float, verify_time: float) -> None:
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        draft_time: float,
+        verify_time: float,
+    ) -> None:
         plan = self._plan
         if plan is None:
             return
@@ -117,19 +152,23 @@ class AdaptiveDraftLength(DraftLength):
             self._allowance -= time - 1 - sum(accepted) / len(accepted)
         self._allowance = min(self._allowance, MAX_ALLOWANCE)
         self._costs.learn(len(verified), depth, width, draft_time, verify_time)
-        self._estimator.learn(plan.state, plan.histories, verified, accepted, plan.confidence_available)
+        self._estimator.learn(
+            plan.state, plan.histories, verified, accepted, plan.confidence_available
+        )
 
     def _go_on(self, confidence: Sequence[float]) -> int:
         assert self._plan is not None
         return self._decide_next(self._plan, confidence, drafted=False)
 
-    def _decide_next(self, plan: RoundPlan, confidence: Sequence[float] | None, *, drafted: bool) -> int:
+    def _decide_next(
+        self, plan: RoundPlan, confidence: Sequence[float] | None, *, drafted: bool
+    ) -> int:
         wanted = plan.decide_next(confidence, drafted=drafted)
         return wanted or (0 if plan.committed_length else self._probe(plan))
 
     def _probe(self, plan: RoundPlan) -> int:
-        """The number of drafts to try although they are not expected to pay: 0 unless the allowance covers the loss of
-        all of them."""
+        """The number of drafts to try although they are not expected to pay: 0 unless the allowance
+        covers the loss of all of them."""
         drafts = plan.best_nonzero_length
         while drafts and plan.relative_time(drafts, drafts) - 1 > MAX_ALLOWANCE:
             drafts -= 1

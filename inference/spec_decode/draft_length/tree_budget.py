@@ -1,12 +1,13 @@
-"""AdaptiveTreeBudget: how many places of a growing tree are verified, by what each gains and what it costs.
+"""AdaptiveTreeBudget: how many places of a growing tree are verified, by what each gains and what
+it costs.
 
-With B rows that share one forward, a round that verifies w places per row commits B tokens and one more for every place
-that is accepted, and takes V(w + 1) + D. A place is accepted with the probability of its path as the drafter sees it,
-times κ: what was accepted of late over what was expected. The tree takes in the place of the next highest probability
-while some number of further places gains more tokens than ρ times their time (Dinkelbach 1967, as in round_plan.py); ρ
-is what rounds of late gained, and at least what plain decoding does. Trees are grown in tree_drafting.py, which is told
-the prices ρ V(w + 1) / κ before the round; no token is seen here.
-"""
+With B rows that share one forward, a round that verifies w places per row commits B tokens and one
+more for every place that is accepted, and takes V(w + 1) + D. A place is accepted with the
+probability of its path as the drafter sees it, times κ: what was accepted of late over what was
+expected. The tree takes in the place of the next highest probability while some number of further
+places gains more tokens than ρ times their time (Dinkelbach 1967, as in round_plan.py); ρ is what
+rounds of late gained, and at least what plain decoding does. Trees are grown in tree_drafting.py,
+which is told the prices ρ V(w + 1) / κ before the round; no token is seen here."""
 
 from __future__ import annotations
 
@@ -24,15 +25,21 @@ PRIOR_PLACES = 4.0  # places accepted and expected that κ begins with, and alwa
 
 
 class AdaptiveTreeBudget(DraftLength):
-    """As many places as pay, `num_speculative_tokens` at most, and at least one. Whole trees are drafted; `costs`: of
-    their D only the last is read."""
+    """As many places as pay, `num_speculative_tokens` at most, and at least one. Whole trees are
+    drafted; `costs`: of their D only the last is read."""
 
-    def __init__(self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, costs: RoundCosts, schedule: Schedule | None = None
+    ) -> None:
         super().__init__(num_speculative_tokens, schedule)
         self._costs = costs
-        self._tokens = self._steps = PRIOR_ROUNDS  # committed per row, and plain decoding steps that they took
+        self._tokens = self._steps = (
+            PRIOR_ROUNDS  # committed per row, and plain decoding steps that they took
+        )
         self._accepted = self._expected = self._expected_now = 0.0  # places, of all rows
-        self._relative_time: list[float] = []  # of a round that verifies 0 … K places, in plain decoding steps
+        self._relative_time: list[
+            float
+        ] = []  # of a round that verifies 0 … K places, in plain decoding steps
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
@@ -61,7 +68,13 @@ class AdaptiveTreeBudget(DraftLength):
         self._expected_now = proposal.expected or 0.0
         return proposal
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int], draft_time: float, verify_time: float) -> None:
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        draft_time: float,
+        verify_time: float,
+    ) -> None:
         if not self._relative_time:
             return
         rows, width = len(verified), max(verified)

@@ -1,9 +1,8 @@
 """Several drafters at once, each for its share of the requests: an A/B on live traffic.
 
-Every drafter is fed every row, so that any row could be anyone's and rows move and are reused as ever; a row is drafted
-for by the one its request belongs to. That costs the keys and values of all of them, and the drafting of rows that are
-another's. Chains only.
-"""
+Every drafter is fed every row, so that any row could be anyone's and rows move and are reused as
+ever; a row is drafted for by the one its request belongs to. That costs the keys and values of all
+of them, and the drafting of rows that are another's. Chains only."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from speculators.precision import on_device
 
 @dataclass
 class Arm:
-    """`proposer`: None drafts nothing. `share`: in proportion to the others'. `columns`: its taps among all that are
-    read, [n·H] numbers; None: all of them."""
+    """`proposer`: None drafts nothing. `share`: in proportion to the others'. `columns`: its taps
+    among all that are read, [n·H] numbers; None: all of them."""
 
     name: str
     proposer: Proposer | None
@@ -33,7 +32,8 @@ class Arm:
 
 
 class SplitProposer(Proposer):
-    """At least one arm drafts. Which arm a request belongs to is a function of its id and of the shares."""
+    """At least one arm drafts. Which arm a request belongs to is a function of its id and of the
+    shares."""
 
     def __init__(self, arms: Sequence[Arm], vocab_size: int) -> None:
         self.arms, self._vocab_size = list(arms), vocab_size
@@ -59,7 +59,9 @@ class SplitProposer(Proposer):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         owners = [self.arm(request) for request in requests]
         proposals = [
-            proposer.propose(requests, [limit if owner is arm else 0 for owner, limit in zip(owners, limits)])
+            proposer.propose(
+                requests, [limit if owner is arm else 0 for owner, limit in zip(owners, limits)]
+            )
             for arm, proposer in zip(self._drafting, self._proposers)
         ]
         widest = max(proposals, key=lambda each: each.width)
@@ -67,7 +69,9 @@ class SplitProposer(Proposer):
             return widest
         token_ids, counts = torch.zeros_like(widest.token_ids), [0] * len(requests)
         q = None
-        if (sampled := next((each.q for each in proposals if each.q is not None), None)) is not None:
+        if (
+            sampled := next((each.q for each in proposals if each.q is not None), None)
+        ) is not None:
             q = sampled.new_zeros(len(requests), widest.width, self._vocab_size)
         for arm, proposal in zip(self._drafting, proposals):
             width = proposal.width
@@ -85,14 +89,23 @@ class SplitProposer(Proposer):
         return Proposal(token_ids, counts, q)
 
     def prefill(
-        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        start: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
                 proposer.prefill(start, requests, counts, _own(arm, taps), last_hidden)
 
     def observe(
-        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         for arm, proposer in zip(self._drafting, self._proposers):
             if proposer.reads_features:
@@ -107,7 +120,8 @@ class SplitProposer(Proposer):
             proposer.move(src_row, dst_row)
 
     def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
-        """All of them go on from where the one that knows least does: they are fed the same features."""
+        """All of them go on from where the one that knows least does: they are fed the same
+        features."""
         kept = [proposer.copy_prefix(src_row, dst_row, prefix) for proposer in self._proposers]
         least = min(kept)
         for proposer, positions in zip(self._proposers, kept):
@@ -123,11 +137,16 @@ class SplitProposer(Proposer):
 
     @property
     def cache(self) -> RaggedCache | None:
-        """The cache of the only proposer that has one. The memory limit handles no more than one (see `caches`)."""
+        """The cache of the only proposer that has one. The memory limit handles no more than one
+        (see `caches`)."""
         return self.caches[0] if len(self.caches) == 1 else None
 
     def cache_length(self, positions: int) -> int:
-        return max(proposer.cache_length(positions) for proposer in self._proposers if proposer.cache is not None)
+        return max(
+            proposer.cache_length(positions)
+            for proposer in self._proposers
+            if proposer.cache is not None
+        )
 
 
 def _own(arm: Arm, taps: Tensor | None) -> Tensor | None:

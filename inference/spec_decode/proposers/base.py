@@ -1,8 +1,8 @@
-"""Proposer: the interface that the engine gets drafts from. A proposer knows no verification rule and commits nothing.
+"""Proposer: the interface that the engine gets drafts from. A proposer knows no verification rule
+and commits nothing.
 
-Its state is kept per row, in the engine's rows: `reset` or `copy_prefix` when a request enters a row, `move` when rows
-are compacted.
-"""
+Its state is kept per row, in the engine's rows: `reset` or `copy_prefix` when a request enters a
+row, `move` when rows are compacted."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 
-# How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many more drafts are
-# wanted, this one included.
+# How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many
+# more drafts are wanted, this one included.
 GoOn = Callable[[Sequence[float]], int]
 
 
 class Proposer:
     """Drafts for the rows of an engine.
 
-    num_speculative_tokens  most drafts per row and round
-    num_scaffold_tokens     most places per row that a proposal has beside its drafts
-    reads_features          the engine calls `prefill` and `observe` with features: taps [b, T, n·H] (None without
+    num_speculative_tokens  most drafts per row and round num_scaffold_tokens     most places per
+    row that a proposal has beside its drafts reads_features          the engine calls `prefill` and
+    `observe` with features: taps [b, T, n·H] (None without
                             taps) and last_hidden [b, T, H]
-    reads_logits            the engine calls `see_logits`
-    counters                what became of its drafts since it was made, kept by the engine
-    go_on                   set by a draft length that stops chains early. A proposer that `stops_early` calls it before
-                            each depth is drawn; it drafts one depth after the other without waiting for a device.
-                            Others report `Proposal.confidence`.
-    place_prices            set by an adaptive budget of trees: what a forward over the last token and w places of every
-                            row must gain, in tokens, for w = 0 … K; a tree grows while places gain more than they cost
+    reads_logits            the engine calls `see_logits` counters                what became of its
+    drafts since it was made, kept by the engine go_on                   set by a draft length that
+    stops chains early. A proposer that `stops_early` calls it before
+                            each depth is drawn; it drafts one depth after the other without waiting
+                            for a device. Others report `Proposal.confidence`.
+    place_prices            set by an adaptive budget of trees: what a forward over the last token
+    and w places of every
+                            row must gain, in tokens, for w = 0 … K; a tree grows while places gain
+                            more than they cost
     drafts_trees            its proposals may have several tokens after one
     whole_blocks            the first draft costs a whole block, and the drafts after it little
     """
@@ -59,32 +61,43 @@ class Proposer:
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         """Drafts at most limits[b] tokens to follow the token_ids of each request in rows 0..B-1.
 
-        A row of limit 0 gets no drafts in this round and may get some in a later one. A row's drafts and its use of its
-        generator must not depend on the other rows, but for the answers of `go_on`.
-        """
+        A row of limit 0 gets no drafts in this round and may get some in a later one. A row's
+        drafts and its use of its generator must not depend on the other rows, but for the answers
+        of `go_on`."""
         raise NotImplementedError
 
     def prefill(
-        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        start: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
-        """Receives features of the next counts[i] prompt positions of row start + i, padded to the longest."""
+        """Receives features of the next counts[i] prompt positions of row start + i, padded to the
+        longest."""
 
     def observe(
-        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
-        """Receives, after a round, features of the counts[b] positions kept in rows 0..B-1; their next tokens are
-        committed."""
+        """Receives, after a round, features of the counts[b] positions kept in rows 0..B-1; their
+        next tokens are committed."""
 
     def count(self, request: Request, num_drafted: int, num_accepted: int, depth: int) -> None:
         """Counts a request's drafts of this round; `depth` as in the counters."""
         self.counters.add(num_drafted, num_accepted, depth)
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
-        """Receives the target's logits [B, 1+K, V] over its own proposal before verification: entry 0 after the
-        committed text, entry 1+k after place k, scaffold included."""
+        """Receives the target's logits [B, 1+K, V] over its own proposal before verification: entry
+        0 after the committed text, entry 1+k after place k, scaffold included."""
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
-        """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting takes no time."""
+        """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting
+        takes no time."""
         return False
 
     def reset(self, row: int) -> None:
@@ -94,8 +107,9 @@ class Proposer:
         """The request of `src_row` goes on in `dst_row`."""
 
     def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
-        """Takes the place of `reset` where the text of `dst_row` begins with `prefix`, as that of `src_row` does (the
-        same row or another, whose request may have finished). Returns how many positions need no features any more."""
+        """Takes the place of `reset` where the text of `dst_row` begins with `prefix`, as that of
+        `src_row` does (the same row or another, whose request may have finished). Returns how many
+        positions need no features any more."""
         self.reset(dst_row)
         return 0 if self.reads_features else len(prefix)
 
@@ -105,5 +119,6 @@ class Proposer:
         return None
 
     def cache_length(self, positions: int) -> int:
-        """Positions of `cache` that a row may need while the target's cache has room for `positions`."""
+        """Positions of `cache` that a row may need while the target's cache has room for
+        `positions`."""
         return positions

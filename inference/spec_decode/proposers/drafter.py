@@ -1,9 +1,10 @@
-"""Drafts of a trained head: feeds it the target's features of the committed text and samples its logits.
+"""Drafts of a trained head: feeds it the target's features of the committed text and samples its
+logits.
 
-Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until their next token is
-known; a draft model reads no features, and its slots are tokens alone. The maths is the family's
-(`Drafter.draft_steps`); the tokens are sampled here, as each request's sampling parameters say.
-"""
+Slot p of the head's cache is (token x_{p+1}, features of position p), so features wait here until
+their next token is known; a draft model reads no features, and its slots are tokens alone. The
+maths is the family's (`Drafter.draft_steps`); the tokens are sampled here, as each request's
+sampling parameters say."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.requests.request import Request
-from inference.sampling.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
+from inference.sampling.sampler import (
+    argmax,
+    batch_probabilities,
+    check_drawn,
+    inverse_cdf,
+    uniforms,
+)
 from inference.spec_decode.logits import process_chain_logits
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import GoOn, Proposer
@@ -32,21 +39,23 @@ if TYPE_CHECKING:
     from speculators.target.frozen_target import FrozenTarget
 
 
-# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are to be drafted one by one.
+# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are to be drafted one by
+# one.
 BestChain = Callable[[DraftInput], Tensor | None]
 
 MAX_LOGIT = 6.0  # of a confidence
-SPARE = 16  # slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run for them
+# slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run
+# for them
+SPARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
     """How a trained drafter drafts. The names are those of `speculative_config`.
 
-    num_speculative_tokens  K, tokens of a chain
-    draft_sample_method     "probabilistic": sampled from q; "greedy": its argmax at any temperature, a one-hot q
-    tree                    the shape of a tree in place of a chain
-    """
+    num_speculative_tokens  K, tokens of a chain draft_sample_method     "probabilistic": sampled
+    from q; "greedy": its argmax at any temperature, a one-hot q tree                    the shape
+    of a tree in place of a chain"""
 
     num_speculative_tokens: int = 4
     draft_sample_method: str = "probabilistic"
@@ -54,22 +63,33 @@ class DraftOptions:
 
 
 class HeadProposer(Proposer):
-    """Drafts for at most `max_rows` rows of `max_model_len` tokens with a drafter that is attached to `target`."""
+    """Drafts for at most `max_rows` rows of `max_model_len` tokens with a drafter that is attached
+    to `target`."""
 
     reads_features = True
 
     def __init__(
-        self, drafter: Drafter, target: FrozenTarget, options: DraftOptions, max_rows: int, max_model_len: int
+        self,
+        drafter: Drafter,
+        target: FrozenTarget,
+        options: DraftOptions,
+        max_rows: int,
+        max_model_len: int,
     ) -> None:
         num_speculative_tokens, tree = options.num_speculative_tokens, options.tree
         super().__init__(num_speculative_tokens if tree is None else tree.budget)
         depth = num_speculative_tokens if tree is None else tree.depth
-        drafter.require_depth(depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts")
+        drafter.require_depth(
+            depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts"
+        )
         drafter.require_length(max_model_len, "max_model_len")
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
-        self.whole_blocks, self.drafts_trees = drafter.whole_blocks and tree is None, tree is not None
+        self.whole_blocks, self.drafts_trees = (
+            drafter.whole_blocks and tree is None,
+            tree is not None,
+        )
         self._foresees = self.whole_blocks and not drafter.reads_drafts
         self.stops_early = self._device.type == "cpu" and not self._foresees
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
@@ -81,33 +101,55 @@ class HeadProposer(Proposer):
         self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
         self._last_hidden: Tensor | None = None  # [max_rows, room, H]
 
-    def run_drafter(self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]) -> None:
-        """Chains are drafted by what is made of the drafter, its cache and their greatest length; trees as before."""
+    def run_drafter(
+        self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]
+    ) -> None:
+        """Chains are drafted by what is made of the drafter, its cache and their greatest length;
+        trees as before."""
         if self._tree is None:
             self._drafter, self._best_chain = made(self._drafter, self._cache, self._depth)
 
     def prefill(
-        self, start: int, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        start: int,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         known = []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = start + i
-            known.append(min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row]))
-            if known[i] < count:  # the last position: its next token is not sampled yet, or is the anchor
+            known.append(
+                min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row])
+            )
+            if (
+                known[i] < count
+            ):  # the last position: its next token is not sampled yet, or is the anchor
                 place = slice(i, i + 1), slice(known[i], known[i] + 1)
-                self._hold(row, [1], *(None if f is None else f[place] for f in (taps, last_hidden)))
+                self._hold(
+                    row, [1], *(None if f is None else f[place] for f in (taps, last_hidden))
+                )
         if any(known):
-            taps, last_hidden = (None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden))
+            taps, last_hidden = (
+                None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)
+            )
             self._drafter.append(self._inputs(start, requests, known, taps, last_hidden))
 
     def observe(
-        self, requests: Sequence[Request], counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        taps: Tensor | None,
+        last_hidden: Tensor,
     ) -> None:
         self._hold(0, counts, taps, last_hidden)
 
-    def _hold(self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None) -> None:
-        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait; T is depth + 1 at
-        most, and `propose` leaves room for it."""
+    def _hold(
+        self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None
+    ) -> None:
+        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait;
+        T is depth + 1 at most, and `propose` leaves room for it."""
         taps, last_hidden = self._read(taps, last_hidden)
         stop = start + len(counts)
         if self._taps is None and taps is not None:
@@ -124,13 +166,20 @@ class HeadProposer(Proposer):
                 buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
             else:
                 buffer[start:stop, : new.shape[1]] = new
-        self._held[start:stop] = [before + count for before, count in zip(held, counts, strict=True)]
+        self._held[start:stop] = [
+            before + count for before, count in zip(held, counts, strict=True)
+        ]
 
     def _buffer(self, like: Tensor) -> Tensor:
         return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
 
-    def _read(self, taps: Tensor | None, last_hidden: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return taps if self._drafter.reads_taps else None, last_hidden if self._drafter.reads_last_hidden else None
+    def _read(
+        self, taps: Tensor | None, last_hidden: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            taps if self._drafter.reads_taps else None,
+            last_hidden if self._drafter.reads_last_hidden else None,
+        )
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
@@ -151,7 +200,9 @@ class HeadProposer(Proposer):
         q = None
         if chain is not None:
             q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        processed = any(request.processors.active(len(request.token_ids)) for request in requests)  # by the drafts, too
+        processed = any(
+            request.processors.active(len(request.token_ids)) for request in requests
+        )  # by the drafts, too
         foreseen = self._foresees and not processed
         counts = [min(count, width) for count in counts]
         return Proposal(token_ids, counts, q, confidence=confidence, foreseen=foreseen)
@@ -171,19 +222,30 @@ class HeadProposer(Proposer):
     def _waiting(self, requests: Sequence[Request]) -> list[int]:
         """Slots of each row whose token is known and which the drafter does not hold yet."""
         first = self._drafter.first_token
-        return [len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)]
+        return [
+            len(request.token_ids) - first - seen for request, seen in zip(requests, self._seen)
+        ]
 
     def _draft_chain(
-        self, requests: Sequence[Request], depth: int, sample: Callable[[Tensor], Tensor], go_on: GoOn | None = None
+        self,
+        requests: Sequence[Request],
+        depth: int,
+        sample: Callable[[Tensor], Tensor],
+        go_on: GoOn | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if `go_on` ended it.
+        """Drafts a chain of up to `depth` tokens per row: token ids [b, d], d less than `depth` if
+        `go_on` ended it.
 
-        Where all depths are there at once, and on a GPU, where its answer would wait for the device, `go_on` is not
-        asked; whoever set it gets the confidences [b, depth].
-        """
+        Where all depths are there at once, and on a GPU, where its answer would wait for the
+        device, `go_on` is not asked; whoever set it gets the confidences [b, depth]."""
         inputs = self._take_waiting(requests)
         processed = any(request.processors.active(len(request.token_ids)) for request in requests)
-        if self._best_chain is not None and sample == self._best and self.go_on is None and not processed:
+        if (
+            self._best_chain is not None
+            and sample == self._best
+            and self.go_on is None
+            and not processed
+        ):
             token_ids = self._best_chain(inputs)
             if token_ids is not None:
                 return token_ids[:, :depth], None
@@ -194,7 +256,9 @@ class HeadProposer(Proposer):
         with closing(self._drafter.draft_steps(inputs, steps_made)) as steps:
             for _ in range(depth):
                 step = steps.send(drafted[-1] if drafted else None)
-                logits = process_chain_logits(step.logits, requests, drafted, self._draft_to_target, self._vocab_size)
+                logits = process_chain_logits(
+                    step.logits, requests, drafted, self._draft_to_target, self._vocab_size
+                )
                 wanted = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
                     confidence = _confidence(logits)
@@ -212,10 +276,16 @@ class HeadProposer(Proposer):
         return token_ids, torch.stack(confidences, 1) if confidences else None
 
     def _draft_tree(
-        self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool, prices: Sequence[float] | None
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        probabilistic: bool,
+        prices: Sequence[float] | None,
     ) -> Proposal:
         vocabularies = self._draft_to_target, self._vocab_size
-        grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices)
+        grow = TreeGrowth(
+            self._tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices
+        )
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
         return grow.proposal()
 
@@ -223,7 +293,9 @@ class HeadProposer(Proposer):
         """All that waits, which counts as seen from now on."""
         rows, waiting = len(requests), self._waiting(requests)
         taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
-        last_hidden = None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
+        last_hidden = (
+            None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
+        )
         self._held[:rows] = [0] * rows
         return self._inputs(0, requests, waiting, taps, last_hidden)
 
@@ -261,11 +333,13 @@ class HeadProposer(Proposer):
                 buffer[dst_row] = buffer[src_row]
 
     def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
-        """See `Proposer.copy_prefix`. The slots whose token is in the prefix are the same: their features are of the
-        positions before it."""
+        """See `Proposer.copy_prefix`. The slots whose token is in the prefix are the same: their
+        features are of the positions before it."""
         first = self._drafter.first_token
         slots = max(0, min(len(prefix) - first, self._seen[src_row]))
-        self._cache.copy_prefix(src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots]))
+        self._cache.copy_prefix(
+            src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots])
+        )
         self._seen[dst_row], self._held[dst_row] = slots, 0
         return slots
 
@@ -276,18 +350,23 @@ class HeadProposer(Proposer):
     def cache_length(self, positions: int) -> int:
         # a round writes at most `room` padded true slots, and the speculative ones, behind the text
         speculative = self._depth if self._tree is None else self._tree.speculative_slots
-        return self._drafter.cache_length(positions + self._room + max(0, speculative - self.max_places))
+        return self._drafter.cache_length(
+            positions + self._room + max(0, speculative - self.max_places)
+        )
 
 
 class _SampledChain:
     """Draws drafts from q, each row with its own sampling parameters and its own generator.
 
-    A row takes as many numbers as it may draft, in one call, whatever its neighbours draft. Rows at temperature 0 take
-    none: their q is one-hot, and any number draws its argmax.
-    """
+    A row takes as many numbers as it may draft, in one call, whatever its neighbours draft. Rows at
+    temperature 0 take none: their q is one-hot, and any number draws its argmax."""
 
     def __init__(
-        self, requests: Sequence[Request], counts: Sequence[int], draft_to_target: Tensor | None, device: torch.device
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        draft_to_target: Tensor | None,
+        device: torch.device,
     ) -> None:
         depth = max(counts)
         self._params = [request.params for request in requests]
@@ -303,7 +382,9 @@ class _SampledChain:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[b, V_draft] of the next depth -> [b] target ids."""
-        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(1)  # [b, V_draft] float32
+        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(
+            1
+        )  # [b, V_draft] float32
         drawn = inverse_cdf(q, self._noise[len(self._q)])
         self._q.append(q)
         self._drawn.append(drawn)
@@ -321,6 +402,9 @@ def _confidence(logits: Tensor) -> Tensor:
 
 
 def _both(own: Tensor, largest: Tensor) -> Tensor:
-    """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b] in between: their
-    mean log-odds, which foresees acceptance better than either (docs/dspark.md)."""
-    return ((own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2).sigmoid()
+    """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b]
+    in between: their mean log-odds, which foresees acceptance better than either
+    (docs/dspark.md)."""
+    return (
+        (own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2
+    ).sigmoid()

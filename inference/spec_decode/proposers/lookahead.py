@@ -1,13 +1,14 @@
-"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in places it has left in a round.
+"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in places it has
+left in a round.
 
-Fu et al., arXiv 2402.02057. Each round the target judges guesses, n-grams from a pool that start with the last token,
-and in the same forward takes one step of a parallel Jacobi iteration over a window of tokens further on, from which
-new n-grams enter the pool. Both are one tree behind the last token: guesses are drafts, the window is scaffold.
+Fu et al., arXiv 2402.02057. Each round the target judges guesses, n-grams from a pool that start
+with the last token, and in the same forward takes one step of a parallel Jacobi iteration over a
+window of tokens further on, from which new n-grams enter the pool. Both are one tree behind the
+last token: guesses are drafts, the window is scaffold.
 
-The window has N-1 levels of W columns, level 0 being a chain behind the last token. Column i of level l stands i + l
-tokens after it and sees level 0 up to column i, then its own column on the levels before: its ancestors, if its
-parent is column i of the level before.
-"""
+The window has N-1 levels of W columns, level 0 being a chain behind the last token. Column i of
+level l stands i + l tokens after it and sees level 0 up to column i, then its own column on the
+levels before: its ancestors, if its parent is column i of the level before."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class NgramPool:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> the rest, oldest first
+        self._known: dict[
+            int, dict[tuple[int, ...], None]
+        ] = {}  # first token -> the rest, oldest first
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
         known = self._known.setdefault(first, {})
@@ -45,9 +48,9 @@ class NgramPool:
 
 
 class JacobiWindow:
-    """Levels of tokens the target guessed at, each level read after the one before. It starts as one level of tokens
-    drawn from the text and grows by a level a round until there are N-1. Level 0 lacks its first column, which is the
-    last token of the text."""
+    """Levels of tokens the target guessed at, each level read after the one before. It starts as
+    one level of tokens drawn from the text and grows by a level a round until there are N-1. Level
+    0 lacks its first column, which is the last token of the text."""
 
     def __init__(self, token_ids: Sequence[int], columns: int, ngram_size: int) -> None:
         self._height = ngram_size - 1
@@ -59,8 +62,14 @@ class JacobiWindow:
 
     def tree(self, first: int) -> tuple[list[int], list[int]]:
         """Its tokens and their parents, if the first token's place is `first`."""
-        tokens, parents = list(self.levels[0]), [-1, *range(first, first + len(self.levels[0]))][:-1]
-        above = [-1, *range(first, first + len(tokens))]  # places of the level before, column by column
+        tokens, parents = (
+            list(self.levels[0]),
+            [-1, *range(first, first + len(self.levels[0]))][:-1],
+        )
+        above = [
+            -1,
+            *range(first, first + len(tokens)),
+        ]  # places of the level before, column by column
         for level in self.levels[1:]:
             places = range(first + len(tokens), first + len(tokens) + len(level))
             tokens += level
@@ -69,16 +78,24 @@ class JacobiWindow:
         return tokens, parents
 
     def read_at(self, first: int) -> list[int]:
-        """Entries of the logits (0 the last token's, 1 + k those of place k) that `advance` wants the argmax of."""
+        """Entries of the logits (0 the last token's, 1 + k those of place k) that `advance` wants
+        the argmax of."""
         before = sum(len(level) for level in self.levels[:-1])
         entries = range(1 + first + before, 1 + first + before + len(self.levels[-1]))
         return [0, *entries] if len(self.levels) == 1 else [*entries]
 
     def ngrams(self, last_token: int, written: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """The n-grams that the columns and the tokens behind the last level spell: (first token, the rest)."""
+        """The n-grams that the columns and the tokens behind the last level spell: (first token,
+        the rest)."""
         if not self.filled:
             return []
-        return list(zip([last_token, *self.levels[0]], zip(*self.levels[1:], written, strict=True), strict=True))
+        return list(
+            zip(
+                [last_token, *self.levels[0]],
+                zip(*self.levels[1:], written, strict=True),
+                strict=True,
+            )
+        )
 
     def advance(self, written: Sequence[int]) -> None:
         """One token further: `written` is the new last level."""
@@ -95,8 +112,8 @@ class _Row:
 
 
 class LookaheadProposer(Proposer):
-    """Deterministic drafts (q is one-hot), as trees. Of at most `num_speculative_tokens` drafts per row: the latest
-    guesses come first.
+    """Deterministic drafts (q is one-hot), as trees. Of at most `num_speculative_tokens` drafts per
+    row: the latest guesses come first.
 
     window_size       W, columns of the window
     ngram_size        N: a guess has N-1 tokens
@@ -120,10 +137,14 @@ class LookaheadProposer(Proposer):
         super().__init__(num_speculative_tokens)
         for name, value, least in (("window", window_size, 1), ("ngram", ngram_size, 3)):
             if value < least:
-                raise ConfigError(f"lookahead: lookahead_{name}_size={value}; expected {least} or more")
+                raise ConfigError(
+                    f"lookahead: lookahead_{name}_size={value}; expected {least} or more"
+                )
         self._columns, self._n, self._most_guesses = window_size, ngram_size, num_guesses
         self._pool_from_prompt, self._device = pool_from_prompt, device
-        self.num_scaffold_tokens = max(f * (window_size + ngram_size - 1 - f) - 1 for f in range(1, ngram_size))
+        self.num_scaffold_tokens = max(
+            f * (window_size + ngram_size - 1 - f) - 1 for f in range(1, ngram_size)
+        )
         self._rows: dict[int, _Row] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
@@ -131,10 +152,13 @@ class LookaheadProposer(Proposer):
         for row, request in enumerate(requests):
             state = self._state(row, request)
             tokens, above = merged(
-                state.pool.guesses(request.token_ids[-1]), self.num_speculative_tokens, min(limits[row], self._n - 1)
+                state.pool.guesses(request.token_ids[-1]),
+                self.num_speculative_tokens,
+                min(limits[row], self._n - 1),
             )
             window: tuple[list[int], list[int]] = ([], [])
-            # a row that is not drafted for gathers nothing either; near the context limit there is no place left
+            # a row that is not drafted for gathers nothing either; near the context limit there is
+            # no place left
             if limits[row] and request.draft_limit >= self._columns + self._n - 3:
                 window = state.window.tree(len(tokens))
             drafts.append(tokens + window[0])
@@ -145,7 +169,9 @@ class LookaheadProposer(Proposer):
     def _state(self, row: int, request: Request) -> _Row:
         text, n = request.token_ids, self._n
         if row not in self._rows:
-            self._rows[row] = _Row(JacobiWindow(text, self._columns, n), NgramPool(self._most_guesses))
+            self._rows[row] = _Row(
+                JacobiWindow(text, self._columns, n), NgramPool(self._most_guesses)
+            )
         state = self._rows[row]
         if self._pool_from_prompt:
             for end in range(max(state.pooled + 1, n), len(text) + 1):
@@ -177,9 +203,11 @@ class LookaheadProposer(Proposer):
             self._rows[dst_row] = self._rows.pop(src_row)
 
 
-def merged(guesses: Sequence[tuple[int, ...]], most: int, depth: int) -> tuple[list[int], list[int]]:
-    """Guesses as a tree of at most `most` tokens, `depth` levels deep: its tokens and their parents, which come first.
-    Tokens that guesses begin with alike are there once."""
+def merged(
+    guesses: Sequence[tuple[int, ...]], most: int, depth: int
+) -> tuple[list[int], list[int]]:
+    """Guesses as a tree of at most `most` tokens, `depth` levels deep: its tokens and their
+    parents, which come first. Tokens that guesses begin with alike are there once."""
     tokens: list[int] = []
     parents: list[int] = []
     place_of: dict[tuple[int, int], int] = {}  # (parent, token) -> place

@@ -1,9 +1,10 @@
-"""Prompt lookup: what followed the last tokens when they were seen before. Training-free; reads committed tokens only.
+"""Prompt lookup: what followed the last tokens when they were seen before. Training-free; reads
+committed tokens only.
 
-Saxena, "Prompt Lookup Decoding" (2023). The longest match wins; among equally long ones the most recent does, since
-text repeats what it said last (vLLM takes the first one instead). A continuation that reaches the end of the text
-goes on with what it has drafted itself, as a repetition would, so a match gives as many tokens as are asked for.
-"""
+Saxena, "Prompt Lookup Decoding" (2023). The longest match wins; among equally long ones the most
+recent does, since text repeats what it said last (vLLM takes the first one instead). A continuation
+that reaches the end of the text goes on with what it has drafted itself, as a repetition would, so
+a match gives as many tokens as are asked for."""
 
 from __future__ import annotations
 
@@ -18,16 +19,20 @@ from speculators.errors import ConfigError
 
 
 class NgramIndex:
-    """The last continuation of each n-gram of one text. Appending a token costs O(max_n - min_n)."""
+    """The last continuation of each n-gram of one text. Appending a token costs O(max_n -
+    min_n)."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._sizes = range(max_n, min_n - 1, -1)
-        self._follower: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
+        self._follower: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> index of the token after its last occurrence
         self._indexed = 0  # n-grams followed by tokens before this index are known
         self.matched = 0  # tokens of the match that was found last
 
     def lookup(self, token_ids: list[int], count: int) -> list[int]:
-        """`count` tokens to follow the text, or [] without a match. Between calls the text only grows."""
+        """`count` tokens to follow the text, or [] without a match. Between calls the text only
+        grows."""
         follower, sizes = self._follower, self._sizes
         length = len(token_ids)
         for at in range(max(self._indexed, 1), length):
@@ -48,23 +53,37 @@ class NgramIndex:
 
 
 class NgramProposer(Proposer):
-    """Deterministic drafts (q is one-hot). Nothing is drafted for a row without a match of at least `min_n` tokens."""
+    """Deterministic drafts (q is one-hot). Nothing is drafted for a row without a match of at least
+    `min_n` tokens."""
 
-    def __init__(self, num_speculative_tokens: int, min_n: int, max_n: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        min_n: int,
+        max_n: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(num_speculative_tokens)
         if not 1 <= min_n <= max_n:
-            raise ConfigError(f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min <= max")
+            raise ConfigError(
+                f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min"
+                " <= max"
+            )
         self._min_n, self._max_n, self._device = min_n, max_n, device
         self._indices: dict[int, NgramIndex] = {}  # by row
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         drafts = [
-            self._indices[row].lookup(request.token_ids, min(limits[row], self.num_speculative_tokens))
+            self._indices[row].lookup(
+                request.token_ids, min(limits[row], self.num_speculative_tokens)
+            )
             for row, request in enumerate(requests)
         ]
         proposal = Proposal.deterministic(drafts, self._device)
         matched = [self._indices[row].matched for row in range(len(drafts))]
-        proposal.confidence = torch.tensor([[n / (n + 1)] * proposal.width for n in matched], dtype=torch.float64)
+        proposal.confidence = torch.tensor(
+            [[n / (n + 1)] * proposal.width for n in matched], dtype=torch.float64
+        )
         return proposal
 
     def reset(self, row: int) -> None:

@@ -1,9 +1,10 @@
-"""SuffixDecoding: the most frequent continuation of the last tokens, in this request's text or in earlier responses.
+"""SuffixDecoding: the most frequent continuation of the last tokens, in this request's text or in
+earlier responses.
 
-Oliaro et al., arXiv 2411.04975; options and arithmetic are those of vLLM's method "suffix" (arctic-inference).
-Training-free; reads committed tokens only. How long a draft is depends on how much was matched and on how sure the
-counts are, so repetitive text gets long drafts and new text none.
-"""
+Oliaro et al., arXiv 2411.04975; options and arithmetic are those of vLLM's method "suffix"
+(arctic-inference). Training-free; reads committed tokens only. How long a draft is depends on how
+much was matched and on how sure the counts are, so repetitive text gets long drafts and new text
+none."""
 
 from __future__ import annotations
 
@@ -33,10 +34,9 @@ class SuffixProposer(Proposer):
     """Deterministic drafts (q is one-hot).
 
     max_tree_depth       longest pattern counted: the match and its draft together are no longer
-    max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each request's own text only
-    max_spec_factor      tokens drafted per token matched
-    min_token_prob       a draft ends before its estimated probability falls below this
-    """
+    max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each
+    request's own text only max_spec_factor      tokens drafted per token matched min_token_prob
+    a draft ends before its estimated probability falls below this"""
 
     def __init__(
         self,
@@ -50,11 +50,17 @@ class SuffixProposer(Proposer):
     ) -> None:
         super().__init__(num_speculative_tokens)
         if max_tree_depth < 2:
-            raise ConfigError(f"suffix: suffix_decoding_max_tree_depth={max_tree_depth}; expected 2 or more")
+            raise ConfigError(
+                f"suffix: suffix_decoding_max_tree_depth={max_tree_depth}; expected 2 or more"
+            )
         self._depth, self._least_probability, self._device = max_tree_depth, min_token_prob, device
         # drafts for a match of each length
-        self._budget = [min(int(m * max_spec_factor + 1e-6), max_tree_depth - m) for m in range(max_tree_depth)]
-        self._ample = max(range(max_tree_depth), key=self._budget.__getitem__)  # the length that gives the most
+        self._budget = [
+            min(int(m * max_spec_factor + 1e-6), max_tree_depth - m) for m in range(max_tree_depth)
+        ]
+        self._ample = max(
+            range(max_tree_depth), key=self._budget.__getitem__
+        )  # the length that gives the most
         self._store = SuffixStore(max_tree_depth, max_cached_requests)
         self._rows: dict[int, _Row] = {}
 
@@ -66,16 +72,21 @@ class SuffixProposer(Proposer):
             if row not in self._rows:
                 self._rows[row] = _Row(request, self._depth)
             self._rows[row].catch_up()
-            tokens, sure = self._draft(self._rows[row], min(limits[row], self.num_speculative_tokens))
+            tokens, sure = self._draft(
+                self._rows[row], min(limits[row], self.num_speculative_tokens)
+            )
             drafts.append(tokens)
             confidence.append(sure)
         proposal = Proposal.deterministic(drafts, self._device)
         padded = [sure + [0.5] * (proposal.width - len(sure)) for sure in confidence]
-        proposal.confidence = torch.tensor(padded, dtype=torch.float64).view(len(drafts), proposal.width)
+        proposal.confidence = torch.tensor(padded, dtype=torch.float64).view(
+            len(drafts), proposal.width
+        )
         return proposal
 
     def _draft(self, row: _Row, most: int) -> tuple[list[int], list[float]]:
-        """The draft with the highest score of all matches. Ties: the request's own text, then the longest match."""
+        """The draft with the highest score of all matches. Ties: the request's own text, then the
+        longest match."""
         earlier = self._store.counts
         matches = earlier.matches(row.request.token_ids[1 - self._depth :])
         found = [(row.counts, row.counts.endings()), (earlier, matches)]
@@ -84,9 +95,12 @@ class SuffixProposer(Proposer):
         best = 0.0
         for counts, matches in found:
             for state, shortest, longest in matches:
-                # a state's patterns have one continuation: the length among them that allows the longest draft
+                # a state's patterns have one continuation: the length among them that allows the
+                # longest draft
                 budget = self._budget[min(max(self._ample, shortest), longest)]
-                tokens, score, sure = counts.follow(state, min(most, budget), self._least_probability)
+                tokens, score, sure = counts.follow(
+                    state, min(most, budget), self._least_probability
+                )
                 if score > best:
                     drafted, best, confidence = tokens, score, sure
         return drafted, confidence

@@ -1,13 +1,15 @@
-"""How often every short pattern occurred in some texts, and what followed it most often. Knows no request and no rule.
+"""How often every short pattern occurred in some texts, and what followed it most often. Knows no
+request and no rule.
 
-A suffix automaton: a state stands for patterns that end at the same places of the texts, so one count serves them
-all (Blumer et al., 1985; of several texts: Mohri et al., 2009). Counts are kept for patterns of at most `depth`
-tokens: adding a token raises those of the patterns that end with it, at most `depth` states and as a rule a handful.
-Removing a text lowers what adding it raised; its states stay, until `SuffixStore` changes the automaton for a new one.
+A suffix automaton: a state stands for patterns that end at the same places of the texts, so one
+count serves them all (Blumer et al., 1985; of several texts: Mohri et al., 2009). Counts are kept
+for patterns of at most `depth` tokens: adding a token raises those of the patterns that end with
+it, at most `depth` states and as a rule a handful. Removing a text lowers what adding it raised;
+its states stay, until `SuffixStore` changes the automaton for a new one.
 
-States are numbers, and the automaton a few arrays over them; state 0 is the empty pattern. Most states have a single
-follower, so the most frequent one stands in the arrays and only the others in dictionaries.
-"""
+States are numbers, and the automaton a few arrays over them; state 0 is the empty pattern. Most
+states have a single follower, so the most frequent one stands in the arrays and only the others in
+dictionaries."""
 
 from __future__ import annotations
 
@@ -22,9 +24,15 @@ class SuffixCounts:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._length = array("i", [0])  # of the longest pattern
-        self._link = array("i", [-1])  # state of its longest suffix that ends at more places; the shortest is 1 longer
-        self._count = array("i", [0])  # occurrences; wrong, and never read, where the shortest is beyond the depth
-        self._token = array("i", [-1])  # the most frequent follower, of equals the last to become so; -1: none
+        self._link = array(
+            "i", [-1]
+        )  # state of its longest suffix that ends at more places; the shortest is 1 longer
+        self._count = array(
+            "i", [0]
+        )  # occurrences; wrong, and never read, where the shortest is beyond the depth
+        self._token = array(
+            "i", [-1]
+        )  # the most frequent follower, of equals the last to become so; -1: none
         self._next = array("i", [0])  # and the state it leads to
         self._others: dict[int, dict[int, int]] = {}  # state -> its other followers -> states
         self.begin()
@@ -34,7 +42,9 @@ class SuffixCounts:
         return len(self._length)
 
     def begin(self) -> None:
-        self._last = self._window = 0  # states of the whole text so far, and of its last `depth` tokens
+        self._last = self._window = (
+            0  # states of the whole text so far, and of its last `depth` tokens
+        )
         self._seen = 0  # tokens of it
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -84,8 +94,8 @@ class SuffixCounts:
         return self._shorter(self._suffix(self._window, longest), longest)
 
     def matches(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(state, shortest, longest): the lengths of those suffixes of the context that occurred, longest first; the
-        context is at most `depth` - 1 tokens."""
+        """(state, shortest, longest): the lengths of those suffixes of the context that occurred,
+        longest first; the context is at most `depth` - 1 tokens."""
         length, link, count = self._length, self._link, self._count
         v = matched = 0
         for token in context:
@@ -98,11 +108,14 @@ class SuffixCounts:
                 v, matched = u, matched + 1
         return self._shorter(v, matched)
 
-    def follow(self, state: int, most: int, least_probability: float) -> tuple[list[int], float, list[float]]:
-        """The most frequent continuation of a state's patterns, `most` tokens at most, as long as its estimated
-        probability, the product of the counts' ratios, is not below `least_probability`; the sum of these
-        probabilities, the number of tokens expected to be right; and how sure each token is once those before it were
-        right, which is surer the more often the pattern was seen."""
+    def follow(
+        self, state: int, most: int, least_probability: float
+    ) -> tuple[list[int], float, list[float]]:
+        """The most frequent continuation of a state's patterns, `most` tokens at most, as long as
+        its estimated probability, the product of the counts' ratios, is not below
+        `least_probability`; the sum of these probabilities, the number of tokens expected to be
+        right; and how sure each token is once those before it were right, which is surer the more
+        often the pattern was seen."""
         count, best, follower = self._count, self._token, self._next
         tokens: list[int] = []
         sure: list[float] = []
@@ -160,10 +173,13 @@ class SuffixCounts:
         return state
 
     def _only(self, p: int, token: int, q: int) -> int:
-        """The state of p's longest pattern followed by the token: q, or split off from q if q has longer ones too."""
+        """The state of p's longest pattern followed by the token: q, or split off from q if q has
+        longer ones too."""
         if self._length[q] == self._length[p] + 1:
             return q
-        clone = self._new(self._length[p] + 1, self._link[q], self._count[q], self._token[q], self._next[q])
+        clone = self._new(
+            self._length[p] + 1, self._link[q], self._count[q], self._token[q], self._next[q]
+        )
         if q in self._others:
             self._others[clone] = dict(self._others[q])
         self._link[q] = clone
@@ -175,7 +191,9 @@ class SuffixCounts:
             p = self._link[p]
         return clone
 
-    def _new(self, length: int, link: int, count: int = 0, token: int = -1, follower: int = 0) -> int:
+    def _new(
+        self, length: int, link: int, count: int = 0, token: int = -1, follower: int = 0
+    ) -> int:
         self._length.append(length)
         self._link.append(link)
         self._count.append(count)
@@ -185,8 +203,9 @@ class SuffixCounts:
 
 
 class SuffixStore:
-    """The patterns of the last `max_texts` texts. What falls out is no longer counted at once; its memory comes back
-    when an automaton that was filled alongside holds all the texts there are, so no call waits for a clearing-up."""
+    """The patterns of the last `max_texts` texts. What falls out is no longer counted at once; its
+    memory comes back when an automaton that was filled alongside holds all the texts there are, so
+    no call waits for a clearing-up."""
 
     def __init__(self, depth: int, max_texts: int) -> None:
         self.counts = SuffixCounts(depth)

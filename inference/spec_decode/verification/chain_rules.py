@@ -1,10 +1,10 @@
-"""Verification rules for a chain: pure functions of (p, proposal, rule). No randomness inside, and no logits: p
-and q come after every processor, in float32 as a rule (float64 is kept, for proofs). The dice are in
-`rejection_sampler.py`.
+"""Verification rules for a chain: pure functions of (p, proposal, rule). No randomness inside, and
+no logits: p and q come after every processor, in float32 as a rule (float64 is kept, for proofs).
+The dice are in `rejection_sampler.py`.
 
-A rule is one function in RULES: (p, proposal) -> Verdict. It gives the probability of accepting each draft
-and, where it is not 1, the scale s_j in the distribution that the target's own token is drawn from after j
-accepted drafts:
+A rule is one function in RULES: (p, proposal) -> Verdict. It gives the probability of accepting
+each draft and, where it is not 1, the scale s_j in the distribution that the target's own token is
+drawn from after j accepted drafts:
 
     norm(max(s_j p_j - q_j, 0))    if j < number drafted
     p_j                            if every draft was accepted
@@ -28,8 +28,10 @@ from speculators.precision import on_device
 class Verdict:
     """A rule's probabilities for a proposal, before any random number is drawn.
 
-    accept_probs  [B, K], 0 from counts[b] on. With `first_rejection_ends`, of draft k given that those before
-                  it were accepted; without, drafts 1..k are kept for the largest k whose own throw succeeds
+    accept_probs  [B, K], 0 from counts[b] on. With `first_rejection_ends`, of draft k given that
+    those before
+                  it were accepted; without, drafts 1..k are kept for the largest k whose own throw
+                  succeeds
     p             [B, K+1, V] the target's distributions
     proposal      the drafts that were judged
     scale         [B, K+1] the s_j above; None is 1 everywhere
@@ -45,12 +47,14 @@ class Verdict:
 
     @property
     def residual(self) -> Tensor:
-        """[B, K+1, V]: entry j is what the bonus token is drawn from if exactly j drafts are accepted."""
+        """[B, K+1, V]: entry j is what the bonus token is drawn from if exactly j drafts are
+        accepted."""
         rows, places = self.p.shape[:2]
         return torch.stack([self.residual_at([j] * rows) for j in range(places)], dim=1)
 
     def residual_at(self, accepted: Sequence[int]) -> Tensor:
-        """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b] on."""
+        """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b]
+        on."""
         proposal, width = self.proposal, self.proposal.width
         rows = torch.arange(len(accepted), device=self.p.device)
         kept = on_device(accepted, self.p.device)
@@ -65,7 +69,8 @@ class Verdict:
         else:
             weights = (weights - proposal.q[rows, place]).clamp_(min=0)
         total = weights.sum(-1, keepdim=True)
-        # p = q to the last bit leaves no residual, and nothing that could be rejected but by rounding
+        # p = q to the last bit leaves no residual, and nothing that could be rejected but by
+        # rounding
         usable = total > 0
         if not all(rejecting):
             usable &= on_device(rejecting, p.device, torch.bool).unsqueeze(-1)
@@ -73,24 +78,33 @@ class Verdict:
 
 
 def verify(p: Tensor, proposal: Proposal, rule: str) -> Verdict:
-    """Judge a proposal: p [B, K+1, V], p[b, k] being the target's distribution after the first k drafts.
+    """Judge a proposal: p [B, K+1, V], p[b, k] being the target's distribution after the first k
+    drafts.
 
     Row b is read at 0..counts[b] only.
     """
     if rule not in RULES:
         raise ConfigError(f"rejection_sample_method={rule!r}; expected one of {sorted(RULES)}")
     if proposal.parents is not None:
-        raise ConfigError(f"rule {rule!r} judges chains; the proposal is a tree (see tree_rules.py)")
+        raise ConfigError(
+            f"rule {rule!r} judges chains; the proposal is a tree (see tree_rules.py)"
+        )
     expected = (proposal.num_rows, proposal.width + 1)
     if p.dim() != 3 or p.shape[:2] != expected:
-        raise ValueError(f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]")
+        raise ValueError(
+            f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]"
+        )
     if proposal.q is not None and proposal.q.shape[-1] != p.shape[-1]:
-        raise ValueError(f"verify: q has {proposal.q.shape[-1]} tokens, p {p.shape[-1]}; scatter a reduced vocabulary")
+        raise ValueError(
+            f"verify: q has {proposal.q.shape[-1]} tokens, p {p.shape[-1]}; scatter a reduced"
+            " vocabulary"
+        )
     return RULES[rule](p, proposal)
 
 
 def decide(verdict: Verdict, uniforms: Tensor) -> list[int]:
-    """Uniforms [B, K] in [0, 1) -> drafts accepted per row. A draft passes if u < its probability."""
+    """Uniforms [B, K] in [0, 1) -> drafts accepted per row. A draft passes if u < its
+    probability."""
     passed = (uniforms < verdict.accept_probs).tolist()
     if verdict.first_rejection_ends:
         return [(row + [False]).index(False) for row in passed]
@@ -100,10 +114,12 @@ def decide(verdict: Verdict, uniforms: Tensor) -> list[int]:
 def token_rule(p: Tensor, proposal: Proposal) -> Verdict:
     """Accept x with min(1, p(x)/q(x)), else draw from norm((p - q)+).
 
-    Leviathan et al. 2211.17192, Chen et al. 2302.01318. One-hot q: accept with p(x), else p without x.
-    """
+    Leviathan et al. 2211.17192, Chen et al. 2302.01318. One-hot q: accept with p(x), else p without
+    x."""
     chosen = proposal.token_ids.unsqueeze(-1)  # [B, K, 1]
-    accept = p[:, : proposal.width].gather(-1, chosen).squeeze(-1)  # [B, K], p(x); q(x) is 1 if one-hot
+    accept = (
+        p[:, : proposal.width].gather(-1, chosen).squeeze(-1)
+    )  # [B, K], p(x); q(x) is 1 if one-hot
     if proposal.q is not None:
         q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
         # q(x) = 0 cannot have been drawn: reject it rather than divide
@@ -112,11 +128,12 @@ def token_rule(p: Tensor, proposal: Proposal) -> Verdict:
 
 
 def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
-    """All drafts of a row weighed together: of all rules that call neither model again the one that keeps most.
+    """All drafts of a row weighed together: of all rules that call neither model again the one that
+    keeps most.
 
-    Sun et al. 2403.10444, algorithm 2. s_j = min(1, s_{j-1} p(x_j) / q(x_j)); draft j < γ is the last one kept with
-    probability S / (S + 1 - s_j), S = Σ max(s_j p_j - q_j, 0), and draft γ with s_γ. Of one-hot q as token_rule.
-    """
+    Sun et al. 2403.10444, algorithm 2. s_j = min(1, s_{j-1} p(x_j) / q(x_j)); draft j < γ is the
+    last one kept with probability S / (S + 1 - s_j), S = Σ max(s_j p_j - q_j, 0), and draft γ with
+    s_γ. Of one-hot q as token_rule."""
     width, counts = proposal.width, on_device(proposal.counts, p.device).unsqueeze(-1)
     if width == 0:
         return Verdict(p.new_zeros(p.shape[0], 0), p, proposal)
@@ -124,7 +141,9 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     rise = p[:, :width].gather(-1, chosen).squeeze(-1).log()  # [B, K]
     if proposal.q is not None:
         q_chosen = proposal.q.gather(-1, chosen).squeeze(-1)
-        rise = torch.where(q_chosen > 0, rise - q_chosen.log(), -torch.inf)  # q(x) = 0 cannot have been drawn
+        rise = torch.where(
+            q_chosen > 0, rise - q_chosen.log(), -torch.inf
+        )  # q(x) = 0 cannot have been drawn
     logs = [p.new_zeros(p.shape[0])]
     for k in range(width):
         logs.append((logs[-1] + rise[:, k]).clamp(max=0))
@@ -135,25 +154,35 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     else:
         rest = (inner.unsqueeze(-1) * p[:, 1:width] - proposal.q[:, 1:]).clamp_(min=0).sum(-1)
     below = rest + 1 - inner
-    accept = torch.cat([torch.where(below > 0, rest / below, 1.0), scale[:, width:]], dim=1)  # [B, K]
+    accept = torch.cat(
+        [torch.where(below > 0, rest / below, 1.0), scale[:, width:]], dim=1
+    )  # [B, K]
     last = torch.arange(1, width + 1, device=p.device) == counts  # a row may have drafted fewer
     accept = torch.where(last, scale[:, 1:], accept)
-    return Verdict(_only_drafted(accept, proposal), p, proposal, scale=scale, first_rejection_ends=False)
+    return Verdict(
+        _only_drafted(accept, proposal), p, proposal, scale=scale, first_rejection_ends=False
+    )
 
 
-def typical_rule(p: Tensor, proposal: Proposal, threshold: float = 0.09, alpha: float = 0.3) -> Verdict:
-    """Not lossless: keep every draft that the target finds likely enough, p(x) > min(threshold, alpha exp(-H(p))).
+def typical_rule(
+    p: Tensor, proposal: Proposal, threshold: float = 0.09, alpha: float = 0.3
+) -> Verdict:
+    """Not lossless: keep every draft that the target finds likely enough, p(x) > min(threshold,
+    alpha exp(-H(p))).
 
-    Cai et al. 2401.10774, section 2.3.1, with the constants of their code. Preserves p at temperature 0 only.
-    """
+    Cai et al. 2401.10774, section 2.3.1, with the constants of their code. Preserves p at
+    temperature 0 only."""
     before = p[:, : proposal.width]
-    floor = torch.exp(torch.special.entr(before).sum(-1).neg()).mul(alpha).clamp(max=threshold)  # [B, K]
+    floor = (
+        torch.exp(torch.special.entr(before).sum(-1).neg()).mul(alpha).clamp(max=threshold)
+    )  # [B, K]
     likely = before.gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1) > floor
     return Verdict(_only_drafted(likely.to(p.dtype), proposal), p, proposal, subtract=False)
 
 
 def greedy_rule(p: Tensor, proposal: Proposal) -> Verdict:
-    """Keep the longest prefix that equals argmax p, then emit argmax p. Preserves p at temperature 0 only."""
+    """Keep the longest prefix that equals argmax p, then emit argmax p. Preserves p at temperature
+    0 only."""
     best = argmax(p)  # [B, K+1]
     accept = (proposal.token_ids == best[:, : proposal.width]).to(p.dtype)
     one_hot = torch.zeros_like(p).scatter_(-1, best.unsqueeze(-1), 1.0)
@@ -161,12 +190,15 @@ def greedy_rule(p: Tensor, proposal: Proposal) -> Verdict:
 
 
 def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int], list[int]]:
-    """Temperature 0 without any distribution: target argmax [B, K+1] -> (accepted [B], bonus token [B]).
+    """Temperature 0 without any distribution: target argmax [B, K+1] -> (accepted [B], bonus token
+    [B]).
 
     What `verify` and `decide` answer for one-hot p under either rule, at a fraction of the cost.
     """
     accepted, bonus = [], []
-    for best, drafted, count in zip(target_argmax.tolist(), proposal.drafted, proposal.counts, strict=True):
+    for best, drafted, count in zip(
+        target_argmax.tolist(), proposal.drafted, proposal.counts, strict=True
+    ):
         kept = 0
         while kept < count and drafted[kept] == best[kept]:
             kept += 1

@@ -1,8 +1,7 @@
 """One round's decision, dice included: target logits and a proposal in, the tokens to commit out.
 
-The only place where verification meets randomness. It must not know the engine: ends of sequence, stop
-strings and length limits are cut off later, by whoever commits the tokens.
-"""
+The only place where verification meets randomness. It must not know the engine: ends of sequence,
+stop strings and length limits are cut off later, by whoever commits the tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import argmax, batch_probabilities, check_drawn, inverse_cdf, uniforms
+from inference.sampling.sampler import (
+    argmax,
+    batch_probabilities,
+    check_drawn,
+    inverse_cdf,
+    uniforms,
+)
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposal import Kept, Proposal
-from inference.spec_decode.verification.chain_rules import LOSSY, RULES, decide, verify, verify_greedy
+from inference.spec_decode.verification.chain_rules import (
+    LOSSY,
+    RULES,
+    decide,
+    verify,
+    verify_greedy,
+)
 from inference.spec_decode.verification.tree_rules import (
     TREE_RULES,
     follow,
@@ -29,26 +40,32 @@ from speculators.errors import ConfigError
 from speculators.precision import on_device
 
 AUTO = "auto"
-METHODS = (AUTO, *(name for name in {**RULES, **TREE_RULES} if name != "greedy"))  # temperature 0 is greedy under any
+METHODS = (
+    AUTO,
+    *(name for name in {**RULES, **TREE_RULES} if name != "greedy"),
+)  # temperature 0 is greedy under any
 
 
 def rule_for(method: str, proposal: Proposal) -> str:
-    """The rule that judges the rows above temperature 0. `auto`: block for sampled chains, traversal for sampled trees,
-    sample_match for what was not sampled. ConfigError if the rule asked for cannot judge such a proposal."""
+    """The rule that judges the rows above temperature 0. `auto`: block for sampled chains,
+    traversal for sampled trees, sample_match for what was not sampled. ConfigError if the rule
+    asked for cannot judge such a proposal."""
     chain, sampled = proposal.parents is None, proposal.q is not None
     if method == AUTO:
         return ("block" if chain else "traversal") if sampled else "sample_match"
     if method not in RULES and method not in TREE_RULES:
-        raise ConfigError(f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}")
+        raise ConfigError(
+            f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}"
+        )
     if not chain and method not in TREE_RULES:
         raise ConfigError(
-            f"rejection_sample_method={method!r} judges chains, and the drafts are trees; use {AUTO}, or one of "
-            f"{', '.join(name for name in TREE_RULES if name != 'greedy')}"
+            f"rejection_sample_method={method!r} judges chains, and the drafts are trees; use"
+            f" {AUTO}, or one of {', '.join(name for name in TREE_RULES if name != 'greedy')}"
         )
     if not sampled and method in ("recursive", "traversal") and any(proposal.counts):
         raise ConfigError(
-            f"rejection_sample_method={method!r} needs drafts that were sampled, and these are deterministic; use "
-            f"{AUTO} or sample_match"
+            f"rejection_sample_method={method!r} needs drafts that were sampled, and these are"
+            f" deterministic; use {AUTO} or sample_match"
         )
     return method
 
@@ -65,16 +82,19 @@ def verify_and_sample(
     generators: Sequence[torch.Generator | None],
     rule: str = AUTO,
 ) -> list[Kept]:
-    """Logits [B, 1+K, V] of the target, entry 0 after the committed text and entry 1+k after place k -> per row the
-    accepted drafts and the bonus.
+    """Logits [B, 1+K, V] of the target, entry 0 after the committed text and entry 1+k after place
+    k -> per row the accepted drafts and the bonus.
 
-    Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and take the greedy
-    path whatever the rule; how many numbers every other row takes from its generator depends on that row alone.
-    """
+    Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and
+    take the greedy path whatever the rule; how many numbers every other row takes from its
+    generator depends on that row alone."""
     rows = logits.shape[0]
     if not rows == proposal.num_rows == len(params) == len(generators):
         counts = rows, proposal.num_rows, len(params), len(generators)
-        raise ValueError(f"verify_and_sample: {counts} logits, proposals, params, generators; expected as many of each")
+        raise ValueError(
+            f"verify_and_sample: {counts} logits, proposals, params, generators; expected as many"
+            " of each"
+        )
     greedy = [row for row in range(rows) if params[row].greedy]
     if len(greedy) == rows:
         return _greedy(logits, proposal)
@@ -83,7 +103,9 @@ def verify_and_sample(
     sampled = [row for row in range(rows) if not params[row].greedy]
     kept = dict(zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True))
     hot, dice = [params[row] for row in sampled], [generators[row] for row in sampled]
-    kept |= zip(sampled, _sampled(logits[sampled], proposal.select(sampled), hot, dice, rule), strict=True)
+    kept |= zip(
+        sampled, _sampled(logits[sampled], proposal.select(sampled), hot, dice, rule), strict=True
+    )
     return [kept[row] for row in range(rows)]
 
 
@@ -91,7 +113,9 @@ def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:
     best = argmax(logits)
     if proposal.parents is None:
         return _chains(proposal, *verify_greedy(best, proposal))
-    walks = [follow(wanted, tree) for wanted, tree in zip(best.tolist(), trees_of(proposal), strict=True)]
+    walks = [
+        follow(wanted, tree) for wanted, tree in zip(best.tolist(), trees_of(proposal), strict=True)
+    ]
     return _walked(proposal, walks)
 
 
@@ -105,15 +129,23 @@ def _sampled(
     rule = rule_for(method, proposal)
     if rule == "greedy":
         hot = [row_params.temperature for row_params in params]
-        raise ConfigError(f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule {AUTO!r}")
+        raise ConfigError(
+            f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule"
+            f" {AUTO!r}"
+        )
     p = batch_probabilities(logits, params)  # [B, 1+K, V]
     if rule in TREE_RULES:
         return _walked(proposal, _walks(p, proposal, generators, rule))
     verdict = verify(p, proposal, rule)
     # one call per row: counts[b] numbers to accept with, and one to draw the bonus
-    noise = [uniforms(generator, count + 1) for generator, count in zip(generators, proposal.counts, strict=True)]
+    noise = [
+        uniforms(generator, count + 1)
+        for generator, count in zip(generators, proposal.counts, strict=True)
+    ]
     throws = [row[:-1] + [0.0] * (proposal.width + 1 - len(row)) for row in noise]
-    accepted = decide(verdict, on_device(throws, p.device, torch.float64).view(len(throws), proposal.width))
+    accepted = decide(
+        verdict, on_device(throws, p.device, torch.float64).view(len(throws), proposal.width)
+    )
     last = on_device([row[-1] for row in noise], p.device, torch.float64)
     bonus = inverse_cdf(verdict.residual_at(accepted), last).tolist()
     check_drawn(bonus, p.shape[-1])
@@ -121,8 +153,8 @@ def _sampled(
 
 
 class _Numbers:
-    """Dice of one row: as many numbers of its generator as it may need, taken at once; `give_back` leaves the generator
-    as if those it has not used had never been taken."""
+    """Dice of one row: as many numbers of its generator as it may need, taken at once; `give_back`
+    leaves the generator as if those it has not used had never been taken."""
 
     def __init__(self, generator: torch.Generator | None, most: int) -> None:
         self._generator = torch.default_generator if generator is None else generator
@@ -146,7 +178,8 @@ class _Numbers:
 def _walks(
     p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
 ) -> list[tuple[list[int], int]]:
-    """p [B, 1+K, V], which is used up, and the proposal of every row -> places kept, and the target's own token."""
+    """p [B, 1+K, V], which is used up, and the proposal of every row -> places kept, and the
+    target's own token."""
     most = [1 + count for count in proposal.counts]  # every draft is tried once
     if rule == "sample_match":  # a number per token
         depths = zip(proposal.depths(), proposal.counts, strict=True)
@@ -154,7 +187,9 @@ def _walks(
     dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
     if rule in ("sample_match", "traversal"):
         noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
-        if rule == "sample_match" or not proposal.width:  # without drafts both rules draw one token from p
+        if (
+            rule == "sample_match" or not proposal.width
+        ):  # without drafts both rules draw one token from p
             walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
             used = [1 + len(path) for path, _ in walks]
         else:

@@ -1,8 +1,9 @@
-"""A KV connector for vLLM on a CPU: writes what `extract_hidden_states` has cached of a prompt to a file.
+"""A KV connector for vLLM on a CPU: writes what `extract_hidden_states` has cached of a prompt to a
+file.
 
-vLLM's own one copies on a CUDA stream and writes in threads; here the memory is the host's, so a request's states are
-written when it ends. vLLM imports this file by its name, from an environment that need not have this project.
-"""
+vLLM's own one copies on a CUDA stream and writes in threads; here the memory is the host's, so a
+request's states are written when it ends. vLLM imports this file by its name, from an environment
+that need not have this project."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class CpuHiddenStatesConnector(own.ExampleHiddenStatesConnector):
         states = own.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
         os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
         partial = f"{pending.filename}.partial"
-        save_file({"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}, partial)
+        save_file(
+            {"hidden_states": states.contiguous(), "token_ids": pending.token_ids.clone()}, partial
+        )
         os.replace(partial, pending.filename)
         self._written.add(pending.req_id)
         if (lock := self._lock_fds.pop(pending.req_id, None)) is not None:

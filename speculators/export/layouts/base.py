@@ -1,4 +1,5 @@
-"""The base of all layouts: one table of a family's tensors and config fields, for writing and for reading."""
+"""The base of all layouts: one table of a family's tensors and config fields, for writing and for
+reading."""
 
 from __future__ import annotations
 
@@ -19,9 +20,20 @@ from speculators.vocab.draft_vocab import from_offsets, to_offsets
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
 TRAINED_WITH = (  # fields that no tensor's shape depends on; each family has some
-    "rope_parameters", "head_dim", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act",
-    "attention_bias", "block_size", "num_depths", "mask_token_id", "sample_from_anchor", "is_causal", "sliding_window",
-)  # fmt: skip
+    "rope_parameters",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "hidden_act",
+    "attention_bias",
+    "block_size",
+    "num_depths",
+    "mask_token_id",
+    "sample_from_anchor",
+    "is_causal",
+    "sliding_window",
+)
 
 Fields = Mapping[str, Any]  # of config.json
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
@@ -30,34 +42,48 @@ Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in t
 class Layout:
     """One family's folder in one format. Module names are those of the family's file.
 
-    `to_config` and `from_config` use the field names of vLLM's own format. A format with other fields converts them in
-    `dressed` and `plain`, and one with other tensor names overrides `tensors`.
-    """
+    `to_config` and `from_config` use the field names of vLLM's own format. A format with other
+    fields converts them in `dressed` and `plain`, and one with other tensor names overrides
+    `tensors`."""
 
     family: ClassVar[str]
     format: ClassVar[str] = "vllm"
-    meanings: ClassVar[Mapping[str, str]] = {}  # field of config.json (dotted if nested) -> its meaning
+    meanings: ClassVar[
+        Mapping[str, str]
+    ] = {}  # field of config.json (dotted if nested) -> its meaning
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32
 
     # -------------------------------------------------------------- files
 
-    def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
+    def write(
+        self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
+    ) -> None:
         """Writes everything but config.json into an empty folder."""
         state = self.unpacked(drafter.plain().state_dict())
         tensors = {
-            name: state[inside].detach().to("cpu", torch.float32 if name.endswith(self.exact) else dtype).contiguous()
+            name: (
+                state[inside]
+                .detach()
+                .to("cpu", torch.float32 if name.endswith(self.exact) else dtype)
+                .contiguous()
+            )
             for name, (inside, _) in self.tensors(config).items()
         }
-        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in self.zeros(config).items()}
+        tensors |= {
+            name: torch.zeros(shape, dtype=dtype) for name, shape in self.zeros(config).items()
+        }
         ids = drafter.draft_to_target
         if ids is not None:
             tensors["d2t"] = to_offsets(ids.cpu())
-            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(
+                0, ids.cpu(), True
+            )
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
-        """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every tensor at fault."""
+        """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every
+        tensor at fault."""
         self.fill(drafter, folder, self._found(drafter.config, files))
 
     def fill(self, drafter: Drafter, folder: str | Path, found: dict[str, Tensor]) -> None:
@@ -68,7 +94,11 @@ class Layout:
         except CheckpointError as error:
             raise CheckpointError(f"drafter {folder}: {error}") from error
         refuse(self.faults(found, config), folder)
-        ids = from_offsets(found["d2t"], config.vocab_size, str(folder)) if config.reduced_vocabulary else None
+        ids = (
+            from_offsets(found["d2t"], config.vocab_size, str(folder))
+            if config.reduced_vocabulary
+            else None
+        )
         drafter.load_state_dict(self.state(found, config, ids), strict=True)
 
     def load(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
@@ -79,7 +109,8 @@ class Layout:
         found: dict[str, Tensor] = {}
         for file in files:
             with safe_open(file, "pt") as reader:
-                mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118 (not a dict)
+                # (not a dict)
+                mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
                 found |= {name: reader.get_tensor(name) for name in mine}
         return found
 
@@ -93,7 +124,10 @@ class Layout:
             if name in found and found[name].any()
         ]
         faults += [missing(name) for name in sorted(wanted - set(found))]
-        faults += [unexpected(name) for name in sorted(set(found) - wanted - set(zeros) - set(self.ignored))]
+        faults += [
+            unexpected(name)
+            for name in sorted(set(found) - wanted - set(zeros) - set(self.ignored))
+        ]
         shapes = {name: shape for name, (_, shape) in table.items()}
         if config.reduced_vocabulary:
             shapes["d2t"] = (config.draft_vocab_size,)
@@ -104,15 +138,21 @@ class Layout:
                 faults.append(not_finite(name))
         return faults
 
-    def state(self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None) -> dict[str, Tensor]:
-        """The module's state from tensors without faults. `ids` [V_draft]: target ids of a reduced vocabulary."""
-        state = dict(self.packed({inside: found[name] for name, (inside, _) in self.tensors(config).items()}))
+    def state(
+        self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The module's state from tensors without faults. `ids` [V_draft]: target ids of a reduced
+        vocabulary."""
+        state = dict(
+            self.packed({inside: found[name] for name, (inside, _) in self.tensors(config).items()})
+        )
         return state if ids is None else state | {"target_ids": ids}
 
     # -------------------------------------------------------------- names, shapes and fields
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        """Recognises a folder that does not name its family, by config.json and the names of the tensors."""
+        """Recognises a folder that does not name its family, by config.json and the names of the
+        tensors."""
         raise NotImplementedError
 
     def tensors(self, config: DrafterConfig) -> Table:
@@ -120,19 +160,25 @@ class Layout:
         raise NotImplementedError
 
     def to_config(self, config: DrafterConfig) -> dict[str, Any]:
-        """The fields of config.json. What the format has no field for is written below `draftsmith`."""
+        """The fields of config.json. What the format has no field for is written below
+        `draftsmith`."""
         raise NotImplementedError
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
-        """The config from config.json and the names of the tensors. CheckpointError names the field."""
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
+        """The config from config.json and the names of the tensors. CheckpointError names the
+        field."""
         raise NotImplementedError
 
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shapes of tensors that the engine has and the drafter lacks; written as zeros, else they would be random."""
+        """Shapes of tensors that the engine has and the drafter lacks; written as zeros, else they
+        would be random."""
         return {}
 
     def check(self, config: Any) -> None:
-        """ConfigError for a drafter that the format's engines would run wrongly; it names the field."""
+        """ConfigError for a drafter that the format's engines would run wrongly; it names the
+        field."""
 
     def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Converts config.json as `to_config` has it to the fields of this format."""
@@ -168,7 +214,9 @@ LAYER_MEANINGS = {  # of the fields that `DecoderConfig.llama_fields` writes
     "head_dim": "size of an attention head, which need not be hidden_size / heads",
     "hidden_act": "activation of the MLP",
     "rms_norm_eps": "of its norms",
-    "rope_parameters": "rotary parameters, scaling (linear, llama3, yarn, …) included; the target's",
+    "rope_parameters": (
+        "rotary parameters, scaling (linear, llama3, yarn, …) included; the target's"
+    ),
     "rope_theta": "the base again, for readers that do not know `rope_parameters`",
     "max_position_embeddings": "positions the head was made for; the target's",
 }
@@ -185,16 +233,23 @@ def window_fields(config: Any) -> dict[str, Any]:
     if config.sliding_window is None:
         return {}
     kinds = [SLIDING] * config.num_layers
-    return {"layer_types": kinds, "sliding_window": config.sliding_window, "use_sliding_window": True}
+    return {
+        "layer_types": kinds,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": True,
+    }
 
 
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:
-    """The window of all layers; CheckpointError where only some have one, or its size is not said."""
+    """The window of all layers; CheckpointError where only some have one, or its size is not
+    said."""
     kinds = set(fields.get("layer_types") or [FULL])
     if SLIDING not in kinds:
         return None
     if len(kinds) > 1:
-        raise CheckpointError(f"{where}: layer_types mixes {FULL} and {SLIDING}; here all layers are of one kind")
+        raise CheckpointError(
+            f"{where}: layer_types mixes {FULL} and {SLIDING}; here all layers are of one kind"
+        )
     if fields.get("sliding_window") is None:
         raise CheckpointError(f"{where}: sliding layers, but sliding_window does not say how wide")
     return fields["sliding_window"]
@@ -202,7 +257,9 @@ def window_of(fields: Mapping[str, Any], where: str) -> int | None:
 
 COMMON_MEANINGS = {
     "dtype": "precision of the tensors; an engine runs the head in the target's",
-    "draftsmith": "family, number of the target's layers, where the head comes from, what it was trained with",
+    "draftsmith": (
+        "family, number of the target's layers, where the head comes from, what it was trained with"
+    ),
 }
 
 
@@ -219,7 +276,8 @@ class WeightsError(CheckpointError):
 
     def __init__(self, folder: str | Path, faults: Sequence[WeightFault]) -> None:
         super().__init__(
-            f"drafter {folder}: {len(faults)} fault(s) in the weights: " + "; ".join(fault.text for fault in faults)
+            f"drafter {folder}: {len(faults)} fault(s) in the weights: "
+            + "; ".join(fault.text for fault in faults)
         )
         self.faults = list(faults)
 
@@ -256,15 +314,20 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
     """The number of the target's layers, from `draftsmith` or from the target at hand."""
     layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
     if layers is None:
-        raise CheckpointError(f"{where}: the number of target layers is not in config.json; pass the target's")
+        raise CheckpointError(
+            f"{where}: the number of target layers is not in config.json; pass the target's"
+        )
     return layers
 
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
-    """The section `draftsmith`: the family, and fields that reveal a lost tensor or a changed field on reading."""
+    """The section `draftsmith`: the family, and fields that reveal a lost tensor or a changed field
+    on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
     if isinstance(config, DecoderConfig):
-        own["trained_with"] = {name: getattr(config, name) for name in TRAINED_WITH if hasattr(config, name)}
+        own["trained_with"] = {
+            name: getattr(config, name) for name in TRAINED_WITH if hasattr(config, name)
+        }
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 
@@ -277,7 +340,10 @@ def changed_fields(fields: Mapping[str, Any], config: DrafterConfig) -> list[tup
 
 def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
     """True if the head has its own embedding, by `draftsmith` or by the tensors."""
-    return bool((fields.get("draftsmith") or {}).get("own_embeddings")) or "embed_tokens.weight" in names
+    return (
+        bool((fields.get("draftsmith") or {}).get("own_embeddings"))
+        or "embed_tokens.weight" in names
+    )
 
 
 def dtype_of(fields: Mapping[str, Any]) -> str:
@@ -289,13 +355,24 @@ def architecture_of(fields: Mapping[str, Any]) -> str:
 
 
 def head_fields(
-    fields: Mapping[str, Any], num_target_layers: int | None, where: str, kind: str, architectures: Sequence[str] = ()
+    fields: Mapping[str, Any],
+    num_target_layers: int | None,
+    where: str,
+    kind: str,
+    architectures: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The config fields that all heads of decoder layers have. CheckpointError for missing fields of config.json, or
-    for an architecture that is not among `architectures`."""
+    """The config fields that all heads of decoder layers have. CheckpointError for missing fields
+    of config.json, or for an architecture that is not among `architectures`."""
     if architectures and (found := architecture_of(fields)) not in architectures:
-        raise CheckpointError(f"{where}: architectures is {found!r}; {kind} has one of {', '.join(architectures)}")
-    require(fields, ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), where, kind)
+        raise CheckpointError(
+            f"{where}: architectures is {found!r}; {kind} has one of {', '.join(architectures)}"
+        )
+    require(
+        fields,
+        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+        where,
+        kind,
+    )
     return dict(
         vocab_size=fields["vocab_size"],
         draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
@@ -311,8 +388,11 @@ def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Table:
     return {name: (name, shape) for name, shape in shapes.items()}
 
 
-def layer_rows(config: Any, *, inputs: int | None = None, input_norm: bool = True) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one `speculators.layers.decoder.DecoderLayer`. `inputs`: input width of its projections."""
+def layer_rows(
+    config: Any, *, inputs: int | None = None, input_norm: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of one `speculators.layers.decoder.DecoderLayer`. `inputs`: input width of
+    its projections."""
     H, I, D = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv, width = config.num_attention_heads * D, config.num_key_value_heads * D, inputs or H
     rows: dict[str, tuple[int, ...]] = {

@@ -1,9 +1,9 @@
 """The layouts of block drafters that vLLM and SGLang load: DFlash, DSpark, DFlash 2.
 
-Both engines take the attention in a block from `is_causal`, vLLM from `dflash_config.causal` as well; without either a
-sliding layer is causal and a full one is not, so both are always written. Taps are numbered by layer outputs, one less
-than ours. DSpark's fields lie at the top, DFlash's below `dflash_config`.
-"""
+Both engines take the attention in a block from `is_causal`, vLLM from `dflash_config.causal` as
+well; without either a sliding layer is causal and a full one is not, so both are always written.
+Taps are numbered by layer outputs, one less than ours. DSpark's fields lie at the top, DFlash's
+below `dflash_config`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,21 @@ from speculators.export.layouts.base import (
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
-ANCHOR = "sample_from_anchor"  # read for every family, so that a layout that none but DSpark has is refused
-ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+ANCHOR = (  # read for every family, so that a layout that none but DSpark has is refused
+    "sample_from_anchor"
+)
+ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
 
 _BACKBONE_MEANINGS = {
     "model_type": "`qwen3`, the kind of the layers",
     "vocab_size": "the target's vocabulary",
-    "draft_vocab_size": "tokens the head can propose; below vocab_size there are `lm_head` and `d2t`",
+    "draft_vocab_size": (
+        "tokens the head can propose; below vocab_size there are `lm_head` and `d2t`"
+    ),
     "target_hidden_size": "width of the target's states",
     **LAYER_MEANINGS,
     "attention_bias": "false",
@@ -58,13 +66,22 @@ class DFlashLayout(Layout):
 
     family = "dflash"
     architecture: ClassVar[str] = "DFlashDraftModel"
-    nested: ClassVar[tuple[str, ...]] = ("mask_token_id", "target_layer_ids", "block_size", "causal")
-    own: ClassVar[tuple[str, ...]] = ()  # fields of the family's config, written under the same names
+    nested: ClassVar[tuple[str, ...]] = (
+        "mask_token_id",
+        "target_layer_ids",
+        "block_size",
+        "causal",
+    )
+    own: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields of the family's config, written under the same names
     meanings: ClassVar[Mapping[str, str]] = {
         "architectures": "`DFlashDraftModel`",
         **_BACKBONE_MEANINGS,
         f"{SECTION}.mask_token_id": "token whose embedding fills the slots without a known token",
-        f"{SECTION}.target_layer_ids": "taps by layer outputs: i is the output of layer i, one less than ours",
+        f"{SECTION}.target_layer_ids": (
+            "taps by layer outputs: i is the output of layer i, one less than ours"
+        ),
         f"{SECTION}.block_size": "the same again",
         f"{SECTION}.causal": "`is_causal` again: vLLM reads either, SGLang the other alone",
         **COMMON_MEANINGS,
@@ -77,8 +94,8 @@ class DFlashLayout(Layout):
     def check(self, config: Any) -> None:
         if 0 in config.tap_layers:
             raise ConfigError(
-                f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for block drafters, and "
-                "0 is the embedding; choose from 1"
+                f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for"
+                " block drafters, and 0 is the embedding; choose from 1"
             )
 
     # -------------------------------------------------------------- tensors
@@ -135,7 +152,9 @@ class DFlashLayout(Layout):
             "tie_word_embeddings": False,
             "layer_types": [FULL if window is None else SLIDING] * config.num_layers,
             "sliding_window": window,
-            "use_sliding_window": window is not None,  # or transformers' Qwen3Config forgets the window
+            "use_sliding_window": (
+                window is not None
+            ),  # or transformers' Qwen3Config forgets the window
             "is_causal": config.is_causal,
             "block_size": config.block_size,
             "num_target_layers": config.num_target_layers,
@@ -145,10 +164,17 @@ class DFlashLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         fields = self.plain(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
-        require(section, ("mask_token_id", "target_layer_ids"), where, f"a drafter of family {self.family}")
+        require(
+            section,
+            ("mask_token_id", "target_layer_ids"),
+            where,
+            f"a drafter of family {self.family}",
+        )
         layers = fields.get("num_target_layers") or num_target_layers
         return build_config(
             where,
@@ -159,24 +185,34 @@ class DFlashLayout(Layout):
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            **{name: section[name] for name in (*self.own, ANCHOR) if section.get(name) is not None},
+            **{
+                name: section[name] for name in (*self.own, ANCHOR) if section.get(name) is not None
+            },
         )
 
 
 class DSparkLayout(DFlashLayout):
-    """With the Markov and confidence heads. Engines read nothing of it below `dflash_config` but `causal`."""
+    """With the Markov and confidence heads. Engines read nothing of it below `dflash_config` but
+    `causal`."""
 
     family = "dspark"
     architecture = "Qwen3DSparkModel"
     nested = ("causal",)
-    own = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-           "sample_from_anchor")  # fmt: skip
+    own = (
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "sample_from_anchor",
+    )
     meanings: ClassVar = {
         "architectures": "`Qwen3DSparkModel`",
         **_BACKBONE_MEANINGS,
         "mask_token_id": "token whose embedding fills the slots without a known token",
         "target_layer_ids": "taps by layer outputs: i is the output of layer i, one less than ours",
-        "sample_from_anchor": "slot j predicts the token after its position; engines take true where nothing is said",
+        "sample_from_anchor": (
+            "slot j predicts the token after its position; engines take true where nothing is said"
+        ),
         "markov_rank": "rank of the bias of the token before",
         "markov_head_type": "`vanilla`, which vLLM runs; `gated` and `rnn` are SGLang's as well",
         "enable_confidence_head": "there is a confidence head",
@@ -196,7 +232,10 @@ class DSparkLayout(DFlashLayout):
         elif config.markov_head_type == "rnn":
             shapes["markov_head.joint_proj.weight"] = (3 * r, 2 * r + H)
         if config.enable_confidence_head:
-            shapes["confidence_head.proj.weight"] = (1, H + (r if config.confidence_head_with_markov else 0))
+            shapes["confidence_head.proj.weight"] = (
+                1,
+                H + (r if config.confidence_head_with_markov else 0),
+            )
             shapes["confidence_head.proj.bias"] = (1,)
         return shapes
 
@@ -243,13 +282,15 @@ class _SGLang:
         super().check(config)  # type: ignore[misc]
         if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
             raise ConfigError(
-                f"export format sglang: SGLang drafts {config.family} over the target's whole vocabulary and at its "
-                "width, and ignores `lm_head` and `d2t`; serve this one with vLLM, or train without draft_vocab_size"
+                f"export format sglang: SGLang drafts {config.family} over the target's whole"
+                " vocabulary and at its width, and ignores `lm_head` and `d2t`; serve this one"
+                " with vLLM, or train without draft_vocab_size"
             )
         if config.num_target_layers in config.tap_layers:
             raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures states before a layer, "
-                f"and so not the output of the last one, {config.num_target_layers}; serve this head with vLLM"
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures"
+                " states before a layer, and so not the output of the last one,"
+                f" {config.num_target_layers}; serve this head with vLLM"
             )
 
 
@@ -266,7 +307,8 @@ class SGLangDFlash2Layout(_SGLang, DFlash2Layout):
 
 
 def is_causal(fields: Mapping[str, Any]) -> bool:
-    """As vLLM resolves it: `is_causal`, `dflash_config.causal`, or else what the layers' windows imply."""
+    """As vLLM resolves it: `is_causal`, `dflash_config.causal`, or else what the layers' windows
+    imply."""
     said = fields.get("is_causal")
     said = (fields.get(SECTION) or {}).get("causal") if said is None else said
     return SLIDING in (fields.get("layer_types") or []) if said is None else bool(said)

@@ -1,8 +1,7 @@
 """Draft models: folders as transformers itself writes them, whole models or adapters of peft.
 
-What transformers would initialise at random is refused here, tensor by tensor. A draft model with another tokenizer
-than its target's has the map between the two beside it.
-"""
+What transformers would initialise at random is refused here, tensor by tensor. A draft model with
+another tokenizer than its target's has the map between the two beside it."""
 
 from __future__ import annotations
 
@@ -45,22 +44,31 @@ class DraftModelLayout(Layout):
 
     family = "draft_model"
     meanings: ClassVar = {
-        "architectures": "the model's class in transformers; its other fields are transformers' own too",
+        "architectures": (
+            "the model's class in transformers; its other fields are transformers' own too"
+        ),
         **COMMON_MEANINGS,
     }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in fields.get("architectures") or [])
+        return any(
+            str(name).endswith(("ForCausalLM", "LMHeadModel"))
+            for name in fields.get("architectures") or []
+        )
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = own_fields(config)
         own["draftsmith"] |= {
-            name: value for name in ("adapter_of", "other_tokenizer") if (value := getattr(config, name))
+            name: value
+            for name in ("adapter_of", "other_tokenizer")
+            if (value := getattr(config, name))
         }
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         own = fields.get("draftsmith") or {}
         try:
             model = plain_fields(fields, where)
@@ -69,7 +77,8 @@ class DraftModelLayout(Layout):
         return build_config(
             where,
             self.family,
-            num_target_layers=own.get("num_target_layers", num_target_layers) or 1,  # it reads none of them
+            num_target_layers=own.get("num_target_layers", num_target_layers)
+            or 1,  # it reads none of them
             adapter_of=own.get("adapter_of"),
             other_tokenizer=bool(own.get("other_tokenizer")),
             dtype=dtype_of(fields),
@@ -78,12 +87,16 @@ class DraftModelLayout(Layout):
 
     # -------------------------------------------------------------- files
 
-    def write(self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype) -> None:
+    def write(
+        self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
+    ) -> None:
         drafter = cast(DraftModel, drafter)
         if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
             drafter.adapter.save(folder)
         else:
-            drafter.model.save_pretrained(folder, state_dict=in_dtype(drafter.state_of_model(), dtype))
+            drafter.model.save_pretrained(
+                folder, state_dict=in_dtype(drafter.state_of_model(), dtype)
+            )
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -94,14 +107,22 @@ class DraftModelLayout(Layout):
         base = own.adapter_of
         if base is None and (folder / CONFIG).exists():
             raise CheckpointError(
-                f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not; load the merged model"
+                f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not;"
+                " load the merged model"
             )
         drafter.take_model(_load(base or folder))
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
             drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
         state = drafter.model.state_dict()
-        refuse([not_finite(name) for name, tensor in state.items() if not tensor.float().isfinite().all()], folder)
+        refuse(
+            [
+                not_finite(name)
+                for name, tensor in state.items()
+                if not tensor.float().isfinite().all()
+            ],
+            folder,
+        )
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
@@ -114,8 +135,8 @@ class TransformersLayout(DraftModelLayout):
     def check(self, config: Any) -> None:
         if config.adapter_of is not None:
             raise ConfigError(
-                f"export format transformers: adapter_of: this draft model is an adapter of {config.adapter_of}; "
-                "export it merged (drafter.peft_export: merged)"
+                "export format transformers: adapter_of: this draft model is an adapter of"
+                f" {config.adapter_of}; export it merged (drafter.peft_export: merged)"
             )
 
 
@@ -126,7 +147,8 @@ class SGLangDraftModelLayout(DraftModelLayout):
 
 
 def _load(path: str | Path) -> Any:
-    """The causal LM of a folder or repository id in float32. CheckpointError names every tensor that is not its own."""
+    """The causal LM of a folder or repository id in float32. CheckpointError names every tensor
+    that is not its own."""
     loaded: Any
     name, revision = split_revision(str(path))
     try:
@@ -139,7 +161,9 @@ def _load(path: str | Path) -> Any:
             output_loading_info=True,
         )
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}") from error
+        raise CheckpointError(
+            f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}"
+        ) from error
     model, info = loaded
     faults = [missing(name) for name in sorted(info.get("missing_keys") or ())]
     faults += [unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]

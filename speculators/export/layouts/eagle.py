@@ -21,8 +21,8 @@ from speculators.export.layouts.base import (
 from speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle")
-# Config fields of a published head that only the names of its tensors tell. Our own folders state them too, so that a
-# missing tensor is noticed.
+# Config fields of a published head that only the names of its tensors tell. Our own folders state
+# them too, so that a missing tensor is noticed.
 BY_NAME = {
     "own_embeddings": "embed_tokens.weight",
     "fc_bias": "fc.bias",
@@ -31,7 +31,8 @@ BY_NAME = {
 
 
 class EagleLayout(Layout):
-    """Names as vLLM's loader has them. A norm after the last layer or a head would be errors there."""
+    """Names as vLLM's loader has them. A norm after the last layer or a head would be errors
+    there."""
 
     family = "eagle"
     meanings: ClassVar = {
@@ -49,7 +50,9 @@ class EagleLayout(Layout):
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
-        other = any(name.endswith(".hidden_norm.weight") or name == "hidden_norm.weight" for name in names)
+        other = any(
+            name.endswith(".hidden_norm.weight") or name == "hidden_norm.weight" for name in names
+        )
         return wanted <= names and not other and architecture_of(fields) in ARCHITECTURES
 
     def tensors(self, config: Any) -> Table:
@@ -58,7 +61,10 @@ class EagleLayout(Layout):
         if config.fc_bias:
             shapes["fc.bias"] = (H,)
         for i in range(config.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_rows(config, input_norm=i > 0).items()}
+            shapes |= {
+                f"layers.{i}.{name}": shape
+                for name, shape in layer_rows(config, input_norm=i > 0).items()
+            }
         if config.own_embeddings:
             shapes["embed_tokens.weight"] = (config.vocab_size, H)
         return same_names(shapes)
@@ -74,14 +80,17 @@ class EagleLayout(Layout):
             "attention_bias": False,
             **({"qkv_bias": True} if config.attention_bias else {}),
             "mlp_bias": False,
-            # EAGLE's own code takes a missing `bias` for a bias of fc, vLLM reads `bias: true` as one of attention
+            # EAGLE's own code takes a missing `bias` for a bias of fc, vLLM reads `bias: true` as
+            # one of attention
             **({} if config.fc_bias else {"bias": False}),
             "tie_word_embeddings": False,
             "dtype": config.dtype,
             **own,
         }
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         own = fields.get("draftsmith") or {}
         return build_config(
             where,

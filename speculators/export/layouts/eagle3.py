@@ -38,7 +38,9 @@ SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
 
 
 MEANINGS = {
-    "architectures": "`LlamaForCausalLMEagle3`; `Qwen3ForCausalLM` for a layer with norms of queries and keys",
+    "architectures": (
+        "`LlamaForCausalLMEagle3`; `Qwen3ForCausalLM` for a layer with norms of queries and keys"
+    ),
     "model_type": "`llama`, or `qwen3` for that layer",
     "vocab_size": "the target's vocabulary",
     "draft_vocab_size": "tokens the head can propose; below vocab_size there is a `d2t`",
@@ -48,7 +50,9 @@ MEANINGS = {
     "attention_bias": "false",
     "mlp_bias": "false",
     "tie_word_embeddings": "false",
-    "eagle_aux_hidden_state_layer_ids": "taps: 0 is the embedding output, i the output of layer i - 1; ascending",
+    "eagle_aux_hidden_state_layer_ids": (
+        "taps: 0 is the embedding output, i the output of layer i - 1; ascending"
+    ),
     "num_aux_hidden_states": "their number, without which vLLM takes it for three",
     "norm_before_fc": "one norm over all taps (EAGLE-3.1)",
     "fc_norm": "a norm per tap (EAGLE-3.1)",
@@ -82,7 +86,9 @@ class Eagle3Layout(Layout):
             rows = layer_rows(config, inputs=2 * H if i == 0 else H)
             if i == 0:
                 rows["hidden_norm.weight"] = (H,)
-            table |= {f"{outside}.{name}": (f"layers.{i}.{name}", shape) for name, shape in rows.items()}
+            table |= {
+                f"{outside}.{name}": (f"layers.{i}.{name}", shape) for name, shape in rows.items()
+            }
         shapes = {"norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
         if config.own_embeddings:
             shapes["embed_tokens.weight"] = (config.vocab_size, H)
@@ -110,16 +116,24 @@ class Eagle3Layout(Layout):
     def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
         theirs = (fields.get(SECTION) or {}).get(TAPS)
-        return fields if fields.get(TAPS) or not theirs else {**fields, TAPS: [tap + 1 for tap in theirs]}
+        return (
+            fields
+            if fields.get(TAPS) or not theirs
+            else {**fields, TAPS: [tap + 1 for tap in theirs]}
+        )
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         fields = self.plain(fields, where)
         head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
         return build_config(
             where,
             self.family,
             **head,
-            tap_layers=tuple(sorted(fields.get(TAPS) or default_tap_layers(head["num_target_layers"]))),
+            tap_layers=tuple(
+                sorted(fields.get(TAPS) or default_tap_layers(head["num_target_layers"]))
+            ),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),
             sliding_window=window_of(fields, where),
@@ -135,6 +149,8 @@ class Eagle3Layout(Layout):
         if config.num_layers > 1:
             return found
         return {
-            name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
+            (
+                name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+            ): tensor
             for name, tensor in found.items()
         }

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import COMMON_MEANINGS, Fields, Layout, Table, dtype_of, own_fields, target_layers
+from speculators.export.layouts.base import (
+    COMMON_MEANINGS,
+    Fields,
+    Layout,
+    Table,
+    dtype_of,
+    own_fields,
+    target_layers,
+)
 from speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -18,7 +26,8 @@ _PUBLISHED_HEAD = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.weight$")
 
 
 class MedusaLayout(Layout):
-    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`; published heads count blocks and projection as one list."""
+    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`; published heads count blocks and
+    projection as one list."""
 
     family = "medusa"
     meanings: ClassVar = {
@@ -34,7 +43,9 @@ class MedusaLayout(Layout):
     }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return fields.get("model_type") == "medusa" or any(_PUBLISHED_BLOCK.match(name) for name in names)
+        return fields.get("model_type") == "medusa" or any(
+            _PUBLISHED_BLOCK.match(name) for name in names
+        )
 
     def tensors(self, config: Any) -> Table:
         H, V = config.hidden_size, config.vocab_size
@@ -48,7 +59,10 @@ class MedusaLayout(Layout):
         if config.shared_lm_head:
             table["lm_head.weight"] = ("lm_heads.0.weight", (V, H))
         else:
-            table |= {f"lm_heads.{i}.weight": (f"lm_heads.{i}.weight", (V, H)) for i in range(config.num_heads)}
+            table |= {
+                f"lm_heads.{i}.weight": (f"lm_heads.{i}.weight", (V, H))
+                for i in range(config.num_heads)
+            }
         return table
 
     def to_config(self, config: Any) -> dict[str, Any]:
@@ -65,16 +79,24 @@ class MedusaLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         layers = target_layers(fields, num_target_layers, where)
         heads = fields.get("num_heads") or fields.get("medusa_num_heads")
         blocks = fields.get("num_hidden_layers") or fields.get("medusa_num_layers")
         width, vocabulary = fields.get("hidden_size"), fields.get("vocab_size")
-        wanted = {"num_heads": heads, "num_hidden_layers": blocks, "hidden_size": width, "vocab_size": vocabulary}
+        wanted = {
+            "num_heads": heads,
+            "num_hidden_layers": blocks,
+            "hidden_size": width,
+            "vocab_size": vocabulary,
+        }
         if missing := [name for name, value in wanted.items() if not value]:
             raise CheckpointError(
-                f"{where}: fields {', '.join(missing)} are missing; published Medusa heads leave the sizes to their "
-                "base model: add hidden_size and vocab_size of the target to config.json"
+                f"{where}: fields {', '.join(missing)} are missing; published Medusa heads leave"
+                " the sizes to their base model: add hidden_size and vocab_size of the target to"
+                " config.json"
             )
         return build_config(
             where,
@@ -92,7 +114,8 @@ class MedusaLayout(Layout):
         )
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """`{head}.{block}.linear.weight` and `{head}.{blocks}.weight` are FasterDecoding's names."""
+        """`{head}.{block}.linear.weight` and `{head}.{blocks}.weight` are FasterDecoding's
+        names."""
         named = {}
         for name, tensor in found.items():
             if match := _PUBLISHED_BLOCK.match(name):

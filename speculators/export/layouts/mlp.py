@@ -29,7 +29,8 @@ _NAME = re.compile(r"speculator\.(?P<part>emb|proj|ln|head)\.(?P<index>\d+)\.(?P
 
 
 class MLPLayout(Layout):
-    """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number is read."""
+    """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number
+    is read."""
 
     family = "mlp"
     meanings: ClassVar = {
@@ -47,7 +48,10 @@ class MLPLayout(Layout):
     }
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        named = ARCHITECTURE in (fields.get("architectures") or []) or fields.get("model_type") == "mlp_speculator"
+        named = (
+            ARCHITECTURE in (fields.get("architectures") or [])
+            or fields.get("model_type") == "mlp_speculator"
+        )
         return named and any(name.startswith("speculator.emb.") for name in names)
 
     def tensors(self, config: Any) -> Table:
@@ -56,7 +60,10 @@ class MLPLayout(Layout):
         for i in range(config.n_predict):
             rows = {
                 f"emb.{i}.weight": (f"emb.{i}.weight", (V, I)),
-                f"proj.{i}.weight": (f"proj.{i}.weight", (I, I if i else config.target_hidden_size)),
+                f"proj.{i}.weight": (
+                    f"proj.{i}.weight",
+                    (I, I if i else config.target_hidden_size),
+                ),
                 f"ln.{i}.weight": (f"ln.{i}.weight", (I,)),
                 f"ln.{i}.bias": (f"ln.{i}.bias", (I,)),
                 f"head.{i}.weight": (f"heads.{i}.weight", (V, I)),
@@ -79,7 +86,9 @@ class MLPLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
         return build_config(
             where,
@@ -95,15 +104,17 @@ class MLPLayout(Layout):
         )
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """One copy of every tied tensor. CheckpointError if copies in the file differ: one of them would be lost."""
+        """One copy of every tied tensor. CheckpointError if copies in the file differ: one of them
+        would be lost."""
         kept: dict[str, Tensor] = {}
         source: dict[str, str] = {}
         for name in sorted(found):
             wanted = _kept(name, config)
             if wanted in kept and not torch.equal(kept[wanted], found[name]):
                 raise CheckpointError(
-                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true, one tensor for all "
-                    "heads; set tie_weights to false if the heads were trained apart"
+                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true,"
+                    " one tensor for all heads; set tie_weights to false if the heads were trained"
+                    " apart"
                 )
             kept.setdefault(wanted, found[name])
             source.setdefault(wanted, name)
@@ -115,5 +126,7 @@ def _kept(name: str, config: Any) -> str:
     match = _NAME.fullmatch(name)
     if match is None or not config.tie_weights or int(match["index"]) >= config.n_predict:
         return name
-    first = min(int(match["index"]), 1) if match["part"] == "proj" else 0  # the first projection reads another width
+    first = (
+        min(int(match["index"]), 1) if match["part"] == "proj" else 0
+    )  # the first projection reads another width
     return f"speculator.{match['part']}.{first}.{match['rest']}"

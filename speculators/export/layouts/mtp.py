@@ -1,9 +1,10 @@
-"""The checkpoint layouts of multi-token-prediction modules, in the names that their targets' own checkpoints have.
+"""The checkpoint layouts of multi-token-prediction modules, in the names that their targets' own
+checkpoints have.
 
-`mimo`: `model.mtp_layers.0.*`, beside a target or in a folder of its own; `deepseek_v3`: `model.layers.{L}.*` behind
-the last of L layers; `qwen3_next`: `mtp.*`. The last two carry their target's config.json, since the layer is built
-from it. Embedding and head are the target's; where a checkpoint repeats them (DeepSeek-V3) they are not read.
-"""
+`mimo`: `model.mtp_layers.0.*`, beside a target or in a folder of its own; `deepseek_v3`:
+`model.layers.{L}.*` behind the last of L layers; `qwen3_next`: `mtp.*`. The last two carry their
+target's config.json, since the layer is built from it. Embedding and head are the target's; where a
+checkpoint repeats them (DeepSeek-V3) they are not read."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ from speculators.export.layouts.base import (
     require,
 )
 from speculators.families.mtp import BORROWED, MtpConfig
-from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
+from speculators.layers.target_layer import (
+    BorrowedLayer,
+    layer_fields,
+    pack_experts,
+    unpack_experts,
+)
 from speculators.registry import build_config
 
 
@@ -50,21 +56,39 @@ class Names(NamedTuple):
 
 NAMES: dict[str, Names] = {
     "mimo": Names(
-        r"model\.mtp_layers\.(\d+)\.", "model.mtp_layers.0.", "",
-        "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm",
+        r"model\.mtp_layers\.(\d+)\.",
+        "model.mtp_layers.0.",
+        "",
+        "input_proj",
+        "token_layernorm",
+        "hidden_layernorm",
+        "final_layernorm",
     ),
     "deepseek_v3": Names(
-        r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head\.norm)\.", "model.layers.{L}.", "",
-        "eh_proj", "enorm", "hnorm", "shared_head.norm", ("embed_tokens.weight", "shared_head.head.weight"),
+        r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head\.norm)\.",
+        "model.layers.{L}.",
+        "",
+        "eh_proj",
+        "enorm",
+        "hnorm",
+        "shared_head.norm",
+        ("embed_tokens.weight", "shared_head.head.weight"),
     ),
     "qwen3_next": Names(
-        r"mtp\.layers\.(\d+)\.", "mtp.", "layers.0.",
-        "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm",
+        r"mtp\.layers\.(\d+)\.",
+        "mtp.",
+        "layers.0.",
+        "fc",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "norm",
     ),
-}  # fmt: skip
+}
 ARCHITECTURES = {
-    "mimo": "MiMoForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
-}  # fmt: skip
+    "mimo": "MiMoForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
 
 
 class MtpLayout(Layout):
@@ -72,14 +96,18 @@ class MtpLayout(Layout):
 
     family = "mtp"
     meanings: ClassVar = {
-        "architectures": "`MiMoForCausalLM`; of the layouts that borrow the target's layer, the target's own",
+        "architectures": (
+            "`MiMoForCausalLM`; of the layouts that borrow the target's layer, the target's own"
+        ),
         "model_type": "`qwen2`; of those layouts the target's own, with all its other fields",
         "vocab_size": "the target's vocabulary",
         **LAYER_MEANINGS,
         "num_hidden_layers": "1, the module; vLLM takes sizes, rope and eps from the target",
         "num_nextn_predict_layers": "1",
         "tie_word_embeddings": "false",
-        "mtp_hidden_state": "the target's state after the final norm (`normed`) or before it (`residual`)",
+        "mtp_hidden_state": (
+            "the target's state after the final norm (`normed`) or before it (`residual`)"
+        ),
         **COMMON_MEANINGS,
     }
     exact = ("e_score_correction_bias",)
@@ -89,7 +117,9 @@ class MtpLayout(Layout):
 
     def belongs(self, name: str, config: Any) -> bool:
         prefix = _prefix(config)
-        return name.startswith(prefix) and name.removeprefix(prefix) not in NAMES[config.layout].shared
+        return (
+            name.startswith(prefix) and name.removeprefix(prefix) not in NAMES[config.layout].shared
+        )
 
     def tensors(self, config: Any) -> Table:
         names, prefix, H = NAMES[config.layout], _prefix(config), config.hidden_size
@@ -102,8 +132,13 @@ class MtpLayout(Layout):
         else:
             with torch.device("meta"):
                 state = unpack_experts(BorrowedLayer(config.target_fields).block.state_dict())
-            inside, rows = "layer.block.", {name: tuple(tensor.shape) for name, tensor in state.items()}
-        return table | {f"{prefix}{names.layer}{name}": (inside + name, shape) for name, shape in rows.items()}
+            inside, rows = (
+                "layer.block.",
+                {name: tuple(tensor.shape) for name, tensor in state.items()},
+            )
+        return table | {
+            f"{prefix}{names.layer}{name}": (inside + name, shape) for name, shape in rows.items()
+        }
 
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return unpack_experts(state)
@@ -113,7 +148,11 @@ class MtpLayout(Layout):
 
     def to_config(self, config: Any) -> dict[str, Any]:
         if config.target_fields is None:
-            layer = {"model_type": "qwen2", "vocab_size": config.vocab_size, **config.llama_fields()}
+            layer = {
+                "model_type": "qwen2",
+                "vocab_size": config.vocab_size,
+                **config.llama_fields(),
+            }
         else:
             layer = dict(config.target_fields)
         return layer | {
@@ -125,7 +164,9 @@ class MtpLayout(Layout):
             **own_fields(config),
         }
 
-    def from_config(self, fields: Fields, names: set[str], where: str, num_target_layers: int | None) -> DrafterConfig:
+    def from_config(
+        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
+    ) -> DrafterConfig:
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(
@@ -133,38 +174,59 @@ class MtpLayout(Layout):
                 + (f" ({', '.join(sorted(modules))})" if modules else "")
                 + "; expected one, which is run again for each further token"
             )
-        whole = any(re.match(r"model\.layers\.0\.", name) for name in names)  # the target is in the folder too
+        whole = any(
+            re.match(r"model\.layers\.0\.", name) for name in names
+        )  # the target is in the folder too
         read = {"dtype": dtype_of(fields)}
         read["hidden_state"] = fields.get("mtp_hidden_state") or (
             "residual" if whole and layout == "mimo" else "normed"
         )
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+        )
         require(fields, sizes, where, "an MTP module, or a target with one")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
         count = num_target_layers or (fields["num_hidden_layers"] if whole else None)
         return build_config(
-            where, "mtp", layout=layout, **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
+            where,
+            "mtp",
+            layout=layout,
+            **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read,
         )
 
     def _borrowed(
-        self, fields: Mapping[str, Any], layout: str, modules: set[str], where: str, read: dict[str, Any]
+        self,
+        fields: Mapping[str, Any],
+        layout: str,
+        modules: set[str],
+        where: str,
+        read: dict[str, Any],
     ) -> DrafterConfig:
-        """The config of a module whose layer is the target's kind: what the target's own config.json settles."""
+        """The config of a module whose layer is the target's kind: what the target's own
+        config.json settles."""
         if fields.get("model_type") != layout:
             raise CheckpointError(
-                f"{where}: tensors as {layout} names them, but model_type is {fields.get('model_type')!r}; the layer "
-                f"of such a module is known for model_type {', '.join(BORROWED)}"
+                f"{where}: tensors as {layout} names them, but model_type is"
+                f" {fields.get('model_type')!r}; the layer of such a module is known for model_type"
+                f" {', '.join(BORROWED)}"
             )
         layers = fields["num_hidden_layers"]
         if layout == "deepseek_v3" and modules != {str(layers)}:
             raise CheckpointError(
-                f"{where}: num_hidden_layers is {layers}, so the module is expected in model.layers.{layers}, "
-                f"found in model.layers.{', '.join(modules)}"
+                f"{where}: num_hidden_layers is {layers}, so the module is expected in"
+                f" model.layers.{layers}, found in model.layers.{', '.join(modules)}"
             )
         config = AutoConfig.for_model(**layer_fields(fields))
         target: Any = SimpleNamespace(
-            config=config, vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_layers=layers
+            config=config,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=layers,
         )
         return build_config(where, **MtpConfig.for_target(target, "mtp") | read)
 
@@ -174,7 +236,8 @@ def _prefix(config: Any) -> str:
 
 
 def _modules(names: set[str]) -> tuple[str, set[str]]:
-    """The layout that the tensors are named in, and the numbers of the modules found; none where it is no module."""
+    """The layout that the tensors are named in, and the numbers of the modules found; none where it
+    is no module."""
     for layout, known in NAMES.items():
         if modules := {found[1] for name in names if (found := re.match(known.module, name))}:
             return layout, modules

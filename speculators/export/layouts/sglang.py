@@ -1,8 +1,8 @@
 """SGLang's layouts: the same tensors as vLLM's under SGLang's names, tap numbers and architectures.
 
-SGLang numbers taps by layer outputs, one less than ours; it has no switch for some variants and ignores what it does
-not know, so that these are refused here. From reading SGLang's own loaders, whose engine needs a GPU.
-"""
+SGLang numbers taps by layer outputs, one less than ours; it has no switch for some variants and
+ignores what it does not know, so that these are refused here. From reading SGLang's own loaders,
+whose engine needs a GPU."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SGLangEagle3Layout(Eagle3Layout):
         _refuse(unknown, "eagle3")
         if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang taps the outputs of layers 1 to "
-                f"{config.num_target_layers - 1}, neither the embedding (0) nor the last layer "
-                f"({config.num_target_layers}); serve this head with vLLM"
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang taps the"
+                f" outputs of layers 1 to {config.num_target_layers - 1}, neither the embedding (0)"
+                f" nor the last layer ({config.num_target_layers}); serve this head with vLLM"
             )
 
     def tensors(self, config: Any) -> Table:
@@ -59,7 +59,9 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if not (fields.get(SECTION) or {}).get(TAPS):
-            raise CheckpointError(f"{where}: {SECTION}.{TAPS} is missing; it says which layers of the target are read")
+            raise CheckpointError(
+                f"{where}: {SECTION}.{TAPS} is missing; it says which layers of the target are read"
+            )
         return super().plain({**fields, TAPS: None}, where)
 
 
@@ -74,7 +76,10 @@ class SGLangEagleLayout(EagleLayout):
     }
 
     def check(self, config: Any) -> None:
-        _refuse([name for name in ("own_embeddings", "attention_bias") if getattr(config, name)], "eagle")
+        _refuse(
+            [name for name in ("own_embeddings", "attention_bias") if getattr(config, name)],
+            "eagle",
+        )
 
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {} if config.fc_bias else {"fc.bias": (config.hidden_size,)}
@@ -104,6 +109,7 @@ def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
 def _refuse(unknown: list[str], family: str) -> None:
     if unknown:
         raise ConfigError(
-            f"export format sglang: SGLang runs no {family} head with {', '.join(unknown)}; it would load this one "
-            "without a word and draft something else. Serve it with vLLM, or train without"
+            f"export format sglang: SGLang runs no {family} head with {', '.join(unknown)}; it"
+            " would load this one without a word and draft something else. Serve it with vLLM, or"
+            " train without"
         )

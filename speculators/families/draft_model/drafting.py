@@ -1,9 +1,9 @@
-"""Drafting with a language model that reads tokens alone: as a chain, as a tree, and in another tokenizer's tokens.
+"""Drafting with a language model that reads tokens alone: as a chain, as a tree, and in another
+tokenizer's tokens.
 
-Slot p of its cache holds token x_p, so that a draft depends on the text and the drafts before it and on nothing of the
-target. What a round committed is read at once, at most as many tokens as were drafted and one more. Knows no weights,
-no loss and no checkpoint.
-"""
+Slot p of its cache holds token x_p, so that a draft depends on the text and the drafts before it
+and on nothing of the target. What a round committed is read at once, at most as many tokens as were
+drafted and one more. Knows no weights, no loss and no checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class TokenDrafter(Drafter):
-    """A family gives `runner`, its model run as a target is, and `head`; `token_map` where the tokenizer is another."""
+    """A family gives `runner`, its model run as a target is, and `head`; `token_map` where the
+    tokenizer is another."""
 
     first_token = 0
     token_map: TokenMap | None = None
@@ -38,7 +39,11 @@ class TokenDrafter(Drafter):
     def freeze(self) -> Drafter:
         found = plain_decoder(self.runner)
         if isinstance(found, str):
-            logger.info("draft model %s: drafting runs transformers' forward: %s", self.runner.name_or_path, found)
+            logger.info(
+                "draft model %s: drafting runs transformers' forward: %s",
+                self.runner.name_or_path,
+                found,
+            )
         self._plain = None if isinstance(found, str) else found
         return super().freeze()
 
@@ -51,16 +56,19 @@ class TokenDrafter(Drafter):
         return self.runner if self._plain is None else self._plain
 
     def _positions(self, positions: Tensor) -> Tensor:
-        """Those that it has: drafts that will not be verified may be asked for behind the last one, too."""
+        """Those that it has: drafts that will not be verified may be asked for behind the last one,
+        too."""
         most = getattr(self.model.config, "max_position_embeddings", None)
         return positions if most is None else positions.clamp(max=most - 1)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Ids within its own table; what only the padding of the target's could bring becomes its last token."""
+        """Ids within its own table; what only the padding of the target's could bring becomes its
+        last token."""
         return token_ids.clamp(max=self.config.vocab_size - 1)
 
     def append(self, inputs: DraftInput) -> Tensor:
-        """See `Drafter.append`; slot p holds token x_p. Returns the state after the newest token of each row [b, D]."""
+        """See `Drafter.append`; slot p holds token x_p. Returns the state after the newest token of
+        each row [b, D]."""
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
         states = self._extend(cache, start, stop, ids)
@@ -76,7 +84,9 @@ class TokenDrafter(Drafter):
         try:
             token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
-                ids, _ = self._spelt(token_ids[:, None], [1] * (stop - start), lengths)  # one each: they are shared
+                ids, _ = self._spelt(
+                    token_ids[:, None], [1] * (stop - start), lengths
+                )  # one each: they are shared
                 state = self._extend(cache, start, stop, ids)[:, 0]
                 for row in range(start, stop):
                     cache.advance(row, 1)
@@ -86,9 +96,13 @@ class TokenDrafter(Drafter):
                 cache.truncate(row, length)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
-        """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of its tokens there."""
+        """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of
+        its tokens there."""
         if self.token_map is not None:
-            raise ConfigError("a draft model with another tokenizer than its target's drafts chains only; ask for none")
+            raise ConfigError(
+                "a draft model with another tokenizer than its target's drafts chains only; ask for"
+                " none"
+            )
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         states = self.append(inputs)[:, None]
         base, depth = cache.lengths[start:stop], 0
@@ -98,18 +112,27 @@ class TokenDrafter(Drafter):
             width, spread = level.token_ids.shape[1], level.visible.shape[2]
             if depth == 0:
                 depths = first.new_zeros(len(base), 0)
-            depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)  # of all drafts so far
-            keys = first + torch.where(index < 0, index, depths.gather(1, index.clamp(0, spread - 1)))
+            depths = torch.cat(
+                [depths, depths.new_full((len(base), width), depth)], dim=1
+            )  # of all drafts so far
+            keys = first + torch.where(
+                index < 0, index, depths.gather(1, index.clamp(0, spread - 1))
+            )
             positions, view = self._positions(first + depth), cache.view(start, stop, width)
-            states = self._run(self._known(level.token_ids), positions.expand(-1, width), mask, view, keys)[1]
+            states = self._run(
+                self._known(level.token_ids), positions.expand(-1, width), mask, view, keys
+            )[1]
             for row in range(start, stop):
                 cache.advance(row, width)
             depth += 1
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
 
-    def _spelt(self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
-        """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M'] and counts."""
+    def _spelt(
+        self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]
+    ) -> tuple[Tensor, Sequence[int]]:
+        """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M']
+        and counts."""
         if self.token_map is None:
             return self._known(token_ids), counts
         given = on_device(list(counts), token_ids.device)
@@ -118,16 +141,24 @@ class TokenDrafter(Drafter):
         return ids, found.tolist()
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
-        """One pass over M new tokens per row, written at each row's own length: states [b, M, D]."""
+        """One pass over M new tokens per row, written at each row's own length: states [b, M,
+        D]."""
         M = token_ids.shape[1]
-        positions, mask = self._positions(cache.position_ids(start, stop, M)), cache.mask(start, stop, M)
+        positions, mask = (
+            self._positions(cache.position_ids(start, stop, M)),
+            cache.mask(start, stop, M),
+        )
         view = cache.view(start, stop, M)
         states = self._run(token_ids, positions, mask, view)[1]
-        if self.token_map is not None:  # a target token may be spelt by nothing: the state before it is asked for then
+        if (
+            self.token_map is not None
+        ):  # a target token may be spelt by nothing: the state before it is asked for then
             view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
         return states
 
-    def _newest(self, cache, start: int, stop: int, states: Tensor, counts: Sequence[int]) -> Tensor:
+    def _newest(
+        self, cache, start: int, stop: int, states: Tensor, counts: Sequence[int]
+    ) -> Tensor:
         """The state after the last token of each row [b, D]."""
         rows = torch.arange(stop - start, device=states.device)
         if self.token_map is None:

@@ -1,11 +1,11 @@
 """A small language model as the drafter (DistillSpec, arXiv 2310.08461).
 
-It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p holds token x_p, and
-depth k of a round anchored at x_a is the model's own next-token distribution after x_a and k drafts. Any causal LM of
-transformers serves: one that exists, one cut out of the target (speculators/families/draft_model/student.py), or one
-from a configuration; trained whole, or by any adapter of peft that changes its layers. With another tokenizer than the
-target's it drafts the tokens that both have (speculators/vocab/token_map.py).
-"""
+It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p
+holds token x_p, and depth k of a round anchored at x_a is the model's own next-token distribution
+after x_a and k drafts. Any causal LM of transformers serves: one that exists, one cut out of the
+target (speculators/families/draft_model/student.py), or one from a configuration; trained whole, or
+by any adapter of peft that changes its layers. With another tokenizer than the target's it drafts
+the tokens that both have (speculators/vocab/token_map.py)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ Kept = dict[Literal["first", "last", "spread"], PositiveInt]
 
 
 class DraftModelConfig(DrafterConfig):
-    """Any causal LM. `vocab_size` and `draft_vocab_size` are its own; which of its tokens the target has is found when
-    it is attached."""
+    """Any causal LM. `vocab_size` and `draft_vocab_size` are its own; which of its tokens the
+    target has is found when it is attached."""
 
     model: dict[str, Any] = Field(description="the fields of its config.json")
     adapter_of: str | None = Field(None, description="the folder holds an adapter of this model")
-    other_tokenizer: bool = Field(False, description="drafts by a map between its tokens and the target's")
+    other_tokenizer: bool = Field(
+        False, description="drafts by a map between its tokens and the target's"
+    )
 
     @property
     def size(self) -> str:
@@ -59,28 +61,42 @@ class DraftModelOptions(DrafterOptions):
     """The student. Exactly one of init_from, from_target and config says what it starts as."""
 
     unroll_steps: PositiveInt = Field(
-        1, description="depths with a term in the loss; a draft model is the same at each, so that one is enough"
+        1,
+        description=(
+            "depths with a term in the loss; a draft model is the same at each, so that one is"
+            " enough"
+        ),
     )
     from_target: Kept | list[Count] | None = Field(
         None,
-        description="cut the student from the target: {first: n}, {last: n}, {spread: n} or a list of layers; its "
-        "embedding, norm and head are kept",
+        description=(
+            "cut the student from the target: {first: n}, {last: n}, {spread: n} or a list of"
+            " layers; its embedding, norm and head are kept"
+        ),
     )
     config: dict[str, Any] | None = Field(
-        None, description="config.json fields of a student with random weights, model_type among them"
+        None,
+        description="config.json fields of a student with random weights, model_type among them",
     )
     vocab: Literal["same", "intersection"] = Field(
         "same",
-        description="same: the student's tokenizer must be the target's; intersection: it may be another, and only "
-        "tokens that both have are drafted",
+        description=(
+            "same: the student's tokenizer must be the target's; intersection: it may be another,"
+            " and only tokens that both have are drafted"
+        ),
     )
     peft: dict[str, Any] | None = Field(
         None,
-        description="train an adapter: any peft configuration that changes layers, such as {peft_type: LORA, r: 16, "
-        "target_modules: all-linear}; null: every weight is trained",
+        description=(
+            "train an adapter: any peft configuration that changes layers, such as {peft_type:"
+            " LORA, r: 16, target_modules: all-linear}; null: every weight is trained"
+        ),
     )
     peft_export: Literal["merged", "adapter"] = Field(
-        "merged", description="what is written of it: a whole model with the adapter merged, or the adapter alone"
+        "merged",
+        description=(
+            "what is written of it: a whole model with the adapter merged, or the adapter alone"
+        ),
     )
 
     @field_validator("from_target")
@@ -101,28 +117,43 @@ class DraftModelOptions(DrafterOptions):
 
     @model_validator(mode="after")
     def _one_start(self) -> DraftModelOptions:
-        given = [name for name in ("init_from", "from_target", "config") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("init_from", "from_target", "config")
+            if getattr(self, name) is not None
+        ]
         if len(given) > 1:
-            raise ValueError(f"expected one of init_from, from_target, config, got {' and '.join(given)}")
+            raise ValueError(
+                f"expected one of init_from, from_target, config, got {' and '.join(given)}"
+            )
         if self.adapter is not None:
-            raise ValueError("adapter: is for heads; of a draft model drafter.peft takes any configuration of peft")
+            raise ValueError(
+                "adapter: is for heads; of a draft model drafter.peft takes any configuration of"
+                " peft"
+            )
         if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
             raise ValueError(
-                "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model that others have"
+                "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model"
+                " that others have"
             )
         return self
 
     @property
     def start(self) -> str:
         """See `DrafterOptions.start`."""
-        return f"layers of the target ({self.from_target})" if self.from_target is not None else "random weights"
+        return (
+            f"layers of the target ({self.from_target})"
+            if self.from_target is not None
+            else "random weights"
+        )
 
     def accept(self, head: Any) -> None:
         """See `DrafterOptions.accept`."""
         if head.adapter_of is not None and self.peft_export == "adapter":
             raise ConfigError(
-                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of {head.adapter_of}, and "
-                "nobody loads one on another; set peft_export: merged, or start from a whole model"
+                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of"
+                f" {head.adapter_of}, and nobody loads one on another; set peft_export: merged, or"
+                " start from a whole model"
             )
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
@@ -137,8 +168,8 @@ class DraftModelOptions(DrafterOptions):
             model = plain_fields({"vocab_size": target.vocab_size} | self.config, "drafter.config")
         else:
             raise ConfigError(
-                "drafter: what is the student? Give init_from (a model), from_target (layers of the target, such as "
-                "{first: 2}) or config (fields of a new model)"
+                "drafter: what is the student? Give init_from (a model), from_target (layers of the"
+                " target, such as {first: 2}) or config (fields of a new model)"
             )
         return sizes_of(model)
 
@@ -156,7 +187,8 @@ def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DraftModel(TokenDrafter):
-    """`model` is transformers' own; `runner` runs it as the target is run: packed rows, ragged caches, any mask."""
+    """`model` is transformers' own; `runner` runs it as the target is run: packed rows, ragged
+    caches, any mask."""
 
     config_class = DraftModelConfig
     options = DraftModelOptions
@@ -177,13 +209,16 @@ class DraftModel(TokenDrafter):
     def runner(self) -> FrozenTarget:
         if not self._runners:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            with torch.autocast(self.model.device.type, enabled=False):  # its probes compare in the model's precision
+            with torch.autocast(
+                self.model.device.type, enabled=False
+            ):  # its probes compare in the model's precision
                 runner = FrozenTarget(self.model)
             runner.require_rollback("a draft model")
             if runner.recurrent is not None:
                 raise ConfigError(
-                    f"draft model {runner.name_or_path}: its recurrent layers keep states of the last token alone, and "
-                    "drafts are taken back token by token; start from a model whose layers are all attention"
+                    f"draft model {runner.name_or_path}: its recurrent layers keep states of the"
+                    " last token alone, and drafts are taken back token by token; start from a"
+                    " model whose layers are all attention"
                 )
             self._runners = [runner]
             for parameter in trained:
@@ -225,7 +260,8 @@ class DraftModel(TokenDrafter):
     # -------------------------------------------------------------- the two vocabularies
 
     def attach(self, target: FrozenTarget) -> Drafter:
-        """Any target with the same tokenizer; the tables of the two may be padded to different sizes."""
+        """Any target with the same tokenizer; the tables of the two may be padded to different
+        sizes."""
         self._target = [target]
         return self
 
@@ -241,7 +277,12 @@ class DraftModel(TokenDrafter):
         return self._shared
 
     def meet_tokenizers(
-        self, of_target: Any, own: Callable[[], Any] | None = None, *, intersection: bool = False, where: str = ""
+        self,
+        of_target: Any,
+        own: Callable[[], Any] | None = None,
+        *,
+        intersection: bool = False,
+        where: str = "",
     ) -> None:
         """See `Drafter.meet_tokenizers`."""
         self.tokenizer = of_target if own is None else own()
@@ -250,10 +291,13 @@ class DraftModel(TokenDrafter):
             return
         if not intersection:
             raise ConfigError(
-                f"the draft model's tokenizer is not the target's: {reason}. Its drafts would mean other text; choose "
-                f"a draft model of the target's family, or set {where} to draft only the tokens that both have"
+                f"the draft model's tokenizer is not the target's: {reason}. Its drafts would mean"
+                f" other text; choose a draft model of the target's family, or set {where} to draft"
+                " only the tokens that both have"
             )
-        found = TokenMap.between(of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size)
+        found = TokenMap.between(
+            of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size
+        )
         self.token_map = found.to(next(self.parameters()).device)
         self.config = self.config.model_copy(update={"other_tokenizer": True})
 
@@ -267,14 +311,22 @@ class DraftModel(TokenDrafter):
 
     @property
     def max_length(self) -> int | None:
-        """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and the last one is
-        used again beyond."""
-        return getattr(self.model.config, "max_position_embeddings", None) if self.token_map is None else None
+        """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and
+        the last one is used again beyond."""
+        return (
+            getattr(self.model.config, "max_position_embeddings", None)
+            if self.token_map is None
+            else None
+        )
 
-    # -------------------------------------------------------------- starting weights, and how it is trained
+    # -------------------------------------------------------------- starting weights, and how it is
+    # trained
 
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Sequence[TargetFeatures] | None = None
+        self,
+        target: FrozenTarget,
+        options: Any = None,
+        features: Sequence[TargetFeatures] | None = None,
     ) -> Drafter:
         """The target's layers, or weights as transformers initialises them."""
         if options is not None and options.from_target is not None:
@@ -289,7 +341,9 @@ class DraftModel(TokenDrafter):
             self._runners = []
             self.adapter = Adapter(self.model, options.peft, options.init_from)
             alone = options.peft_export == "adapter"
-            self.config = self.config.model_copy(update={"adapter_of": options.init_from if alone else None})
+            self.config = self.config.model_copy(
+                update={"adapter_of": options.init_from if alone else None}
+            )
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:
@@ -308,7 +362,10 @@ class DraftModel(TokenDrafter):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""
-        states, batch = self._states(features), host_batch(features)  # [B·T, D], after the token of each slot
+        states, batch = (
+            self._states(features),
+            host_batch(features),
+        )  # [B·T, D], after the token of each slot
         for depth in range(steps):
             valid, path = term_paths(batch, depth)
             row, slot = valid.nonzero(as_tuple=True)
@@ -347,7 +404,11 @@ class DraftModel(TokenDrafter):
         logits = self.runner.logits(hidden)
         if self.token_map is not None:
             return logits[..., self.token_map.draft_ids]
-        return logits[..., : self.target.vocab_size] if logits.shape[-1] > self.target.vocab_size else logits
+        return (
+            logits[..., : self.target.vocab_size]
+            if logits.shape[-1] > self.target.vocab_size
+            else logits
+        )
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]

@@ -1,9 +1,9 @@
 """Small language models as drafters: which one is built, and how one is cut out of its target.
 
-A model is described by the plain fields of its config.json, so that a drafter's configuration says all there is to
-know. A cut student keeps the target's embedding, norm and head and some of its layers, in their order; every field of
-the configuration that holds one value per layer is cut with them. Knows no training and no drafting.
-"""
+A model is described by the plain fields of its config.json, so that a drafter's configuration says
+all there is to know. A cut student keeps the target's embedding, norm and head and some of its
+layers, in their order; every field of the configuration that holds one value per layer is cut with
+them. Knows no training and no drafting."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ from speculators.errors import ConfigError
 from speculators.target.probe import needs_eager
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
-_ELSEWHERE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "draftsmith")
+_ELSEWHERE = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "draftsmith",
+)
 # Fields that say how many layers, from the first on, are of one kind.
 _LEADING_LAYERS = {"max_window_layers", "first_k_dense_replace"}
 
 
-def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "model") -> dict[str, Any]:
+def plain_fields(
+    config: PretrainedConfig | Mapping[str, Any], where: str = "model"
+) -> dict[str, Any]:
     """A causal LM's configuration as plain JSON: the same for the model, its folder and its export.
 
     ConfigError for what transformers does not know, or what is no plain causal LM.
@@ -39,17 +48,21 @@ def plain_fields(config: PretrainedConfig | Mapping[str, Any], where: str = "mod
             ) from error
     if config.get_text_config() is not config:
         raise ConfigError(
-            f"{where}: model type {config.model_type!r} has a text model inside a larger one; a draft model must be a "
-            "plain causal LM. Give the text model's own checkpoint"
+            f"{where}: model type {config.model_type!r} has a text model inside a larger one; a"
+            " draft model must be a plain causal LM. Give the text model's own checkpoint"
         )
     fields = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
     if fields.pop("quantization_config", None):
-        raise ConfigError(f"{where}: {config.model_type!r} is quantised; a draft model is trained, give plain weights")
+        raise ConfigError(
+            f"{where}: {config.model_type!r} is quantised; a draft model is trained, give plain"
+            " weights"
+        )
     return fields
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' own object of `plain_fields`: it answers to the usual names, whatever the architecture's are."""
+    """transformers' own object of `plain_fields`: it answers to the usual names, whatever the
+    architecture's are."""
     return AutoConfig.for_model(**fields)
 
 
@@ -58,27 +71,36 @@ def build_model(fields: Mapping[str, Any]) -> PreTrainedModel:
     config = config_of(fields)
     attention = "eager" if needs_eager(config) else None  # None: transformers' choice
     try:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
     except ValueError as error:
-        raise ConfigError(f"draft model: transformers builds no causal LM of {config.model_type!r}: {error}") from error
+        raise ConfigError(
+            f"draft model: transformers builds no causal LM of {config.model_type!r}: {error}"
+        ) from error
     model.tie_weights()
     return model
 
 
 def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) -> list[int]:
-    """Which of a target's `total` layers a student keeps: a list of them, or {first|last|spread: how many}.
+    """Which of a target's `total` layers a student keeps: a list of them, or {first|last|spread:
+    how many}.
 
     spread: evenly from the first to the last. ConfigError for layers that there are not.
     """
     if isinstance(kept, Mapping):
         ((how, count),) = kept.items()
         if not 1 <= count <= total:
-            raise ConfigError(f"{where}: {how}: {count} of the target's {total} layers; give 1 to {total}")
+            raise ConfigError(
+                f"{where}: {how}: {count} of the target's {total} layers; give 1 to {total}"
+            )
         if how == "spread":
             return [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)]
         return list(range(count)) if how == "first" else list(range(total - count, total))
     if bad := [layer for layer in kept if not 0 <= layer < total]:
-        raise ConfigError(f"{where}: layers {bad} do not exist; the target has layers 0..{total - 1}")
+        raise ConfigError(
+            f"{where}: layers {bad} do not exist; the target has layers 0..{total - 1}"
+        )
     if list(kept) != sorted(set(kept)):
         raise ConfigError(f"{where}: {list(kept)} must be ascending and distinct")
     return list(kept)
@@ -99,7 +121,8 @@ def cut_fields(target: PretrainedConfig, layers: Sequence[int], where: str) -> d
 
 @torch.no_grad()
 def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrainedModel) -> None:
-    """Fills `student` with the weights of `source`, its i-th layer with those of `source`'s layers[i].
+    """Fills `student` with the weights of `source`, its i-th layer with those of `source`'s
+    layers[i].
 
     ConfigError names every tensor that the two do not share.
     """
@@ -115,11 +138,14 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
         renamed[name] = tensor
     own = student.state_dict()
     faults = sorted(own.keys() ^ renamed.keys())
-    faults += [name for name in own.keys() & renamed.keys() if own[name].shape != renamed[name].shape]
+    faults += [
+        name for name in own.keys() & renamed.keys() if own[name].shape != renamed[name].shape
+    ]
     if faults:
         raise ConfigError(
-            f"draft model: a student cut from a {source.config.model_type} target does not share its tensors: "
-            f"{', '.join(faults[:3])} ({len(faults)} in all); start from a model of its own with drafter.init_from"
+            f"draft model: a student cut from a {source.config.model_type} target does not share"
+            f" its tensors: {', '.join(faults[:3])} ({len(faults)} in all); start from a model of"
+            " its own with drafter.init_from"
         )
     for name, tensor in own.items():
         tensor.copy_(renamed[name])

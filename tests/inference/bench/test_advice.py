@@ -1,4 +1,5 @@
-"""The advice of a comparison: the best K of each concurrency by its own figures, in a form that servers read."""
+"""The advice of a comparison: the best K of each concurrency by its own figures, in a form that
+servers read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.spec_decode.draft_length.policy import DraftLength
 from speculators.errors import ConfigError
 
-CONFIG = {"method": "eagle3", "model": "somewhere", "num_speculative_tokens": 6, "draft_sample_method": "greedy"}
+CONFIG = {
+    "method": "eagle3",
+    "model": "somewhere",
+    "num_speculative_tokens": 6,
+    "draft_sample_method": "greedy",
+}
 SPEED = st.integers(1, 40)  # few values, so that ties occur
 
 
@@ -38,7 +44,9 @@ def drafts(config, batch_size: int) -> int:
         return 0
     parsed = parse_speculative_config(json.loads(json.dumps(config)))
     assert parsed.num_speculative_tokens is not None
-    policy = DraftLength(parsed.num_speculative_tokens, parsed.num_speculative_tokens_per_batch_size)
+    policy = DraftLength(
+        parsed.num_speculative_tokens, parsed.num_speculative_tokens_per_batch_size
+    )
     return policy.limits([Row()] * batch_size)[0]  # type: ignore[list-item]
 
 
@@ -60,7 +68,9 @@ def test_every_concurrency_gets_its_fastest_length(levels):
     assert (config is None) == all(row["num_speculative_tokens"] == 0 for row in advice["levels"])
     above = advice["off_above"]
     if above is not None:
-        assert drafts(config, above + 1) == drafts(config, 2000) == 0 and (above == 0 or drafts(config, above) > 0)
+        assert drafts(config, above + 1) == drafts(config, 2000) == 0 and (
+            above == 0 or drafts(config, above) > 0
+        )
     else:
         assert drafts(config, 2000) > 0
 
@@ -74,7 +84,9 @@ def test_ranges_ascend_without_gaps(levels):
         assert after[0] == before[1] + 1 <= after[1] and after[2] != before[2]
     assert len(ranges) != 1
     if config:
-        assert config["num_speculative_tokens"] == max([k for *_, k in ranges] or [config["num_speculative_tokens"]])
+        assert config["num_speculative_tokens"] == max(
+            [k for *_, k in ranges] or [config["num_speculative_tokens"]]
+        )
         assert {name: config[name] for name in ("method", "model", "draft_sample_method")} == {
             name: CONFIG[name] for name in ("method", "model", "draft_sample_method")
         }
@@ -99,24 +111,40 @@ def test_following_is_compared_with_every_fixed_length():
     level = LevelSpeeds(4, (10.0, 10.0), {2: (12.0, 12.0), 4: (16.0, 20.0)})
     found = followed(level, (18.0, 18.0))
     assert found["gain"]["median"] == 1.8 and found["against_fixed"]["2"]["median"] == 1.5
-    assert found["worst"] == found["against_fixed"]["4"]["median"] == pytest.approx((18 / 16 + 18 / 20) / 2)
+    assert (
+        found["worst"]
+        == found["against_fixed"]["4"]["median"]
+        == pytest.approx((18 / 16 + 18 / 20) / 2)
+    )
 
 
 def asked(**more) -> BenchOptions:
-    return BenchOptions(dataset_name="random", compare=True, model="target", speculative_config=CONFIG, **more)
+    return BenchOptions(
+        dataset_name="random", compare=True, model="target", speculative_config=CONFIG, **more
+    )
 
 
 def test_our_server_takes_every_length_and_vllm_has_one_for_each(tmp_path):
     modes, configs = serving_modes(asked(draft_lengths="0,2,8"), CONFIG)
     assert {name: (mode.server, mode.tokens) for name, mode in modes.items()} == {
-        "off": ("off", None), "K=0": ("on", 0), "K=2": ("on", 2), "on": ("on", 6), "K=8": ("on", 8),
-    }  # fmt: skip
-    assert all(mode.body == {"num_speculative_tokens": mode.tokens} for mode in modes.values() if mode.server == "on")
+        "off": ("off", None),
+        "K=0": ("on", 0),
+        "K=2": ("on", 2),
+        "on": ("on", 6),
+        "K=8": ("on", 8),
+    }
+    assert all(
+        mode.body == {"num_speculative_tokens": mode.tokens}
+        for mode in modes.values()
+        if mode.server == "on"
+    )
     assert configs == {"off": None, "on": CONFIG | {"num_speculative_tokens": 8}}
 
     advised = tmp_path / "speculative_config.json"
     advised.write_text("null")
-    options = asked(draft_lengths="0,2", serve_args="--engine vllm --max-num-seqs 4", advised=str(advised))
+    options = asked(
+        draft_lengths="0,2", serve_args="--engine vllm --max-num-seqs 4", advised=str(advised)
+    )
     modes, configs = serving_modes(options, CONFIG)
     assert all(mode.server == name and not mode.body for name, mode in modes.items())
     assert configs["K=2"] == CONFIG | {"num_speculative_tokens": 2} and configs["on"] == CONFIG
@@ -138,7 +166,9 @@ def test_what_cannot_be_advised_on_is_refused(flags, named):
 
 
 @pytest.mark.parametrize("text", ['{"nonsense": 1}', '{"method": "ngram"}', "[1]", "{"])
-def test_an_earlier_advice_that_no_server_takes_is_refused_before_anything_is_measured(text, tmp_path):
+def test_an_earlier_advice_that_no_server_takes_is_refused_before_anything_is_measured(
+    text, tmp_path
+):
     advised = tmp_path / "speculative_config.json"
     advised.write_text(text)
     with pytest.raises(ConfigError, match=f"--advised {advised}"):

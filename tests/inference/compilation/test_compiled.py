@@ -1,7 +1,7 @@
 """Compiled rounds write what eager ones write, from a number of graphs that is known beforehand.
 
-Most run on torch's `eager` backend: everything of the static path but the code generator, in a tenth of the time.
-"""
+Most run on torch's `eager` backend: everything of the static path but the code generator, in a
+tenth of the time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ from tests.speculators.families.conftest import Case, make
 K, LIMIT = 2, 96
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TRACED = Compilation(backend="eager")
-PROMPTS = [[7], [3 + (5 * i) % 40 for i in range(18)], [70 + i % 9 for i in range(25)], [5, 6, 7, 8], [9] * 11]
+PROMPTS = [
+    [7],
+    [3 + (5 * i) % 40 for i in range(18)],
+    [70 + i % 9 for i in range(25)],
+    [5, 6, 7, 8],
+    [9] * 11,
+]
 LENGTHS = [12, 9, 1, 20, 7]
 DRAFTED = {
     "draft_model": Case("draft_model", options={"from_target": {"last": 1}}, noise=0.05),
@@ -51,7 +57,9 @@ def model_of(tiny_model):
     """model_of(kind): a target that the kind's drafter is for."""
 
     def found(kind: str):
-        model = tiny_model(DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding", num_hidden_layers=2)
+        model = tiny_model(
+            DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding", num_hidden_layers=2
+        )
         model.generation_config.eos_token_id = None
         return model
 
@@ -67,9 +75,15 @@ def llm_of(kind: str, model, rows: int, compilation: Compilation | None, **optio
 
 
 def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
-    """Responses of various lengths, so that rows are ragged, and are joined and left by requests."""
-    given = [SamplingParams(max_tokens=n, seed=n, **{"temperature": 0, **params}) for n in LENGTHS[: len(prompts)]]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], given, use_tqdm=False)
+    """Responses of various lengths, so that rows are ragged, and are joined and left by
+    requests."""
+    given = [
+        SamplingParams(max_tokens=n, seed=n, **{"temperature": 0, **params})
+        for n in LENGTHS[: len(prompts)]
+    ]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], given, use_tqdm=False
+    )
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -108,14 +122,25 @@ def test_trees_run_eager_and_say_so(model_of, caplog):
 
 @pytest.mark.slow
 def test_padding_to_a_row_that_holds_a_text_of_the_longest_length(tiny_model):
-    """The round that ended it had all its drafts accepted; later rounds of the others are padded to its row."""
+    """The round that ended it had all its drafts accepted; later rounds of the others are padded to
+    its row."""
     model = tiny_model("llama", max_position_embeddings=64)
-    asked = [list(range(3, 57)), [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25, 26]]
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (None, 40, 40, 40)]
+    asked = [
+        list(range(3, 57)),
+        [5, 6, 7, 8, 9],
+        [10, 11, 12, 13, 14, 15],
+        [20, 21, 22, 23, 24, 25, 26],
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (None, 40, 40, 40)
+    ]
     inputs = [{"prompt_token_ids": ids} for ids in asked]
 
     def run(llm: LLM) -> list[list[int]]:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
+        return [
+            list(output.outputs[0].token_ids)
+            for output in llm.generate(inputs, params, use_tqdm=False)
+        ]
 
     plain = run(make_llm(model, max_num_seqs=4))
     texts = {tuple(ids): written + [0] * 8 for ids, written in zip(asked, plain)}
@@ -151,7 +176,9 @@ def test_the_number_of_graphs_is_bounded_and_the_same_rounds_need_no_more(model_
     assert write(llm) == first
     assert rounds.num_graphs == counters["stats"]["unique_graphs"] == found
     assert not counters["graph_break"]
-    assert places == [each.data_ptr() for cache in caches for part in cache.memory() for each in part]
+    assert places == [
+        each.data_ptr() for cache in caches for part in cache.memory() for each in part
+    ]
 
 
 def test_shapes_hold_what_they_are_asked_for():
@@ -179,9 +206,13 @@ def test_shapes_hold_what_they_are_asked_for():
 def test_a_target_that_torch_cannot_compile_is_named_and_runs_eager(model_of):
     model = model_of("ngram")
     expected = write(llm_of("ngram", model, 2, None))
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: torch._dynamo.graph_break()
+    )
     llm = llm_of("ngram", model, 2, TRACED)
-    with pytest.warns(UserWarning, match=r"the target .* cannot be compiled and runs eager.*graph_break") as told:
+    with pytest.warns(
+        UserWarning, match=r"the target .* cannot be compiled and runs eager.*graph_break"
+    ) as told:
         assert write(llm) == expected
     assert len([each for each in told if "cannot be compiled" in str(each.message)]) == 1
     assert llm.engine.compiled.num_graphs == 0
@@ -189,8 +220,15 @@ def test_a_target_that_torch_cannot_compile_is_named_and_runs_eager(model_of):
 
 @pytest.mark.slow
 def test_a_missing_compiler_is_an_error_that_says_what_to_do(model_of):
-    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
-    with missing, pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*Install one.*enforce_eager=True"):
+    missing = torch._inductor.config.patch(
+        {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    )
+    with (
+        missing,
+        pytest.raises(
+            ConfigError, match=r"needs a C\+\+ compiler.*Install one.*enforce_eager=True"
+        ),
+    ):
         write(llm_of("off", model_of("off"), 1, Compilation()))
 
 
@@ -199,7 +237,9 @@ def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
     model = model_of("off")
     eager = llm_of("off", model, 2, None, kv_cache_memory_bytes=10**6)
     needed = KVMemory(10**6, eager.engine.rows.cache, None, 0).bytes(2, LIMIT)
-    with pytest.raises(ConfigError, match=rf"all 2 rows of {LIMIT} positions from the start, {needed} bytes"):
+    with pytest.raises(
+        ConfigError, match=rf"all 2 rows of {LIMIT} positions from the start, {needed} bytes"
+    ):
         llm_of("off", model, 2, TRACED, kv_cache_memory_bytes=needed - 1)
     llm = llm_of("off", model, 2, TRACED, kv_cache_memory_bytes=needed)
     assert write(llm) == write(eager)
@@ -214,7 +254,12 @@ def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
     [
         (None, None, CPU, None),
         (None, None, CUDA, Compilation("cudagraphs", when_warm=True)),
-        (None, {"cudagraph_capture_sizes": [1, 2]}, CUDA, Compilation("cudagraphs", row_sizes=(1, 2), when_warm=True)),
+        (
+            None,
+            {"cudagraph_capture_sizes": [1, 2]},
+            CUDA,
+            Compilation("cudagraphs", row_sizes=(1, 2), when_warm=True),
+        ),
         (None, {"cudagraph_mode": "NONE"}, CUDA, None),
         (True, None, CUDA, None),
         (None, 0, CUDA, None),
@@ -223,17 +268,35 @@ def test_a_limit_of_memory_must_hold_all_rows_at_their_longest(model_of):
         (False, None, CUDA, Compilation()),
         (None, 3, CPU, Compilation()),
         (None, {"level": 3, "cudagraph_mode": "none"}, CUDA, Compilation(cudagraphs=False)),
-        (None, {"mode": "vllm_compile", "cudagraph_capture_sizes": [4, 1, 8], "max_cudagraph_capture_size": 4}, CPU,
-         Compilation(row_sizes=(1, 4))),
+        (
+            None,
+            {
+                "mode": "vllm_compile",
+                "cudagraph_capture_sizes": [4, 1, 8],
+                "max_cudagraph_capture_size": 4,
+            },
+            CPU,
+            Compilation(row_sizes=(1, 4)),
+        ),
         (None, {"mode": 1, "max_cudagraph_capture_size": 5}, CPU, Compilation(row_sizes=(1, 2, 4))),
-        (None, {"mode": 3, "pass_config": {"eliminate_noops": True}, "custom_ops": ["+rms_norm"]}, CPU, Compilation()),
+        (
+            None,
+            {"mode": 3, "pass_config": {"eliminate_noops": True}, "custom_ops": ["+rms_norm"]},
+            CPU,
+            Compilation(),
+        ),
         (None, {"cudagraph_mode": "FULL_DECODE_ONLY"}, CUDA, Compilation()),
         (None, {"mode": 0, "cudagraph_mode": "FULL"}, CUDA, Compilation("cudagraphs")),
         (False, {"mode": 0}, CUDA, Compilation("cudagraphs")),
         (False, {"mode": 0}, CPU, None),
-        (False, {"inductor_compile_config": {"max_autotune": True}}, CPU, Compilation(inductor={"max_autotune": True})),
+        (
+            False,
+            {"inductor_compile_config": {"max_autotune": True}},
+            CPU,
+            Compilation(inductor={"max_autotune": True}),
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_mean_what_they_mean_in_vllm(enforce_eager, config, device, expected):
     assert read_compilation(enforce_eager, config, device) == expected
 
@@ -286,15 +349,19 @@ def test_the_drafter_alone_may_run_eager(model_of):
     assert read_compilation(False, None, CPU, eager_drafter=True) == Compilation(drafter=False)
 
 
-# ---------------------------------------------------------------------- compiled before it is needed
+# ---------------------------------------------------------------------- compiled before it is
+# needed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "medusa"])
 def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatch):
-    """Texts of every length, drafts or none, and batches of every size; and texts are what they were."""
+    """Texts of every length, drafts or none, and batches of every size; and texts are what they
+    were."""
     rows = 2 if kind == "eagle3" else 1
-    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT)  # keys, or batches, of two sizes
+    monkeypatch.setattr(
+        static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT
+    )  # keys, or batches, of two sizes
     llm = llm_of(kind, model_of(kind), rows, TRACED)
     graphs = llm.warm_up()
     assert graphs == llm.engine.compiled.num_graphs == llm.engine.compiled.most_graphs

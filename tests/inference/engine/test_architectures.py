@@ -1,4 +1,5 @@
-"""Architectures whose attention has ways of its own: rows side by side and drafted trees write what one row writes."""
+"""Architectures whose attention has ways of its own: rows side by side and drafted trees write what
+one row writes."""
 
 from __future__ import annotations
 
@@ -17,17 +18,29 @@ from tests.inference.modules import make_llm
 OWN_WAYS = {
     "falcon": {},  # own attention, which asks the configuration for "sdpa"
     "doge": {},  # a mask of its own for each head
-    "afmoe": dict(head_dim=8, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-                  num_dense_layers=1, sliding_window=5,
-                  layer_types=["sliding_attention", "full_attention", "sliding_attention"]),  # views, not reshapes
-    "xglm": dict(d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, init_std=0.3),  # masks for each row
-}  # fmt: skip
+    "afmoe": dict(
+        head_dim=8,
+        num_experts=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),  # views, not reshapes
+    "xglm": dict(
+        d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, init_std=0.3
+    ),  # masks for each row
+}
 LENGTHS = (17, 1, 9, 30)
 
 
 def prompts(lengths) -> list[dict]:
     generator = torch.Generator().manual_seed(3)
-    return [{"prompt_token_ids": torch.randint(3, 101, (n,), generator=generator).tolist()} for n in lengths]
+    return [
+        {"prompt_token_ids": torch.randint(3, 101, (n,), generator=generator).tolist()}
+        for n in lengths
+    ]
 
 
 def lookahead() -> LookaheadProposer:
@@ -36,7 +49,9 @@ def lookahead() -> LookaheadProposer:
 
 def write(llm: LLM, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)
+    ]
 
 
 @pytest.mark.slow
@@ -47,7 +62,11 @@ def test_rows_and_trees_write_what_transformers_writes(name):
     for prompt in asked:
         ids = torch.tensor([prompt["prompt_token_ids"]])
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=14, do_sample=False, eos_token_id=None
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=14,
+            do_sample=False,
+            eos_token_id=None,
         )
         expected.append(written[0, ids.shape[1] :].tolist())
     for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
@@ -57,9 +76,14 @@ def test_rows_and_trees_write_what_transformers_writes(name):
 
 
 def test_a_window_inside_the_attention_is_refused():
-    """GPT-Neo cuts its local layers' masks by slots, which are not positions where rows differ in length."""
+    """GPT-Neo cuts its local layers' masks by slots, which are not positions where rows differ in
+    length."""
     model = make_tiny_model(
-        "gpt_neo", num_layers=2, num_hidden_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4
+        "gpt_neo",
+        num_layers=2,
+        num_hidden_layers=2,
+        attention_types=[[["global", "local"], 1]],
+        num_heads=4,
     )
     with pytest.raises(UnsupportedTarget, match="local"):
         make_llm(model)
@@ -67,10 +91,16 @@ def test_a_window_inside_the_attention_is_refused():
 
 def phi3_long() -> torch.nn.Module:
     rope = dict(
-        rope_type="longrope", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64,
-        short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-    )  # fmt: skip
-    return make_tiny_model("phi3", sliding_window=None, original_max_position_embeddings=64, rope_parameters=rope)
+        rope_type="longrope",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=64,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
+    )
+    return make_tiny_model(
+        "phi3", sliding_window=None, original_max_position_embeddings=64, rope_parameters=rope
+    )
 
 
 @pytest.mark.slow
@@ -90,11 +120,18 @@ def test_longrope_up_to_its_original_length_is_transformers_own(caplog):
     for prompt in asked:
         ids = torch.tensor([prompt["prompt_token_ids"]])
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_length=64, do_sample=False, eos_token_id=None
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_length=64,
+            do_sample=False,
+            eos_token_id=None,
         )
         expected.append(written[0, ids.shape[1] :].tolist())
     target = FrozenTarget(model)
     make_llm(target, max_model_len=200)
     llm = make_llm(target, proposer=NgramProposer(4, 1, 3))
-    assert llm.engine.max_model_len == 64 == original_length(model.config) and "short frequencies" in caplog.text
+    assert (
+        llm.engine.max_model_len == 64 == original_length(model.config)
+        and "short frequencies" in caplog.text
+    )
     assert write(llm, asked, 100) == expected

@@ -1,4 +1,5 @@
-"""Rows come and go, take over each other's prefixes and give their memory back; none of it changes what is written."""
+"""Rows come and go, take over each other's prefixes and give their memory back; none of it changes
+what is written."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ PROMPTS = [
     SYSTEM + [50 + i for i in range(20)],
 ]
 PARAMS = [
-    SamplingParams(temperature=0, seed=1, max_tokens=18),  # a seed: the sampled stub draws at any temperature
+    SamplingParams(
+        temperature=0, seed=1, max_tokens=18
+    ),  # a seed: the sampled stub draws at any temperature
     SamplingParams(temperature=1, seed=5, max_tokens=14),
     SamplingParams(temperature=0, seed=2, max_tokens=1),
     SamplingParams(temperature=1, seed=8, top_p=0.9, max_tokens=25),
@@ -49,7 +52,9 @@ def _small_steps():
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2)
+    model = tiny_model(
+        "qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2
+    )
     model.generation_config.eos_token_id = None
     return model
 
@@ -73,7 +78,9 @@ def make_llm(model, stub_proposer, fake_head, tiny_eagle3, texts):
             drafter = fake_head(VOCAB, TAPS, model.config.hidden_size, range(1, VOCAB, 2))
             return llm_of(model, drafter=drafter, num_speculative_tokens=K, **options)
         if kind == "eagle3":
-            return llm_of(model, drafter=tiny_eagle3(model, TAPS), num_speculative_tokens=K, **options)
+            return llm_of(
+                model, drafter=tiny_eagle3(model, TAPS), num_speculative_tokens=K, **options
+            )
         if kind in ("off", "ngram"):
             config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1}
             return LLM(model, speculative_config=config if kind == "ngram" else None, **options)
@@ -84,15 +91,21 @@ def make_llm(model, stub_proposer, fake_head, tiny_eagle3, texts):
 
 @pytest.fixture(scope="module")
 def alone(make_llm):
-    """alone(kind, prompt, params): tokens, and drafts kept by round, of a request that has the engine for itself."""
+    """alone(kind, prompt, params): tokens, and drafts kept by round, of a request that has the
+    engine for itself."""
     llms, known = {}, {}
 
     def run(kind: str, prompt: int, params: int):
         if kind not in llms:
             llms[kind] = make_llm(kind, max_num_seqs=1, enable_prefix_caching=False)
         if (kind, prompt, params) not in known:
-            (output,) = llms[kind].generate({"prompt_token_ids": PROMPTS[prompt]}, PARAMS[params], False)
-            known[kind, prompt, params] = output.outputs[0].token_ids, output.metrics.accepted_per_round
+            (output,) = llms[kind].generate(
+                {"prompt_token_ids": PROMPTS[prompt]}, PARAMS[params], False
+            )
+            known[kind, prompt, params] = (
+                output.outputs[0].token_ids,
+                output.metrics.accepted_per_round,
+            )
         return known[kind, prompt, params]
 
     return run
@@ -105,7 +118,9 @@ def cache_bytes(engine) -> int:
 
 def bytes_of_rows(make_llm, kind: str, rows: int, tokens: int) -> int:
     """A limit that so many rows of so many tokens just keep to."""
-    return make_llm(kind, kv_cache_memory_bytes=1 << 30).engine.rows.memory_limit.bytes(rows, tokens)
+    return make_llm(kind, kv_cache_memory_bytes=1 << 30).engine.rows.memory_limit.bytes(
+        rows, tokens
+    )
 
 
 # ---------------------------------------------------------------------- any schedule
@@ -151,7 +166,9 @@ class Schedule:
         assert sorted(map(id, present)) == sorted(map(id, unfinished))
         arrivals = [request.arrival for request in scheduler.waiting]
         assert arrivals == sorted(arrivals)
-        assert max([r.arrival for r in scheduler.running], default=-1) < min(arrivals, default=1 << 30)
+        assert max([r.arrival for r in scheduler.running], default=-1) < min(
+            arrivals, default=1 << 30
+        )
         for row, request in enumerate(scheduler.running):
             assert engine.rows.cache.lengths[row] == len(request.token_ids) - 1
             assert engine.rows.prefix_cache.text(row) == (
@@ -182,17 +199,29 @@ class Schedule:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_schedule_changes_what_a_request_writes(kind, make_llm, alone):
-    """Whoever its neighbours are and whenever they come and go, with prefixes taken over and rows preempted."""
+    """Whoever its neighbours are and whenever they come and go, with prefixes taken over and rows
+    preempted."""
     tight = bytes_of_rows(make_llm, kind, 2, 44)
     engines = {
         (rows, reuse, limit): make_llm(
             kind, max_num_seqs=rows, enable_prefix_caching=reuse, kv_cache_memory_bytes=limit
         )
-        for rows, reuse, limit in [(3, True, None), (2, False, None), (4, True, tight), (4, False, tight)]
+        for rows, reuse, limit in [
+            (3, True, None),
+            (2, False, None),
+            (4, True, tight),
+            (4, False, tight),
+        ]
     }
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.sampled_from(sorted(engines, key=str)), st.lists(ACTIONS, min_size=4, max_size=16))
     def run(which, actions):
         schedule = Schedule(engines[which])  # rows and texts of earlier schedules are still there
@@ -207,7 +236,9 @@ def test_no_schedule_changes_what_a_request_writes(kind, make_llm, alone):
                     schedule.check()
             schedule.check()
         schedule.finish(alone, kind)
-        seen.update(schedule.engine.counters.to_dict() | {"vllm:spec_decode_num_accepted_tokens_per_pos": 0})
+        seen.update(
+            schedule.engine.counters.to_dict() | {"vllm:spec_decode_num_accepted_tokens_per_pos": 0}
+        )
 
     run()
     assert seen["vllm:prefix_cache_hits"] > 0 and seen["vllm:num_preemptions"] > 0
@@ -241,18 +272,24 @@ def test_a_shared_prompt_is_prefilled_once(kind, make_llm, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["off", "ngram", "sampled", "fake", "eagle3"])
 def test_a_conversation_goes_on_where_it_was(kind, make_llm):
-    """Turn by turn, with other conversations between the turns: a row keeps its text until it is wanted."""
+    """Turn by turn, with other conversations between the turns: a row keeps its text until it is
+    wanted."""
     llm, plain = make_llm(kind, max_num_seqs=3), make_llm(kind, enable_prefix_caching=False)
     params = SamplingParams(temperature=1, seed=2, max_tokens=5)
     histories = [list(PROMPTS[0]), list(PROMPTS[4])]
     for turn in range(3):
         for history in histories:
             prompt = {"prompt_token_ids": list(history)}
-            (output,), (expected,) = llm.generate(prompt, params, False), plain.generate(prompt, params, False)
+            (output,), (expected,) = (
+                llm.generate(prompt, params, False),
+                plain.generate(prompt, params, False),
+            )
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
             assert output.metrics.accepted_per_round == expected.metrics.accepted_per_round
             if turn:
-                assert output.num_cached_tokens >= len(history) - 3 - 2 - K  # all but the new tokens and the last round
+                assert (
+                    output.num_cached_tokens >= len(history) - 3 - 2 - K
+                )  # all but the new tokens and the last round
             history += [*output.outputs[0].token_ids, 33, 34, 35]
 
 
@@ -262,7 +299,13 @@ def test_a_row_that_holds_most_of_the_text_is_taken(make_llm):
     params = SamplingParams(temperature=0, max_tokens=6)
     for prompt in (PROMPTS[0], PROMPTS[4], PROMPTS[5]):
         llm.generate({"prompt_token_ids": prompt}, params, False)
-    for prompt, least in ((PROMPTS[5], 37), (PROMPTS[0], 20), (PROMPTS[4], 23), (PROMPTS[1], 19), (PROMPTS[3], 0)):
+    for prompt, least in (
+        (PROMPTS[5], 37),
+        (PROMPTS[0], 20),
+        (PROMPTS[4], 23),
+        (PROMPTS[1], 19),
+        (PROMPTS[3], 0),
+    ):
         (output,) = llm.generate({"prompt_token_ids": prompt}, params, False)
         assert least <= output.num_cached_tokens <= least + 1
     request = Request("x", 0, PROMPTS[0], params, generator=None, max_model_len=LIMIT)
@@ -325,7 +368,9 @@ def test_the_youngest_gives_way_and_writes_the_same_later(kind, make_llm, alone)
     llm = make_llm(kind, max_num_seqs=4, kv_cache_memory_bytes=limit)
     order = [0, 1, 1, 0]
     for params in (0, 3):
-        outputs = llm.generate([{"prompt_token_ids": PROMPTS[i]} for i in order], PARAMS[params], False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": PROMPTS[i]} for i in order], PARAMS[params], False
+        )
         for i, output in zip(order, outputs, strict=True):
             expected = alone(kind, i, params)
             assert (output.outputs[0].token_ids, output.metrics.accepted_per_round) == expected
@@ -359,8 +404,14 @@ def test_rows_and_positions_follow_what_is_used(make_llm):
         return finished
 
     engine._step = watching
-    short, long = [{"prompt_token_ids": [5 + i]} for i in range(8)], {"prompt_token_ids": PROMPTS[5]}
-    few, many = SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, max_tokens=None)
+    short, long = (
+        [{"prompt_token_ids": [5 + i]} for i in range(8)],
+        {"prompt_token_ids": PROMPTS[5]},
+    )
+    few, many = (
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=0, max_tokens=None),
+    )
     llm.generate(short, few, False)
     assert max(rows for rows, _ in sizes) >= 4
     llm.generate(long, many, False)
@@ -375,7 +426,10 @@ def test_what_can_never_fit_is_refused_before_anything_runs(kind, make_llm, monk
     llm = make_llm(kind, kv_cache_memory_bytes=limit)
     monkeypatch.setattr(llm.engine, "step", lambda: pytest.fail("a step was made"))
     ok, long = SamplingParams(max_tokens=8), SamplingParams(max_tokens=9)
-    message = rf"prompt 1: .* 22 \+ 9 tokens.*kv_cache_memory_bytes={limit} holds 30 tokens. Lower max_tokens"
+    message = (
+        rf"prompt 1: .* 22 \+ 9 tokens.*kv_cache_memory_bytes={limit} holds 30 tokens. Lower"
+        r" max_tokens"
+    )
     with pytest.raises(ConfigError, match=message):
         llm.generate([{"prompt_token_ids": PROMPTS[0]}] * 2, [ok, long], False)
     with pytest.raises(ConfigError, match=r"22 \+ 42 tokens"):

@@ -1,5 +1,6 @@
-"""Rounds of every drafter on a device, as far as an emulation shows them: nothing is mixed with the host, the text is
-the one written on a CPU, and the host waits for the device as often for sixteen rows as for one."""
+"""Rounds of every drafter on a device, as far as an emulation shows them: nothing is mixed with the
+host, the text is the one written on a CPU, and the host waits for the device as often for sixteen
+rows as for one."""
 
 from __future__ import annotations
 
@@ -39,9 +40,15 @@ BLOCKS = {
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
 PROCESSORS = dict(
-    repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1, logit_bias={3: 1.0}, min_tokens=8,
-    stop_token_ids=[4], allowed_token_ids=list(range(90)), bad_words=["ab", "c"],
-)  # fmt: skip
+    repetition_penalty=1.2,
+    frequency_penalty=0.3,
+    presence_penalty=0.1,
+    logit_bias={3: 1.0},
+    min_tokens=8,
+    stop_token_ids=[4],
+    allowed_token_ids=list(range(90)),
+    bad_words=["ab", "c"],
+)
 JSON = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "minItems": 40})
 
 
@@ -75,16 +82,24 @@ WAYS = {
     **{f"{family}, greedy": Way(family, 2, COLD) for family in FAMILIES},
     # whether every draft could be drawn, how many are kept, what follows them, and the drafts
     **{f"{family}, block": Way(family, 4, HOT) for family in FAMILIES},
-    "draft_model, another tokenizer": Way("other_tokens", 4 + 2 * K, HOT),  # how long drafts are in its tokens
+    "draft_model, another tokenizer": Way(
+        "other_tokens", 4 + 2 * K, HOT
+    ),  # how long drafts are in its tokens
     "eagle3, token": Way("eagle3", 4, FILTERED, {"rejection_sample_method": "token"}),
     "eagle3, typical": Way("eagle3", 4, HOT, {"rejection_sample_method": "lossy:typical"}),
     "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
-    # a tree is read once; what of it is refused is asked for in as many steps as the row has that refuses most
-    **{f"{family}, grown tree": Way(family, 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}) for family in FAMILIES},
+    # a tree is read once; what of it is refused is asked for in as many steps as the row has that
+    # refuses most
+    **{
+        f"{family}, grown tree": Way(family, 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC})
+        for family in FAMILIES
+    },
     "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
     "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
     "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
-    "eagle3, tree, recursive": Way("eagle3", 4 + 2, HOT, {"tree": STATIC, "rejection_sample_method": "recursive"}),
+    "eagle3, tree, recursive": Way(
+        "eagle3", 4 + 2, HOT, {"tree": STATIC, "rejection_sample_method": "recursive"}
+    ),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
     "split": Way("split", 2, COLD),
     "split, block": Way("split", 4, HOT, {"rejection_sample_method": "block"}),
@@ -96,12 +111,14 @@ WAYS = {
     # the drafts so far, depth by depth, and where nothing is left
     "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
     "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
-    "eagle3, processors, tree": Way("eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}),
+    "eagle3, processors, tree": Way(
+        "eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}
+    ),
     "ngram, grammar": Way("ngram", 2, {**HOT, "structured_outputs": JSON}),
     "mlp, grammar": Way("mlp", 3 + K, {**COLD, "structured_outputs": JSON}),
     "eagle3, logprobs": Way("eagle3", 3, {**COLD, "logprobs": 2}),
     "ngram, logprobs": Way("ngram", 2, {**HOT, "logprobs": 2}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
@@ -111,7 +128,12 @@ def way(request) -> Way:
 
 def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     model.generation_config.eos_token_id = EOS
-    options = {"max_num_seqs": rows, "max_model_len": 200, "num_speculative_tokens": K, "tokenizer": tokenizer}
+    options = {
+        "max_num_seqs": rows,
+        "max_model_len": 200,
+        "num_speculative_tokens": K,
+        "tokenizer": tokenizer,
+    }
     adaptive, _, block = way.drafter.partition(" ")
     family = block or {"split": "mlp", "adaptive": "eagle3"}.get(way.drafter, way.drafter)
     if family == "other_tokens":
@@ -123,7 +145,11 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     if way.drafter in (*FAMILIES, "other_tokens"):
         return make_llm(target, drafter=drafter, **options | way.options)
     if adaptive == "adaptive":
-        most, kind = (DYNAMIC.budget, AdaptiveTreeBudget) if "tree" in way.options else (K, AdaptiveDraftLength)
+        most, kind = (
+            (DYNAMIC.budget, AdaptiveTreeBudget)
+            if "tree" in way.options
+            else (K, AdaptiveDraftLength)
+        )
         costs = {"verify": [1 + 0.1 * w for w in range(most + 1)], "draft": [0.1] * most}
         length = kind(most, RoundCosts.given(costs, most))
         return make_llm(target, drafter=drafter, draft_length=length, **options | way.options)
@@ -133,7 +159,12 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
         "off": lambda: None,
         "ngram": lambda: lookup,
         "suffix": lambda: SuffixProposer(
-            K, max_tree_depth=12, max_cached_requests=0, max_spec_factor=1.0, min_token_prob=0.05, device=device
+            K,
+            max_tree_depth=12,
+            max_cached_requests=0,
+            max_spec_factor=1.0,
+            min_token_prob=0.05,
+            device=device,
         ),
         "lookahead": lambda: LookaheadProposer(
             6, window_size=4, ngram_size=3, num_guesses=3, pool_from_prompt=True, device=device
@@ -157,7 +188,11 @@ def requests_of(way: Way, rows: int, max_tokens: int) -> list[tuple[Prompt, Samp
 
 
 def submit(llm: LLM, way: Way, rows: int, max_tokens: int) -> list[Request]:
-    return [request for each in requests_of(way, rows, max_tokens) for request in llm.submit(*each).requests]
+    return [
+        request
+        for each in requests_of(way, rows, max_tokens)
+        for request in llm.submit(*each).requests
+    ]
 
 
 def assert_few_waits(gpu: Any, way: Way, step: Callable[[], Any]) -> None:
@@ -197,12 +232,17 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""
     way = WAYS[name]
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
-    engine = AsyncEngine(llm, ServerMetrics("tiny", 200), ServerOptions(served_model_name=("tiny",)))
+    engine = AsyncEngine(
+        llm, ServerMetrics("tiny", 200), ServerOptions(served_model_name=("tiny",))
+    )
 
     def begin(rows: int) -> list[Generation]:
         ticket = Ticket(engine, rows)
         asked = enumerate(requests_of(way, rows, 30))
-        begun = [Generation(ticket, i, *each, streaming=True, deadline=math.inf, traced=True) for i, each in asked]
+        begun = [
+            Generation(ticket, i, *each, streaming=True, deadline=math.inf, traced=True)
+            for i, each in asked
+        ]
         engine.begin(begun)
         return begun
 

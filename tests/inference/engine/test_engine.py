@@ -1,4 +1,5 @@
-"""The engine writes what the target alone would, whoever drafts, however requests share rows (ladder d and f)."""
+"""The engine writes what the target alone would, whoever drafts, however requests share rows
+(ladder d and f)."""
 
 from __future__ import annotations
 
@@ -27,12 +28,28 @@ VARIANTS = {  # what follows the kind of drafter
     },
     "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
 }
-PROPOSERS = ["off", "ngram", "suffix", "lookahead", "wrong", "right", "random", "ragged", "sampled", "fake", "eagle3"]
+PROPOSERS = [
+    "off",
+    "ngram",
+    "suffix",
+    "lookahead",
+    "wrong",
+    "right",
+    "random",
+    "ragged",
+    "sampled",
+    "fake",
+    "eagle3",
+]
 PROPOSERS += ["eagle3 static", "eagle3 dynamic"]
 TRAINING_FREE = {  # kind -> its options
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_cached_requests": 3},
-    "lookahead": {"lookahead_window_size": 4, "lookahead_ngram_size": 3, "lookahead_num_guesses": 3},
+    "lookahead": {
+        "lookahead_window_size": 4,
+        "lookahead_ngram_size": 3,
+        "lookahead_num_guesses": 3,
+    },
 }
 PROMPTS = {  # name -> prompt ids
     "plain": [67, 68, 69, 0, 69, 7, 87, 8, 25],
@@ -45,14 +62,17 @@ PROMPTS = {  # name -> prompt ids
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2)
+    model = tiny_model(
+        "qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2
+    )
     model.generation_config.eos_token_id = None
     return model
 
 
 @pytest.fixture(scope="module")
 def texts(model) -> dict[tuple[int, ...], list[int]]:
-    """What the target writes greedily after each prompt, by its own forward over the whole text, up to the limit."""
+    """What the target writes greedily after each prompt, by its own forward over the whole text, up
+    to the limit."""
     written = {}
     for prompt in PROMPTS.values():
         ids = list(prompt)
@@ -69,11 +89,18 @@ def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts
 
     def make(kind: str, model=model, **options) -> LLM:
         kind, _, variant = kind.partition(" ")
-        options = {"max_num_batched_tokens": 16, "tokenizer": byte_tokenizer, "num_speculative_tokens": K, **options}
+        options = {
+            "max_num_batched_tokens": 16,
+            "tokenizer": byte_tokenizer,
+            "num_speculative_tokens": K,
+            **options,
+        }
         options |= VARIANTS[variant]
         size, vocab = model.config.hidden_size, model.config.vocab_size
         if kind == "fake":
-            return llm_of(model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options)
+            return llm_of(
+                model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options
+            )
         if kind == "eagle3":
             return llm_of(model, drafter=tiny_eagle3(model, TAPS), **options)
         k = options.pop("num_speculative_tokens")
@@ -109,12 +136,22 @@ def greedy_cases(texts, tokenizer) -> list[tuple[str, SamplingParams, list[int],
             cases.append((name, dict(max_tokens=length), text[:length], "length", None))
         for place in (0, 5, 7):
             end = text.index(text[place]) + 1
-            cases.append((name, dict(max_tokens=None, stop_token_ids=[text[place]]), text[:end], "stop", text[place]))
+            cases.append(
+                (
+                    name,
+                    dict(max_tokens=None, stop_token_ids=[text[place]]),
+                    text[:end],
+                    "stop",
+                    text[place],
+                )
+            )
         late = next(i for i, token in enumerate(text) if i >= 4 and token not in text[:i])
         stop = tokenizer.decode(text[late - 2 : late + 1])
         end = next(i for i in range(len(text)) if stop in tokenizer.decode(text[: i + 1])) + 1
         cases.append((name, dict(max_tokens=None, stop=[stop]), text[:end], "stop", stop))
-    return [(name, SamplingParams(temperature=0, **options), *rest) for name, options, *rest in cases]
+    return [
+        (name, SamplingParams(temperature=0, **options), *rest) for name, options, *rest in cases
+    ]
 
 
 def check_greedy(outputs, cases) -> None:
@@ -131,31 +168,43 @@ def check_greedy(outputs, cases) -> None:
 def test_greedy_equals_the_target_alone(kind, rows, make_llm, texts, byte_tokenizer):
     cases = greedy_cases(texts, byte_tokenizer)
     llm = make_llm(kind, max_num_seqs=rows)
-    outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
+    outputs = llm.generate(
+        token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
+    )
     check_greedy(outputs, cases)
     for output, (_, _, tokens, _, _) in zip(outputs, cases, strict=True):
         if kind == "right":  # every round but the last is full: tokens after the end do not count
-            assert output.metrics.accepted_per_round[:-1] == [K] * (len(output.metrics.accepted_per_round) - 1)
+            assert output.metrics.accepted_per_round[:-1] == [K] * (
+                len(output.metrics.accepted_per_round) - 1
+            )
             assert sum(output.metrics.accepted_per_round) >= (len(tokens) - 1) * K // (K + 1)
         if kind in ("wrong", "off"):
             assert output.metrics.accepted_per_round == [0] * (len(tokens) - 1)
-    assert llm.get_metrics().num_accepted_tokens == sum(output.metrics.num_accepted_tokens for output in outputs)
+    assert llm.get_metrics().num_accepted_tokens == sum(
+        output.metrics.num_accepted_tokens for output in outputs
+    )
     if kind not in ("off", "ragged", *TRAINING_FREE):
-        assert llm.get_metrics().num_drafts == sum(len(output.metrics.accepted_per_round) for output in outputs)
+        assert llm.get_metrics().num_drafts == sum(
+            len(output.metrics.accepted_per_round) for output in outputs
+        )
 
 
 def check_counts(output, length: int) -> None:
     m = output.metrics
     assert m.num_accepted_tokens == sum(m.accepted_per_round) == sum(m.num_accepted_tokens_per_pos)
     rounds = [accepted + 1 for accepted in m.accepted_per_round]
-    assert 0 <= 1 + sum(rounds) - length <= 1  # a last round may end on an accepted draft, without a bonus
+    assert (
+        0 <= 1 + sum(rounds) - length <= 1
+    )  # a last round may end on an accepted draft, without a bonus
     assert m.arrival_time <= m.first_token_time <= m.finished_time
 
 
 def test_last_round_counts_only_committed_drafts(make_llm, texts):
     llm = make_llm("right")
     for length, rounds in [(2, [1]), (4, [3]), (5, [3]), (6, [3, 1]), (9, [3, 3])]:
-        (output,) = llm.generate(token_prompts("plain"), SamplingParams(temperature=0, max_tokens=length), False)
+        (output,) = llm.generate(
+            token_prompts("plain"), SamplingParams(temperature=0, max_tokens=length), False
+        )
         assert output.metrics.accepted_per_round == rounds
         assert output.metrics.num_draft_tokens == K * len(rounds)
 
@@ -172,9 +221,16 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(kind, make_llm, model, texts,
         SamplingParams(temperature=0, max_tokens=30, min_tokens=12),
         SamplingParams(temperature=0, max_tokens=30, include_stop_str_in_output=True),
     ]
-    ended, ignored, later, shown = (o.outputs[0] for o in llm.generate(token_prompts(*["plain"] * 4), params, False))
-    assert ended.token_ids == text[: text.index(eos) + 1] and (ended.finish_reason, ended.stop_reason) == ("stop", None)
-    assert ended.text == llm.get_tokenizer().decode(ended.token_ids[:-1]) and len(shown.text) > len(ended.text)
+    ended, ignored, later, shown = (
+        o.outputs[0] for o in llm.generate(token_prompts(*["plain"] * 4), params, False)
+    )
+    assert ended.token_ids == text[: text.index(eos) + 1] and (
+        ended.finish_reason,
+        ended.stop_reason,
+    ) == ("stop", None)
+    assert ended.text == llm.get_tokenizer().decode(ended.token_ids[:-1]) and len(shown.text) > len(
+        ended.text
+    )
     assert ignored.token_ids == text[:30] and ignored.finish_reason == "length"
     assert len(later.token_ids) > 12 and eos not in later.token_ids[:12]
 
@@ -184,7 +240,10 @@ def test_min_tokens_forbids_the_end_the_same_way_with_drafts(make_llm, model, te
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=9)
     expected = ids_of(make_llm("off").generate(token_prompts("plain", "long"), params, False))
     for kind in ("ngram", "suffix", "random", "eagle3", "fake"):
-        assert ids_of(make_llm(kind).generate(token_prompts("plain", "long"), params, False)) == expected
+        assert (
+            ids_of(make_llm(kind).generate(token_prompts("plain", "long"), params, False))
+            == expected
+        )
 
 
 @pytest.mark.slow
@@ -204,7 +263,9 @@ def test_greedy_equality_with_sliding_windows(name, tiny_model, make_llm):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_head_has_seen_the_committed_text_and_nothing_else(rows, temperature, make_llm, monkeypatch):
+def test_head_has_seen_the_committed_text_and_nothing_else(
+    rows, temperature, make_llm, monkeypatch
+):
     llm = make_llm("fake", max_num_seqs=rows)
     proposer, drafter = llm.engine.proposer, llm.engine.proposer._drafter
     propose, checked = proposer.propose, []
@@ -215,42 +276,62 @@ def test_head_has_seen_the_committed_text_and_nothing_else(rows, temperature, ma
             ids = request.token_ids
             assert proposer._cache.lengths[row] == len(ids) - 1
             taps, hidden = llm.engine.target(torch.tensor([ids[:-1]]))
-            slots = drafter.embedding[ids[1:]] + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
-            torch.testing.assert_close(proposer._cache._values[0][row, 0, : len(ids) - 1], slots, atol=1e-4, rtol=1e-4)
+            slots = (
+                drafter.embedding[ids[1:]] + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
+            )
+            torch.testing.assert_close(
+                proposer._cache._values[0][row, 0, : len(ids) - 1], slots, atol=1e-4, rtol=1e-4
+            )
             assert proposer._cache._keys[0][row, 0, : len(ids) - 1, 0].tolist() == ids[1:]
             checked.append(row)
         return proposal
 
     monkeypatch.setattr(proposer, "propose", checking)
-    params = [SamplingParams(temperature=temperature, max_tokens=n, seed=n) for n in (5, 12, 1, 20, 9)]
-    llm.generate(token_prompts("plain", "one token", "long", "near the limit", "plain"), params, False)
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=n, seed=n) for n in (5, 12, 1, 20, 9)
+    ]
+    llm.generate(
+        token_prompts("plain", "one token", "long", "near the limit", "plain"), params, False
+    )
     assert len(checked) > 15
 
 
-# ---------------------------------------------------------------------- ladder f: the distribution at T > 0
+# ---------------------------------------------------------------------- ladder f: the distribution
+# at T > 0
 
 
 @pytest.fixture(scope="module")
 def small(tiny_model):
     model = tiny_model(
-        "qwen3", vocab_size=SMALL_VOCAB, hidden_size=16, num_hidden_layers=2, initializer_range=0.25, pad_token_id=None
+        "qwen3",
+        vocab_size=SMALL_VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        initializer_range=0.25,
+        pad_token_id=None,
     )
     model.generation_config.eos_token_id = None
     return model
 
 
 SMALL_VOCAB, SMALL_PROMPT, WRITTEN = 4, [1, 2, 3, 1, 2, 3, 0, 1], 4
-SAMPLES, ALPHA = 800, 1e-6  # 256 texts: a q of temperature 2 is noticed at p = 1e-7, one of 4 at 1e-30
+SAMPLES, ALPHA = (
+    800,
+    1e-6,
+)  # 256 texts: a q of temperature 2 is noticed at p = 1e-7, one of 4 at 1e-30
 
 
 def exact_joint(model, params, process=lambda logits, text: logits) -> torch.Tensor:
-    """[4^4] float64: the target's own probability of every text of four tokens; process(logits [V], text) -> [V]."""
+    """[4^4] float64: the target's own probability of every text of four tokens; process(logits [V],
+    text) -> [V]."""
     joint = torch.ones(1, dtype=torch.float64)
     for length in range(WRITTEN):
         tails = list(itertools.product(range(SMALL_VOCAB), repeat=length))
         with torch.no_grad():
             logits = model(torch.tensor([[*SMALL_PROMPT, *tail] for tail in tails])).logits[:, -1]
-        processed = torch.stack([process(row, tail) for row, tail in zip(logits, tails, strict=True)])
+        processed = torch.stack(
+            [process(row, tail) for row, tail in zip(logits, tails, strict=True)]
+        )
         joint = (joint[:, None] * probabilities(processed, params).double()).flatten()
     return joint
 
@@ -259,11 +340,14 @@ def count_texts(output) -> torch.Tensor:
     """[4, 4, 4, 4] float64: how many responses are each text of four tokens."""
     ids = torch.tensor([completion.token_ids for completion in output.outputs])
     codes = ids @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
-    return torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double().view([SMALL_VOCAB] * WRITTEN)
+    return (
+        torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double().view([SMALL_VOCAB] * WRITTEN)
+    )
 
 
 def check_joint_pairs(output, joint: torch.Tensor) -> None:
-    """χ² of pairs of the four tokens: the first two, those in the middle, the last two. Enough for few responses."""
+    """χ² of pairs of the four tokens: the first two, those in the middle, the last two. Enough for
+    few responses."""
     observed = count_texts(output)
     expected = joint.view_as(observed) * observed.sum()
     for others in ((2, 3), (0, 3), (0, 1)):
@@ -271,7 +355,8 @@ def check_joint_pairs(output, joint: torch.Tensor) -> None:
 
 
 def check_joint(output, joint: torch.Tensor) -> None:
-    """χ² of the responses of four tokens, and of their last two alone, against the target's probabilities."""
+    """χ² of the responses of four tokens, and of their last two alone, against the target's
+    probabilities."""
     observed = count_texts(output)
     expected = joint.view_as(observed) * observed.sum()
     assert observed[expected == 0].sum() == 0
@@ -280,9 +365,15 @@ def check_joint(output, joint: torch.Tensor) -> None:
 
 
 FILTERS = {"temperature": 0.7, "top_k": 3, "top_p": 0.9}
-JOINT_CASES = [(kind, {}) for kind in ("off", "ngram", "suffix", "lookahead", "sampled", "random", "fake", "eagle3")]
+JOINT_CASES = [
+    (kind, {})
+    for kind in ("off", "ngram", "suffix", "lookahead", "sampled", "random", "fake", "eagle3")
+]
 JOINT_CASES += [(f"eagle3 {variant}", {}) for variant in VARIANTS if variant]
-JOINT_CASES += [(kind, FILTERS) for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")]
+JOINT_CASES += [
+    (kind, FILTERS)
+    for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")
+]
 
 
 @pytest.mark.slow
@@ -297,7 +388,8 @@ def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
 
 
 def test_a_wrong_q_is_noticed(small, make_llm, monkeypatch):
-    """The power of the test above: q as it was before a processor, here a temperature of a quarter."""
+    """The power of the test above: q as it was before a processor, here a temperature of a
+    quarter."""
 
     def flattened(q, *vocabulary):
         return scatter_to_target(q**0.25 / (q**0.25).sum(-1, keepdim=True), *vocabulary)
@@ -310,16 +402,23 @@ def test_a_wrong_q_is_noticed(small, make_llm, monkeypatch):
 def check_counts_fit(observed: torch.Tensor, expected: torch.Tensor) -> None:
     """χ² with the cells that expect fewer than 5 taken together."""
     rare = expected < 5
-    pooled = [torch.cat([counts[~rare], counts[rare].sum()[None]]) for counts in (observed, expected)]
+    pooled = [
+        torch.cat([counts[~rare], counts[rare].sum()[None]]) for counts in (observed, expected)
+    ]
     keep = pooled[1] > 0
-    statistic, cells = float(((pooled[0] - pooled[1])[keep] ** 2 / pooled[1][keep]).sum()), int(keep.sum())
+    statistic, cells = (
+        float(((pooled[0] - pooled[1])[keep] ** 2 / pooled[1][keep]).sum()),
+        int(keep.sum()),
+    )
     assert cells > 8, cells
     assert float(p_value(statistic, cells - 1)) > ALPHA / (2 * len(JOINT_CASES)), (statistic, cells)
 
 
 def p_value(statistic: float, freedom: int) -> torch.Tensor:
     """P(chi-square with so many degrees of freedom >= statistic)."""
-    return torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double())
+    return torch.special.gammaincc(
+        torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()
+    )
 
 
 # ---------------------------------------------------------------------- rows, seeds, streams
@@ -327,7 +426,18 @@ def p_value(statistic: float, freedom: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["off", "ngram", "suffix", "lookahead", "sampled", "fake", "eagle3", "eagle3 static", "eagle3 dynamic"]
+    "kind",
+    [
+        "off",
+        "ngram",
+        "suffix",
+        "lookahead",
+        "sampled",
+        "fake",
+        "eagle3",
+        "eagle3 static",
+        "eagle3 dynamic",
+    ],
 )
 def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
     names = ["plain", "near the limit", "one token", "long", "plain", "long", "one token"]
@@ -341,14 +451,22 @@ def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
         for name, each in zip(names, params, strict=True)
     ]
     for rows in (3, 7):
-        assert ids_of(make_llm(kind, max_num_seqs=rows).generate(token_prompts(*names), params, False)) == alone
+        assert (
+            ids_of(make_llm(kind, max_num_seqs=rows).generate(token_prompts(*names), params, False))
+            == alone
+        )
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "lookahead", "random", "ragged", "eagle3 greedy", "eagle3 pruned"])
+@pytest.mark.parametrize(
+    "kind", ["ngram", "suffix", "lookahead", "random", "ragged", "eagle3 greedy", "eagle3 pruned"]
+)
 def test_deterministic_drafts_leave_the_text_of_a_seed_as_it_is(kind, make_llm):
-    """sample_match: the target draws every token itself, from the numbers that it draws it from without drafts."""
+    """sample_match: the target draws every token itself, from the numbers that it draws it from
+    without drafts."""
     names = ["plain", "one token", "long", "plain"]
-    params = [SamplingParams(temperature=t, top_p=0.9, seed=7, max_tokens=18) for t in (1, 0.7, 1.3, 0)]
+    params = [
+        SamplingParams(temperature=t, top_p=0.9, seed=7, max_tokens=18) for t in (1, 0.7, 1.3, 0)
+    ]
     llm = make_llm(kind)
     drafted = ids_of(llm.generate(token_prompts(*names), params, False))
     assert llm.get_metrics().num_drafts > 0
@@ -364,17 +482,25 @@ def test_seeds(make_llm):
     assert first[0] != first[1]  # every request has its own
     llm = make_llm("eagle3")
     seeded = SamplingParams(max_tokens=12, seed=5)
-    assert ids_of(llm.generate(prompts, seeded, False)) == ids_of(llm.generate(prompts, seeded, False))
+    assert ids_of(llm.generate(prompts, seeded, False)) == ids_of(
+        llm.generate(prompts, seeded, False)
+    )
 
 
 def test_n_responses_are_those_of_consecutive_seeds(make_llm):
     llm = make_llm("fake", max_num_seqs=2)
-    (output,) = llm.generate(token_prompts("plain"), SamplingParams(n=3, seed=7, max_tokens=8), False)
+    (output,) = llm.generate(
+        token_prompts("plain"), SamplingParams(n=3, seed=7, max_tokens=8), False
+    )
     assert [o.index for o in output.outputs] == [0, 1, 2] and output.finished
     for i, completion in enumerate(output.outputs):
-        (single,) = llm.generate(token_prompts("plain"), SamplingParams(seed=7 + i, max_tokens=8), False)
+        (single,) = llm.generate(
+            token_prompts("plain"), SamplingParams(seed=7 + i, max_tokens=8), False
+        )
         assert single.outputs[0].token_ids == completion.token_ids
-    assert output.metrics.num_drafts == sum(o.spec_decode_metrics.num_drafts for o in output.outputs)
+    assert output.metrics.num_drafts == sum(
+        o.spec_decode_metrics.num_drafts for o in output.outputs
+    )
 
 
 @pytest.mark.parametrize("kind", ["off", "right", "eagle3"])
@@ -392,7 +518,10 @@ def test_stream_says_what_generate_says(kind, options, make_llm, texts, byte_tok
         mine = [o for piece in pieces for o in piece.outputs if o.index == completion.index]
         assert "".join(o.text for o in mine) == completion.text
         assert [token for o in mine for token in o.token_ids] == completion.token_ids
-        assert (mine[-1].finish_reason, mine[-1].stop_reason) == (completion.finish_reason, completion.stop_reason)
+        assert (mine[-1].finish_reason, mine[-1].stop_reason) == (
+            completion.finish_reason,
+            completion.stop_reason,
+        )
 
 
 def test_abort_and_closed_streams_leave_the_engine_as_it_was(make_llm, texts):
@@ -424,7 +553,9 @@ def test_an_error_in_a_round_does_not_poison_the_engine(make_llm, texts, monkeyp
         patch.setattr(llm.engine.proposer, "propose", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(token_prompts("plain", "long"), params, False)
-    assert ids_of(llm.generate(token_prompts("plain"), params, False)) == [texts[tuple(PROMPTS["plain"])][:20]]
+    assert ids_of(llm.generate(token_prompts("plain"), params, False)) == [
+        texts[tuple(PROMPTS["plain"])][:20]
+    ]
 
 
 def test_speculation_off_in_the_same_engine(make_llm, texts):
@@ -433,6 +564,8 @@ def test_speculation_off_in_the_same_engine(make_llm, texts):
     (off,) = llm.generate(token_prompts("plain"), params, False, speculate=False)
     assert llm.get_metrics().num_drafts == 0 and off.metrics.accepted_per_round == [0] * 12
     (on,) = llm.generate(token_prompts("plain"), params, False)
-    assert on.outputs[0].token_ids == off.outputs[0].token_ids and on.metrics.num_accepted_tokens == 9
+    assert (
+        on.outputs[0].token_ids == off.outputs[0].token_ids and on.metrics.num_accepted_tokens == 9
+    )
     llm.reset_metrics()
     assert llm.get_metrics().num_drafts == 0 and set(llm.engine.timers.values()) == {0.0}

@@ -14,7 +14,12 @@ from tests.inference.engine.test_engine import ids_of
 
 KINDS = ["off", "right", "wrong", "ragged", "sampled", "fake", "static", "dynamic"]
 VOCAB = 94
-PROMPTS = [[67, 68, 69, 0, 69, 7], [65], [3 + (7 * i) % 50 for i in range(PROMPT_CHUNK + 30)], [3, 4, 5] * 6]
+PROMPTS = [
+    [67, 68, 69, 0, 69, 7],
+    [65],
+    [3 + (7 * i) % 50 for i in range(PROMPT_CHUNK + 30)],
+    [3, 4, 5] * 6,
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,9 @@ def exact(model, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
-def check(found: dict[int, Logprob], expected: torch.Tensor, token: int, count: int, tokenizer) -> None:
+def check(
+    found: dict[int, Logprob], expected: torch.Tensor, token: int, count: int, tokenizer
+) -> None:
     """One place, in vLLM's shape: the token that stands there, then the most probable ones."""
     best = expected.topk(count).indices.tolist()
     assert list(found) == list(dict.fromkeys([token, *best]))
@@ -73,7 +80,9 @@ def test_each_token_has_the_models_logprob_at_its_place(
 ):
     off = undrafted(**options)
     texts = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in off}
-    outputs = drafting_llm(kind, model, texts, max_num_seqs=rows).generate(prompts(), mixed(**options), False)
+    outputs = drafting_llm(kind, model, texts, max_num_seqs=rows).generate(
+        prompts(), mixed(**options), False
+    )
     for output, plain, params in zip(outputs, off, mixed(**options), strict=True):
         (found,), prompt = output.outputs, output.prompt_token_ids
         expected = exact(model, [*prompt, *found.token_ids])
@@ -97,27 +106,46 @@ def test_each_token_has_the_models_logprob_at_its_place(
         else:
             assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
             for i in range(1, len(prompt)):
-                check(output.prompt_logprobs[i], expected[i - 1], prompt[i], params.prompt_logprobs, byte_tokenizer)
+                check(
+                    output.prompt_logprobs[i],
+                    expected[i - 1],
+                    prompt[i],
+                    params.prompt_logprobs,
+                    byte_tokenizer,
+                )
 
 
 def test_they_change_no_token(model, drafting_llm):
     asked = mixed(seed=7)
-    plain = [SamplingParams(**{**vars(each), "logprobs": None, "prompt_logprobs": None}) for each in asked]
+    plain = [
+        SamplingParams(**{**vars(each), "logprobs": None, "prompt_logprobs": None})
+        for each in asked
+    ]
     llm = drafting_llm("fake", model, max_num_seqs=2)
-    assert ids_of(llm.generate(prompts(), asked, False)) == ids_of(llm.generate(prompts(), plain, False))
+    assert ids_of(llm.generate(prompts(), asked, False)) == ids_of(
+        llm.generate(prompts(), plain, False)
+    )
 
 
 @pytest.mark.parametrize("kind", ["off", "right"])
 def test_what_is_cut_off_has_no_logprob(kind, model, drafting_llm, byte_tokenizer):
     prompt = {"prompt_token_ids": PROMPTS[0]}
-    (whole,) = drafting_llm("off", model).generate(prompt, SamplingParams(temperature=0, max_tokens=20), False)
+    (whole,) = drafting_llm("off", model).generate(
+        prompt, SamplingParams(temperature=0, max_tokens=20), False
+    )
     text = whole.outputs[0].token_ids
     llm = drafting_llm(kind, model, {tuple(PROMPTS[0]): text})
-    for ending in (dict(max_tokens=3), dict(stop_token_ids=[text[2]]), dict(stop=byte_tokenizer.decode(text[1:3]))):
+    for ending in (
+        dict(max_tokens=3),
+        dict(stop_token_ids=[text[2]]),
+        dict(stop=byte_tokenizer.decode(text[1:3])),
+    ):
         (output,) = llm.generate(prompt, SamplingParams(temperature=0, logprobs=1, **ending), False)
         (found,) = output.outputs
         assert len(found.logprobs) == len(found.token_ids) == 3
-        total = sum(entry[token].logprob for entry, token in zip(found.logprobs, text[:3], strict=True))
+        total = sum(
+            entry[token].logprob for entry, token in zip(found.logprobs, text[:3], strict=True)
+        )
         assert found.cumulative_logprob == pytest.approx(total)
 
 
@@ -129,8 +157,12 @@ def test_a_stream_says_what_generate_says(kind, model, drafting_llm):
     llm = drafting_llm(kind, model, {tuple(PROMPTS[0]): whole.outputs[0].token_ids})
     (whole,) = llm.generate(prompt, params, False)
     pieces = list(llm.stream(prompt, params))
-    assert all(len(piece.outputs[0].logprobs) == len(piece.outputs[0].token_ids) for piece in pieces)
-    assert [entry for piece in pieces for entry in piece.outputs[0].logprobs] == whole.outputs[0].logprobs
+    assert all(
+        len(piece.outputs[0].logprobs) == len(piece.outputs[0].token_ids) for piece in pieces
+    )
+    assert [entry for piece in pieces for entry in piece.outputs[0].logprobs] == whole.outputs[
+        0
+    ].logprobs
     assert pieces[-1].outputs[0].cumulative_logprob == whole.outputs[0].cumulative_logprob
     assert pieces[0].prompt_logprobs == whole.prompt_logprobs
     assert len(pieces) > 1 and all(piece.prompt_logprobs == [] for piece in pieces[1:])
@@ -138,14 +170,20 @@ def test_a_stream_says_what_generate_says(kind, model, drafting_llm):
 
 def test_the_whole_vocabulary_and_several_responses(model, drafting_llm):
     params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
-    (output,) = drafting_llm("fake", model, tokenizer=None).generate({"prompt_token_ids": PROMPTS[0]}, params, False)
+    (output,) = drafting_llm("fake", model, tokenizer=None).generate(
+        {"prompt_token_ids": PROMPTS[0]}, params, False
+    )
     for found in output.outputs:
         for token, entry in zip(found.token_ids, found.logprobs, strict=True):
             assert len(entry) == VOCAB and next(iter(entry)) == token
-            assert sum(torch.tensor([e.logprob for e in entry.values()]).exp()) == pytest.approx(1.0, abs=1e-4)
+            assert sum(torch.tensor([e.logprob for e in entry.values()]).exp()) == pytest.approx(
+                1.0, abs=1e-4
+            )
             assert sorted(e.rank for e in entry.values()) == list(range(1, VOCAB + 1))
             assert entry[token].decoded_token is None
-    assert [None if e is None else len(e) for e in output.prompt_logprobs] == [None] + [VOCAB] * (len(PROMPTS[0]) - 1)
+    assert [None if e is None else len(e) for e in output.prompt_logprobs] == [None] + [VOCAB] * (
+        len(PROMPTS[0]) - 1
+    )
 
 
 def test_prompt_logits_are_made_in_pieces(model, drafting_llm, monkeypatch):

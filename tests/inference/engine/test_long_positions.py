@@ -1,4 +1,5 @@
-"""A head with a window behind 32k positions: the text is the target's own, q is that of training, memory is bounded."""
+"""A head with a window behind 32k positions: the text is the target's own, q is that of training,
+memory is bounded."""
 
 from __future__ import annotations
 
@@ -16,9 +17,15 @@ from tests.inference.modules import make_llm
 
 WINDOW, WRITTEN, K = 64, 6, 3
 SHAPE = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
-    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 32_768 + 64,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 32_768 + 64,
+}
 
 
 class Largest(TorchDispatchMode):
@@ -28,7 +35,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = (each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and 0 not in each.stride())
+        made = (
+            each
+            for each in tree_leaves(out)
+            if isinstance(each, torch.Tensor) and 0 not in each.stride()
+        )
         self.numel = max([self.numel, *(each.numel() for each in made)])
         return out
 
@@ -38,7 +49,9 @@ def test_drafting_behind_many_tokens(tiny_model, length: int) -> None:
     model = tiny_model("llama", **SHAPE)
     model.generation_config.eos_token_id = None
     target = FrozenTarget(model, (0, 1))
-    config = config_for_target(target, "eagle3", tap_layers=(0, 1), sliding_window=WINDOW, head_dim=16)
+    config = config_for_target(
+        target, "eagle3", tap_layers=(0, 1), sliding_window=WINDOW, head_dim=16
+    )
     torch.manual_seed(0)
     drafter = family_class("eagle3")(config).attach(target)
     for parameter in drafter.parameters():
@@ -47,7 +60,10 @@ def test_drafting_behind_many_tokens(tiny_model, length: int) -> None:
 
     # the text that is drafted is the target's own
     llm = make_llm(model, drafter=drafter.eval(), num_speculative_tokens=K, max_num_seqs=1)
-    asked, params = [{"prompt_token_ids": ids[0].tolist()}], SamplingParams(temperature=0, max_tokens=WRITTEN)
+    asked, params = (
+        [{"prompt_token_ids": ids[0].tolist()}],
+        SamplingParams(temperature=0, max_tokens=WRITTEN),
+    )
     with Largest() as largest:
         (drafted,) = llm.generate(asked, params, use_tqdm=False)
     (plain,) = llm.generate(asked, params, use_tqdm=False, speculate=False)

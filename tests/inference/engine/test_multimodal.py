@@ -1,4 +1,5 @@
-"""Language models of multimodal targets: loaded, read, and decoded with drafts as they write text themselves."""
+"""Language models of multimodal targets: loaded, read, and decoded with drafts as they write text
+themselves."""
 
 from __future__ import annotations
 
@@ -29,12 +30,16 @@ def folder(request, tiny_model, tmp_path_factory):
 
 
 def write(llm) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
 
 
 @pytest.mark.slow
 def test_text_with_drafts_is_the_whole_models_own(folder, tmp_path):
-    """A head, trained or not, drafts for it from its export; a plan has the sizes without loading anything."""
+    """A head, trained or not, drafts for it from its export; a plan has the sizes without loading
+    anything."""
     target = FrozenTarget.from_pretrained(str(folder), tap_layers=(1, 2))
     sketch = sketch_target(str(folder))
     for name in ("hidden_size", "num_layers", "vocab_size"):
@@ -45,9 +50,13 @@ def test_text_with_drafts_is_the_whole_models_own(folder, tmp_path):
     drafter = Eagle3(config).eval().attach(target)
     export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((tmp_path / "head" / "config.json").read_text())
-    assert fields["hidden_size"] == 32 and not any("mrope" in name for name in fields["rope_parameters"])
+    assert fields["hidden_size"] == 32 and not any(
+        "mrope" in name for name in fields["rope_parameters"]
+    )
     assert fields["draftsmith"]["target"]["architectures"] == [type(target.model).__name__]
-    options = dict(tokenizer=byte_level(101), max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16)
+    options = dict(
+        tokenizer=byte_level(101), max_num_seqs=2, max_model_len=64, max_num_batched_tokens=16
+    )
     speculative = {"model": str(tmp_path / "head"), "num_speculative_tokens": 3}
     drafting = LLM(str(folder), speculative_config=speculative, **options)
     text = write(drafting)
@@ -64,6 +73,9 @@ def test_images_are_refused_by_name(tiny_model):
     llm = LLM(tiny_model("mistral3"), tokenizer=byte_level(101), max_model_len=64)
     with pytest.raises(ConfigError, match="prompt 0: multi_modal_data: images.* only text"):
         llm.generate({"prompt": "What is this?", "multi_modal_data": {"image": object()}})
-    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    parts = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": "data:,"}},
+    ]
     with pytest.raises(ConfigError, match="message 0 has a part of type image_url; only text"):
         llm.chat([{"role": "user", "content": parts}])

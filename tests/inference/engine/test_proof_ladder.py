@@ -1,5 +1,6 @@
-"""Ladder d and f as one product: every drafter, under every lossless rule that it can be judged by, with processors on,
-in batches of one and of five. What each case proves alone is in test_engine.py and test_logits_processors.py."""
+"""Ladder d and f as one product: every drafter, under every lossless rule that it can be judged by,
+with processors on, in batches of one and of five. What each case proves alone is in test_engine.py
+and test_logits_processors.py."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "recursive": {"rejection_sample_method": "recursive", "tree": STATIC},
     "traversal": {"rejection_sample_method": "traversal", "tree": STATIC},
     "traversal, grown": {"rejection_sample_method": "traversal", "tree": DYNAMIC},
-    "sample_match, tree": {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy", "tree": DYNAMIC},
+    "sample_match, tree": {
+        "rejection_sample_method": "sample_match",
+        "draft_sample_method": "greedy",
+        "tree": DYNAMIC,
+    },
 }
 OF_A_LIST = ("token", "block", "sample_match")  # what texts that were looked up can be judged by
 SAMPLES = 400
@@ -57,17 +62,34 @@ class Combination:
     drafter: str
     way: str
 
-    def llm(self, model: Any, tokenizer: Any, **options: Any) -> LLM:  # noqa: F811
-        options |= {"tokenizer": tokenizer, "max_num_batched_tokens": options.get("max_num_batched_tokens", 16)}
+    def llm(self, model: Any, tokenizer: Any, **options: Any) -> LLM:
+        options |= {
+            "tokenizer": tokenizer,
+            "max_num_batched_tokens": options.get("max_num_batched_tokens", 16),
+        }
         if self.drafter in TRAINING_FREE:
-            config = {"method": self.drafter, "num_speculative_tokens": 3, **TRAINING_FREE[self.drafter]}
-            if self.drafter == "suffix" and self.way != "sample_match":  # the others draw by the drafts, and with
-                config["suffix_decoding_max_cached_requests"] = 0  # earlier responses these depend on who was first
+            config = {
+                "method": self.drafter,
+                "num_speculative_tokens": 3,
+                **TRAINING_FREE[self.drafter],
+            }
+            if (
+                self.drafter == "suffix" and self.way != "sample_match"
+            ):  # the others draw by the drafts, and with
+                config["suffix_decoding_max_cached_requests"] = (
+                    0  # earlier responses these depend on who was first
+                )
             if self.drafter != "lookahead":
-                return LLM(model, speculative_config=config | {"rejection_sample_method": self.way}, **options)
+                return LLM(
+                    model,
+                    speculative_config=config | {"rejection_sample_method": self.way},
+                    **options,
+                )
             return LLM(model, speculative_config=config, **options)
         target, drafter = make(FAMILIES[self.drafter], model)
-        return make_llm(target, drafter=drafter.freeze(), num_speculative_tokens=3, **WAYS[self.way], **options)
+        return make_llm(
+            target, drafter=drafter.freeze(), num_speculative_tokens=3, **WAYS[self.way], **options
+        )
 
 
 COMBINATIONS = [Combination(drafter, way) for drafter in FAMILIES for way in WAYS]
@@ -81,13 +103,16 @@ def combination(request) -> Combination:
 
 
 @pytest.fixture(scope="module")
-def double(model):  # noqa: F811
-    """The model in float64: a float32 product of another width may round a draw across a token's edge."""
+def double(model):
+    """The model in float64: a float32 product of another width may round a draw across a token's
+    edge."""
     return copy.deepcopy(model).double()
 
 
 @pytest.mark.slow
-def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination, double, byte_tokenizer, texts):  # noqa: F811
+def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(
+    combination, double, byte_tokenizer, texts
+):
     """Every other request is greedy, those of the next combination are the others."""
     prompts, params = mixed(seed=3)
     greedy = range(COMBINATIONS.index(combination) % 2, len(params), 2)
@@ -103,7 +128,7 @@ def test_greedy_text_is_the_targets_and_no_text_depends_on_the_batch(combination
 
 
 @pytest.mark.slow
-def test_joint_of_the_first_four_tokens(combination, small):  # noqa: F811
+def test_joint_of_the_first_four_tokens(combination, small):
     """χ² with processors; in which batch the rows were does not matter, by the test above."""
     setting = JOINT[COMBINATIONS.index(combination) % len(JOINT)]
     params = SamplingParams(**{"temperature": 1.0, **setting}, max_tokens=WRITTEN, n=SAMPLES)

@@ -1,4 +1,5 @@
-"""Targets with recurrent layers: with drafts accepted in part, ragged rows and any batch, each row is as if alone."""
+"""Targets with recurrent layers: with drafts accepted in part, ragged rows and any batch, each row
+is as if alone."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class PartlyRight(StubProposer):
     """Three drafts, or fewer; the first 0 to 3 are right, another number in each round and row."""
 
     def __init__(self, asked, texts) -> None:
-        super().__init__("ragged", 3, 101, {tuple(prompt): text for prompt, text in zip(asked, texts)})
+        super().__init__(
+            "ragged", 3, 101, {tuple(prompt): text for prompt, text in zip(asked, texts)}
+        )
 
     def propose(self, requests, limits):
         proposal = super().propose(requests, limits)
@@ -56,7 +59,13 @@ def alone(target, asked) -> list[list[int]]:
         ids = list(prompt)
         for _ in range(PARAMS.max_tokens):
             with torch.no_grad():
-                ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(
+                        target.model(input_ids=torch.tensor([ids]), use_cache=False)
+                        .logits[0, -1]
+                        .argmax()
+                    )
+                )
         written.append(ids[len(prompt) :])
     return written
 
@@ -68,9 +77,16 @@ def write(llm, prompts, params=PARAMS) -> list[list[int]]:
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_text_is_the_models_own(target, asked, alone, rows) -> None:
-    """Prefill in chunks of 8 tokens, rows that come and go, drafts of which any number is accepted, and none."""
+    """Prefill in chunks of 8 tokens, rows that come and go, drafts of which any number is accepted,
+    and none."""
     for proposer in (None, PartlyRight(asked, alone)):
-        llm = make_llm(target, proposer=proposer, max_model_len=200, max_num_seqs=rows, max_num_batched_tokens=8 * rows)
+        llm = make_llm(
+            target,
+            proposer=proposer,
+            max_model_len=200,
+            max_num_seqs=rows,
+            max_num_batched_tokens=8 * rows,
+        )
         assert write(llm, asked) == alone
         counters = llm.get_metrics()
         if proposer is not None:
@@ -81,7 +97,9 @@ def test_a_state_that_keeps_rejected_drafts_is_noticed(asked, tiny_model, monkey
     """The power of the test above."""
     target = FrozenTarget(tiny_model("lfm2"))
     text = write(make_llm(target), asked)
-    monkeypatch.setattr(RecurrentStates, "_again", lambda self, made, rows, count: self._load(rows, True))
+    monkeypatch.setattr(
+        RecurrentStates, "_again", lambda self, made, rows, count: self._load(rows, True)
+    )
     assert write(make_llm(target, proposer=PartlyRight(asked, text)), asked) != text
 
 
@@ -89,7 +107,9 @@ def test_a_head_drafts_from_the_features_of_a_recurrent_target(tiny_model, asked
     model = tiny_model("qwen3_next")
     config = config_for_target(FrozenTarget(model), "eagle3", draft_vocab_size=101)
     drafter = Eagle3(config).eval()
-    llm = make_llm(model, drafter=drafter, num_speculative_tokens=3, max_num_seqs=3, max_num_batched_tokens=12)
+    llm = make_llm(
+        model, drafter=drafter, num_speculative_tokens=3, max_num_seqs=3, max_num_batched_tokens=12
+    )
     assert write(llm, asked) == write(make_llm(model), asked)
     assert llm.get_metrics().num_draft_tokens > 0
 
@@ -127,7 +147,9 @@ def test_prompts_that_begin_alike_share_nothing_and_are_right(target, asked, alo
 
 def test_trees_and_compiled_rounds_are_refused_by_name(tiny_model) -> None:
     target = FrozenTarget(tiny_model("lfm2"))
-    lookahead = LookaheadProposer(6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True)
+    lookahead = LookaheadProposer(
+        6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True
+    )
     with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
         make_llm(target, proposer=lookahead)
     with pytest.raises(ConfigError, match="recurrent layers.*enforce_eager=True"):

@@ -1,9 +1,10 @@
-"""A draft chain waits for no device: between its first step and its last nothing asks the device for a value.
+"""A draft chain waits for no device: between its first step and its last nothing asks the device
+for a value.
 
-There is no GPU in these tests. On the CPU a dispatch mode refuses the operators that hand a value to the host. On the
-device `meta`, whose tensors have no values, the code takes its GPU paths: what needs a value fails there by itself, and
-a function mode refuses what would make the host wait though it needs none, such as a copy from ordinary memory.
-"""
+There is no GPU in these tests. On the CPU a dispatch mode refuses the operators that hand a value
+to the host. On the device `meta`, whose tensors have no values, the code takes its GPU paths: what
+needs a value fails there by itself, and a function mode refuses what would make the host wait
+though it needs none, such as a copy from ordinary memory."""
 
 from __future__ import annotations
 
@@ -22,17 +23,45 @@ from tests.speculators.families.conftest import CASES, make
 
 K, ROWS, LIMIT, PROMPT = 3, 3, 64, [5, 6, 7, 8, 9, 10, 11]
 aten = torch.ops.aten
-VALUES = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default,
-          aten._unique2.default, aten.is_nonzero.default, aten.equal.default}  # fmt: skip
-INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
-HOST = {Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__int__, Tensor.__float__,
-        Tensor.__index__, Tensor.nonzero, Tensor.masked_select, torch.nonzero, torch.masked_select,
-        torch.unique}  # fmt: skip
+VALUES = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_dim.default,
+    aten._unique2.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+}
+INDEXING = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
+HOST = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.nonzero,
+    Tensor.masked_select,
+    torch.nonzero,
+    torch.masked_select,
+    torch.unique,
+}
 FAMILIES = ["draft_model, cut", "eagle", "eagle3", "medusa", "mlp", "mtp"]
 SAMPLING = {
     "greedy": [dict(temperature=0)] * ROWS,
     "sampled": [dict(temperature=1.0)] * ROWS,
-    "one of each": [dict(temperature=0), dict(temperature=0.7, top_k=5), dict(temperature=1.2, top_p=0.9, min_p=0.01)],
+    "one of each": [
+        dict(temperature=0),
+        dict(temperature=0.7, top_k=5),
+        dict(temperature=1.2, top_p=0.9, min_p=0.01),
+    ],
 }
 
 
@@ -41,7 +70,8 @@ class Waits(AssertionError):
 
 
 class NoValues(TorchDispatchMode):
-    """Refuses operators that hand a value to the host, and indexing by a mask, whose size is one."""
+    """Refuses operators that hand a value to the host, and indexing by a mask, whose size is
+    one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         masked = func in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
@@ -51,7 +81,8 @@ class NoValues(TorchDispatchMode):
 
 
 class NoHost(TorchFunctionMode):
-    """Refuses, `within` a chain, whatever would make a GPU's host wait. What asks for values outside gets zeros."""
+    """Refuses, `within` a chain, whatever would make a GPU's host wait. What asks for values
+    outside gets zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +95,12 @@ class NoHost(TorchFunctionMode):
             index = args[1] if func in (Tensor.__getitem__, Tensor.__setitem__) else ()
             parts = index if isinstance(index, tuple) else (index,)
             listed = any(
-                isinstance(i, (list, bool)) or (isinstance(i, Tensor) and i.dtype == torch.bool) for i in parts
+                isinstance(i, (list, bool)) or (isinstance(i, Tensor) and i.dtype == torch.bool)
+                for i in parts
             )
-            to_host = func is Tensor.to and any(str(a) == "cpu" for a in (*args[1:], *kwargs.values()))
+            to_host = func is Tensor.to and any(
+                str(a) == "cpu" for a in (*args[1:], *kwargs.values())
+            )
             if func in HOST or copied or listed or to_host:
                 raise Waits(f"{getattr(func, '__qualname__', func)} between the steps of a chain")
         elif func is Tensor.tolist:
@@ -77,10 +111,16 @@ class NoHost(TorchFunctionMode):
 def requests_of(params: list[dict]) -> list[Request]:
     """Rows of different lengths whose prompt is known."""
     return [
-        Request(str(i), 0, PROMPT[: len(PROMPT) - i], SamplingParams(seed=i, **each), generator=make_generator(i),
-                max_model_len=LIMIT)
+        Request(
+            str(i),
+            0,
+            PROMPT[: len(PROMPT) - i],
+            SamplingParams(seed=i, **each),
+            generator=make_generator(i),
+            max_model_len=LIMIT,
+        )
         for i, each in enumerate(params)
-    ]  # fmt: skip
+    ]
 
 
 def drafting(case, model, device: str) -> tuple[HeadProposer, list[int]]:
@@ -92,21 +132,29 @@ def drafting(case, model, device: str) -> tuple[HeadProposer, list[int]]:
         else:
             drafter.to("meta")
         target.to("meta")
-    proposer = HeadProposer(drafter.freeze(), target, DraftOptions(num_speculative_tokens=K), ROWS, LIMIT)
+    proposer = HeadProposer(
+        drafter.freeze(), target, DraftOptions(num_speculative_tokens=K), ROWS, LIMIT
+    )
     return proposer, [len(target.tap_layers) * target.hidden_size, target.hidden_size]
 
 
-def two_rounds(proposer: HeadProposer, widths: list[int], params: list[dict], device: str, guard) -> None:
-    """Prefill, then two chains: after one token for each row, and after 1, 2 and 3 of them. `guard(draft)` wraps the
-    drafting of a chain."""
+def two_rounds(
+    proposer: HeadProposer, widths: list[int], params: list[dict], device: str, guard
+) -> None:
+    """Prefill, then two chains: after one token for each row, and after 1, 2 and 3 of them.
+    `guard(draft)` wraps the drafting of a chain."""
     requests = requests_of(params)
 
     def features(slots: int) -> list[Tensor | None]:
-        found = [torch.randn(ROWS, slots, width, device=device) if width else None for width in widths]
+        found = [
+            torch.randn(ROWS, slots, width, device=device) if width else None for width in widths
+        ]
         return found
 
     with torch.inference_mode():
-        proposer.prefill(0, requests, [request.num_prompt_tokens for request in requests], *features(len(PROMPT)))
+        proposer.prefill(
+            0, requests, [request.num_prompt_tokens for request in requests], *features(len(PROMPT))
+        )
         proposer._draft_chain = guard(proposer._draft_chain)
         for counts in ([1, 1, 1], [1, 2, 3]):
             for request, count in zip(requests, counts, strict=True):

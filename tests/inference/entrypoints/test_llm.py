@@ -1,4 +1,5 @@
-"""The front door: prompts in every shape, wrong options and prompts refused by name, everything loaded from disk."""
+"""The front door: prompts in every shape, wrong options and prompts refused by name, everything
+loaded from disk."""
 
 from __future__ import annotations
 
@@ -29,11 +30,18 @@ def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
     drafter = tiny_eagle3(model, TAPS)
     export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     options = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    llm = LLM(str(tmp_path / "target"), dtype="float32", device="cpu", speculative_config=options, max_num_seqs=2)
+    llm = LLM(
+        str(tmp_path / "target"),
+        dtype="float32",
+        device="cpu",
+        speculative_config=options,
+        max_num_seqs=2,
+    )
     in_memory = make_llm(model, drafter=drafter, num_speculative_tokens=3)
     prompts = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": list(range(40))}]
     loaded, expected = (
-        each.generate(prompts, SamplingParams(max_tokens=16, seed=1), False) for each in (llm, in_memory)
+        each.generate(prompts, SamplingParams(max_tokens=16, seed=1), False)
+        for each in (llm, in_memory)
     )
     for one, other in zip(loaded, expected, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids and one.outputs[0].text
@@ -42,16 +50,25 @@ def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
 
 
 def test_text_prompts_and_chat(byte_tokenizer, tiny_model):
-    llm = LLM(tiny_model("qwen3", vocab_size=len(byte_tokenizer)), byte_tokenizer, speculative_config=NGRAM)
+    llm = LLM(
+        tiny_model("qwen3", vocab_size=len(byte_tokenizer)),
+        byte_tokenizer,
+        speculative_config=NGRAM,
+    )
     params = SamplingParams(temperature=0, max_tokens=6)
     shapes = ("abc", {"prompt": "abc"}, [{"prompt_token_ids": byte_tokenizer("abc").input_ids}])
     same = [llm.generate(shape, params, False)[0] for shape in shapes]
     assert len({tuple(o.outputs[0].token_ids) for o in same}) == 1 and same[0].prompt == "abc"
     assert same[0].outputs[0].text == byte_tokenizer.decode(same[0].outputs[0].token_ids)
     (silent,) = llm.generate("abc", replace(params, detokenize=False), False)
-    assert silent.outputs[0].token_ids == same[0].outputs[0].token_ids and silent.outputs[0].text == ""
+    assert (
+        silent.outputs[0].token_ids == same[0].outputs[0].token_ids and silent.outputs[0].text == ""
+    )
     (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, False)
-    assert chat.prompt == "<s>user:hi</s><s>" and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
+    assert (
+        chat.prompt == "<s>user:hi</s><s>"
+        and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
+    )
 
 
 def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
@@ -59,10 +76,18 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
     prompts = [[65], [], [65] * LIMIT, [VOCAB]]
     with pytest.raises(ConfigError) as error:
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], SamplingParams(), False)
-    faults = ("prompt 1 is empty", f"prompt 2 has {LIMIT} tokens, max_model_len is {LIMIT}", "prompt 3 has token ids")
+    faults = (
+        "prompt 1 is empty",
+        f"prompt 2 has {LIMIT} tokens, max_model_len is {LIMIT}",
+        "prompt 3 has token ids",
+    )
     assert all(fault in str(error.value) for fault in faults)
     assert not llm.engine.has_unfinished
-    shapes = [([1, 2], "prompt_token_ids"), (3, "expected a string"), (["a", {"text": "b"}], "prompt 1")]
+    shapes = [
+        ([1, 2], "prompt_token_ids"),
+        (3, "expected a string"),
+        (["a", {"text": "b"}], "prompt 1"),
+    ]
     for prompts, message in shapes:
         with pytest.raises(ConfigError, match=message):
             llm.generate(prompts, SamplingParams(), False)
@@ -106,5 +131,7 @@ def test_wrong_options_are_refused(options, message, model):
 
 
 def test_a_lossy_rule_says_so(model):
-    with pytest.warns(UserWarning, match="lossy:typical' does not preserve the target's distribution"):
+    with pytest.warns(
+        UserWarning, match="lossy:typical' does not preserve the target's distribution"
+    ):
         LLM(model, speculative_config=NGRAM | {"rejection_sample_method": "lossy:typical"})

@@ -1,4 +1,5 @@
-"""What is measured: replay is the runtime, differences are judged by measured noise, the report is whole."""
+"""What is measured: replay is the runtime, differences are judged by measured noise, the report is
+whole."""
 
 from __future__ import annotations
 
@@ -35,9 +36,12 @@ V, K = 259, 3  # the byte tokenizer's vocabulary
 
 @pytest.fixture(scope="module")
 def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
-    """A tiny target whose distributions are neither flat nor sure, and a head that has learnt a little of it."""
+    """A tiny target whose distributions are neither flat nor sure, and a head that has learnt a
+    little of it."""
     root = tmp_path_factory.mktemp("evaluate")
-    model = tiny_model("qwen3", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.08)
+    model = tiny_model(
+        "qwen3", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.08
+    )
     model.lm_head.weight.data *= 6
     model.save_pretrained(root / "target")
     byte_tokenizer.save_pretrained(root / "target")
@@ -53,7 +57,8 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
 
 
 def learn(target: FrozenTarget, drafter: Eagle3, steps: int = 40) -> None:
-    """Cross-entropy between the head and the target on random text: enough for some drafts to be accepted."""
+    """Cross-entropy between the head and the target on random text: enough for some drafts to be
+    accepted."""
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=5e-3)
     zeros, positions = torch.zeros(8, 24, dtype=torch.long), torch.arange(24).expand(8, 24)
     for step in range(steps):
@@ -87,7 +92,10 @@ def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 def written(llm: LLM, count: int, temperature: float, **options):
     prompts = [{"prompt_token_ids": prompt} for prompt in some_prompts(count)]
-    params = [SamplingParams(temperature=temperature, seed=i, **{"max_tokens": 30, **options}) for i in range(count)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, **{"max_tokens": 30, **options})
+        for i in range(count)
+    ]
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -95,12 +103,14 @@ def texts_of(outputs) -> list[tuple[list[int], list[int]]]:
     return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
 
-# ---------------------------------------------------------------------------------- expected = measured
+# ---------------------------------------------------------------------------------- expected =
+# measured
 
 
 @pytest.mark.parametrize("k", [1, K])
 def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k) -> None:
-    """At temperature 0 nothing is left to chance: rounds and accepted drafts are equal, request by request."""
+    """At temperature 0 nothing is left to chance: rounds and accepted drafts are equal, request by
+    request."""
     speculative = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": k}
     outputs = written(LLM(llm.engine.target, speculative_config=speculative), 12, 0.0)
     results = expected_acceptance(llm.engine.target, drafter, texts_of(outputs), 0.0, k)
@@ -111,9 +121,12 @@ def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 7}], ids=["plain", "top_p", "top_k"])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.8}, {"top_k": 7}], ids=["plain", "top_p", "top_k"]
+)
 def test_sampled_replay_is_the_runtime_in_expectation(llm, drafter, filters) -> None:
-    """On the text that drafting wrote only the accept decisions differ from replay, and they average out."""
+    """On the text that drafting wrote only the accept decisions differ from replay, and they
+    average out."""
     outputs = written(llm, 48, 0.8, max_tokens=24, **filters)
     results = expected_acceptance(llm.engine.target, drafter, texts_of(outputs), 0.8, K, **filters)
     rounds = [RequestRounds.of(output, K) for output in outputs]
@@ -140,16 +153,28 @@ def test_a_text_of_one_token_has_no_rounds(llm, drafter) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
-def test_accept_probability_is_the_ratio_of_the_processed_distributions(temperature, filters) -> None:
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.7}, {"top_k": 3}], ids=["plain", "top_p", "top_k"]
+)
+def test_accept_probability_is_the_ratio_of_the_processed_distributions(
+    temperature, filters
+) -> None:
     torch.manual_seed(0)
     draft_to_target = torch.tensor([1, 2, 5, 8, 11])
-    q_logits, p_logits, labels = 2 * torch.randn(40, 5), 2 * torch.randn(40, 12), torch.randint(12, (40,))
+    q_logits, p_logits, labels = (
+        2 * torch.randn(40, 5),
+        2 * torch.randn(40, 12),
+        torch.randint(12, (40,)),
+    )
     params = SamplingParams(temperature=temperature, **filters)
-    q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12).gather(-1, labels[:, None])[:, 0]
+    q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12).gather(
+        -1, labels[:, None]
+    )[:, 0]
     p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
     params = SamplingParams(temperature=temperature, **filters)
-    got = accept_probabilities(q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target, 16)
+    got = accept_probabilities(
+        q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target, 16
+    )
     if temperature == 0:  # the text says what the target chose, whatever its logits are here
         assert torch.equal(got, q)
     else:
@@ -185,7 +210,11 @@ def test_float32_has_no_ties(llm) -> None:
 def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkeypatch) -> None:
     """Also where the first difference is before K + 1 tokens were written."""
     runs, after = [], lossless._logits_after
-    monkeypatch.setattr(lossless, "_logits_after", lambda *given, **more: runs.append(given) or after(*given, **more))
+    monkeypatch.setattr(
+        lossless,
+        "_logits_after",
+        lambda *given, **more: runs.append(given) or after(*given, **more),
+    )
     prompt = some_prompts(1)[0]
     check(llm.engine.target, prompt, [3, 5], [3, 6])
     assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine._target_forward)}
@@ -219,12 +248,12 @@ def test_passes_alternate() -> None:
         order.append(name)
         return 5, 2, 3
 
-    passes = {name: (lambda name=name: run(name)) for name in "abc"}
+    passes = {name: lambda name=name: run(name) for name in "abc"}
     for turn in range(2):
         timed = interleaved(passes, turn, torch.device("cpu"))
-        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {(5, 2, 3)} and set(
-            timed
-        ) == set("abc")
+        assert {(run.tokens, run.num_drafts, run.num_accepted) for run in timed.values()} == {
+            (5, 2, 3)
+        } and set(timed) == set("abc")
     assert "".join(order) == "abccba"
 
 
@@ -243,7 +272,11 @@ def test_transformers_writes_as_many_greedy_tokens(llm) -> None:
     outputs = written(llm, 2, 0.0)
     prompts = [output.prompt_token_ids for output in outputs]
     tokens = transformers_generate(
-        llm.engine.target.model, prompts, SamplingParams(temperature=0, max_tokens=30), [257], seed=0
+        llm.engine.target.model,
+        prompts,
+        SamplingParams(temperature=0, max_tokens=30),
+        [257],
+        seed=0,
     )
     assert tokens == sum(len(output.outputs[0].token_ids) for output in outputs)
     state = torch.get_rng_state()
@@ -283,26 +316,44 @@ def evaluated(folders):
 def test_the_report_is_whole(evaluated, tmp_path) -> None:
     report, _ = evaluated
     assert [(c.workload, c.temperature) for c in report.results] == [
-        ("one", 0), ("two", 0), ("one", 1), ("two", 1), ("all", 0), ("all", 1),
-    ]  # fmt: skip
+        ("one", 0),
+        ("two", 0),
+        ("one", 1),
+        ("two", 1),
+        ("all", 0),
+        ("all", 1),
+    ]
     for cell in report.results:
-        assert cell.tokens_per_second.transformers_generate and cell.cost_model.efficiency and cell.expected
-        assert len(cell.speedup_vs_autoregressive.repeats) == 2 and sum(cell.histogram) == cell.num_drafts
+        assert (
+            cell.tokens_per_second.transformers_generate
+            and cell.cost_model.efficiency
+            and cell.expected
+        )
+        assert (
+            len(cell.speedup_vs_autoregressive.repeats) == 2
+            and sum(cell.histogram) == cell.num_drafts
+        )
         assert cell.time_shares.verify > 0
     assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
     assert {gate.name: gate.passed for gate in report.gates} == {
         "lossless_mismatches": True,
         "t0.acceptance_length": False,
     }
-    assert report.provenance.recipe_name == "tiny" and report.provenance.drafter_config["draftsmith"]
+    assert (
+        report.provenance.recipe_name == "tiny" and report.provenance.drafter_config["draftsmith"]
+    )
     assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
 
 
 def test_greedy_cells_expect_exactly_what_they_measure(evaluated) -> None:
     pooled = evaluated[0].cell("all", 0)
     assert pooled.expected.own_text_relative_difference == pytest.approx(0, abs=1e-12)
-    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)  # float32: the same text, too
-    assert [check.checked_prompts for check in pooled.lossless] == [4 + 7]  # float32 twice: pooled by dtype
+    assert pooled.expected.relative_difference == pytest.approx(
+        0, abs=1e-12
+    )  # float32: the same text, too
+    assert [check.checked_prompts for check in pooled.lossless] == [
+        4 + 7
+    ]  # float32 twice: pooled by dtype
 
 
 def test_progress_only_rises_and_ends_at_one(evaluated) -> None:
@@ -326,44 +377,71 @@ def test_a_workload_without_prompts_is_refused(folders) -> None:
         evaluate(*folders, {"one": some_prompts(1), "two": []}, SMALL)
 
 
-# ---------------------------------------------------------------------------------------------- suites
+# ----------------------------------------------------------------------------------------------
+# suites
 
 
 def facts_of(name: str) -> SuiteFacts:
     return SuiteFacts(
-        name=name, files=[], conversations=3, conversations_in_file=3, max_tokens=10, num_speculative_tokens=K,
+        name=name,
+        files=[],
+        conversations=3,
+        conversations_in_file=3,
+        max_tokens=10,
+        num_speculative_tokens=K,
         thinking="none",
-    )  # fmt: skip
+    )
 
 
 def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) -> None:
-    """Its prompt holds the text that drafting just wrote; every turn is a request, and both means are of requests."""
+    """Its prompt holds the text that drafting just wrote; every turn is a request, and both means
+    are of requests."""
     asked: list[tuple[str, ...]] = []
 
     def chat(first: str, *later: str, longest: int = 200) -> Chat:
         def ask(answers) -> list[int]:
             asked.append(tuple(answers))
             turns = [first, *later][: len(answers) + 1]
-            return byte_tokenizer("|".join([*(t + ":" + a for t, a in zip(turns, answers)), turns[-1]])).input_ids
+            return byte_tokenizer(
+                "|".join([*(t + ":" + a for t, a in zip(turns, answers)), turns[-1]])
+            ).input_ids
 
         return Chat(ask([]), later, ask, longest)
 
-    suite = MeasuredSuite(facts_of("two"), {"a": [chat("x", "y"), chat("z")], "b": [chat("v", "w", "u", longest=2)]})
+    suite = MeasuredSuite(
+        facts_of("two"), {"a": [chat("x", "y"), chat("z")], "b": [chat("v", "w", "u", longest=2)]}
+    )
     settings = replace(SMALL, temperatures=(0.0,), max_tokens=10, repeats=0, lossless_prompts=0)
     report = evaluate(*folders, {"own": some_prompts(2)}, settings, suites=[suite])
     a, b, pooled = (report.of_suite("two").cell(name, 0) for name in ("a", "b", "all"))
-    assert (a.prompts, b.prompts, pooled.prompts) == (3, 1, 4) and report.cell("all", 0).prompts == 2
-    (answer,) = (answers[0] for answers in asked if len(answers) == 1 and answers[0] != asked[-1][0])
+    assert (a.prompts, b.prompts, pooled.prompts) == (3, 1, 4) and report.cell(
+        "all", 0
+    ).prompts == 2
+    (answer,) = (
+        answers[0] for answers in asked if len(answers) == 1 and answers[0] != asked[-1][0]
+    )
     llm = LLM(folders[0])
-    (written,) = llm.generate([{"prompt_token_ids": byte_tokenizer("x").input_ids}], settings.sampling(0.0, [0]))
+    (written,) = llm.generate(
+        [{"prompt_token_ids": byte_tokenizer("x").input_ids}], settings.sampling(0.0, [0])
+    )
     assert answer == byte_tokenizer.decode(written.outputs[0].token_ids, skip_special_tokens=True)
-    assert report.suites[0].turns_not_asked == 2, "the prompt had grown beyond what there is room for"
+    assert report.suites[0].turns_not_asked == 2, (
+        "the prompt had grown beyond what there is room for"
+    )
     rounds, accepted = a.num_drafts + b.num_drafts, a.num_accepted_tokens + b.num_accepted_tokens
     assert pooled.acceptance_length == pytest.approx(1 + accepted / rounds)
-    assert pooled.acceptance_length_macro == pytest.approx((3 * a.acceptance_length_macro + b.acceptance_length) / 4)
-    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)  # the later turns are replayed alike
+    assert pooled.acceptance_length_macro == pytest.approx(
+        (3 * a.acceptance_length_macro + b.acceptance_length) / 4
+    )
+    assert pooled.expected.relative_difference == pytest.approx(
+        0, abs=1e-12
+    )  # the later turns are replayed alike
     assert pooled.lossless[0].checked_prompts == 4 and pooled.lossless[0].mismatches == 0
-    assert report.summary["t0.acceptance_length"] == report.cell("all", 0).acceptance_length != pooled.acceptance_length
+    assert (
+        report.summary["t0.acceptance_length"]
+        == report.cell("all", 0).acceptance_length
+        != pooled.acceptance_length
+    )
 
 
 def test_sums_of_results_pool_texts() -> None:
@@ -375,34 +453,64 @@ def test_sums_of_results_pool_texts() -> None:
 def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     """Engines, replay, the float32 comparison: no host tensor among those of the device."""
     settings = EvaluationSettings(
-        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1, timed_prompts=1,
-        transformers_repeats=0, lossless_prompts=1,
-    )  # fmt: skip
-    report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options={"device": "cuda", "enforce_eager": True})
-    assert report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
+        num_speculative_tokens=K,
+        max_tokens=8,
+        prompts_per_workload=2,
+        repeats=1,
+        timed_prompts=1,
+        transformers_repeats=0,
+        lossless_prompts=1,
+    )
+    report = evaluate(
+        *folders,
+        {"w": some_prompts(2)},
+        settings,
+        llm_options={"device": "cuda", "enforce_eager": True},
+    )
+    assert (
+        report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
+    )
 
 
 @pytest.mark.slow
-def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(folders, monkeypatch):
+def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(
+    folders, monkeypatch
+):
     settings = EvaluationSettings(
-        temperatures=(0.0,), num_speculative_tokens=K, max_tokens=8, prompts_per_workload=2, repeats=1,
-        timed_prompts=1, transformers_repeats=0, lossless_prompts=0,
-    )  # fmt: skip
-    compiled = {"enforce_eager": False, "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]}}
+        temperatures=(0.0,),
+        num_speculative_tokens=K,
+        max_tokens=8,
+        prompts_per_workload=2,
+        repeats=1,
+        timed_prompts=1,
+        transformers_repeats=0,
+        lossless_prompts=0,
+    )
+    compiled = {
+        "enforce_eager": False,
+        "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]},
+    }
     lengths: list[float] = []
     notes: list[str] = []
     for options in ({}, {**compiled, "max_model_len": 40}):
         notes.clear()
         report = evaluate(
-            *folders, {"w": some_prompts(2)}, settings, llm_options=options, progress=lambda _, note: notes.append(note)
+            *folders,
+            {"w": some_prompts(2)},
+            settings,
+            llm_options=options,
+            progress=lambda _, note: notes.append(note),
         )
         lengths.append(report.summary["t0.acceptance_length"])
     assert lengths[0] == lengths[1]
-    assert [note.split(" ")[0] for note in notes].index("compiling") < notes.index("T=0: acceptance")
+    assert [note.split(" ")[0] for note in notes].index("compiling") < notes.index(
+        "T=0: acceptance"
+    )
 
 
 def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):
-    """Two targets at once do not fit the device that training fitted; nor do more rows than prompts."""
+    """Two targets at once do not fit the device that training fitted; nor do more rows than
+    prompts."""
     first, alive, rows = [], [], []
     made, again = RuntimeEngine.__init__, RuntimeEngine.in_float32
 
@@ -418,9 +526,13 @@ def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monk
     monkeypatch.setattr(RuntimeEngine, "__init__", make)
     monkeypatch.setattr(RuntimeEngine, "in_float32", in_float32)
     settings = EvaluationSettings(
-        num_speculative_tokens=K, max_tokens=8, prompts_per_workload=3, repeats=0, transformers_repeats=0,
+        num_speculative_tokens=K,
+        max_tokens=8,
+        prompts_per_workload=3,
+        repeats=0,
+        transformers_repeats=0,
         lossless_prompts=1,
-    )  # fmt: skip
+    )
     report = evaluate(*folders, {"a": some_prompts(3), "b": some_prompts(3, 1)}, settings)
     assert alive == [False] and rows == [6, 2]
     assert report.summary["lossless_mismatches"] == 0

@@ -1,4 +1,5 @@
-"""Files of every suite's shape are read as conversations; what has another shape is named, never guessed."""
+"""Files of every suite's shape are read as conversations; what has another shape is named, never
+guessed."""
 
 from __future__ import annotations
 
@@ -8,22 +9,52 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.suites import SENTINEL, SUITES, default_path, load_suite, sha256_of, suite_files
+from inference.evaluation.suites import (
+    SENTINEL,
+    SUITES,
+    default_path,
+    load_suite,
+    sha256_of,
+    suite_files,
+)
 from speculators.errors import ConfigError, DataError
 
 ROWS = {  # a row of each suite, with the turns and the category in it
-    "spec_bench": ({"question_id": 1, "category": "qa", "turns": ["why?"], "reference": ["so"]}, ("why?",), "qa"),
-    "mt_bench": ({"question_id": 81, "category": "writing", "turns": ["a", "b"]}, ("a", "b"), "writing"),
+    "spec_bench": (
+        {"question_id": 1, "category": "qa", "turns": ["why?"], "reference": ["so"]},
+        ("why?",),
+        "qa",
+    ),
+    "mt_bench": (
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        ("a", "b"),
+        "writing",
+    ),
     "gsm8k": ({"question": "1+1?", "answer": "2 #### 2"}, ("1+1?",), "gsm8k"),
-    "math500": ({"problem": "x?", "solution": "", "answer": "1", "subject": "Algebra"}, ("x?",), "math500"),
-    "humaneval": ({"task_id": "H/0", "prompt": "def f():\n", "test": ""}, ("def f():\n",), "humaneval"),
-    "mbpp": ({"task_id": 11, "text": "Write f.", "code": "", "test_list": []}, ("Write f.",), "mbpp"),
+    "math500": (
+        {"problem": "x?", "solution": "", "answer": "1", "subject": "Algebra"},
+        ("x?",),
+        "math500",
+    ),
+    "humaneval": (
+        {"task_id": "H/0", "prompt": "def f():\n", "test": ""},
+        ("def f():\n",),
+        "humaneval",
+    ),
+    "mbpp": (
+        {"task_id": 11, "text": "Write f.", "code": "", "test_list": []},
+        ("Write f.",),
+        "mbpp",
+    ),
     "speed_bench": (
-        {"category": "coding", "messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+        {
+            "category": "coding",
+            "messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+        },
         ("a", "b"),
         "coding",
     ),
-}  # fmt: skip
+}
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -43,7 +74,8 @@ def test_a_row_of_every_suite(name, tmp_path):
 
 
 def test_other_shapes_of_the_same_suites(tmp_path):
-    """MT-Bench as it is on the Hub, MBPP's sanitized split, SPEED-Bench as its parquet files have it."""
+    """MT-Bench as it is on the Hub, MBPP's sanitized split, SPEED-Bench as its parquet files have
+    it."""
     for name, row, turns in (
         ("mt_bench", {"category": "math", "prompt": ["a", "b"], "prompt_id": 1}, ("a", "b")),
         ("mbpp", {"prompt": "Write f.", "task_id": 2}, ("Write f.",)),
@@ -80,7 +112,11 @@ def test_a_missing_file_says_how_to_fetch_it(name):
         ("spec_bench", {"turns": ["a"], "category": "all"}, "a text other than all"),
         ("mt_bench", {"turns": ["a", 1], "category": "qa"}, "expected turns or prompt"),
         ("gsm8k", ["a"], "expected a mapping with question"),
-        ("speed_bench", {"turns": [f"{SENTINEL} x"], "category": "qa"}, "left out of this file.*prepare.py"),
+        (
+            "speed_bench",
+            {"turns": [f"{SENTINEL} x"], "category": "qa"},
+            "left out of this file.*prepare.py",
+        ),
         (
             "speed_bench",
             {"messages": [{"role": "assistant", "content": "a"}], "category": "qa"},

@@ -1,4 +1,5 @@
-"""RaggedCache: whatever was written, rolled back and moved, every row reads as if it had been computed alone."""
+"""RaggedCache: whatever was written, rolled back and moved, every row reads as if it had been
+computed alone."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def check(actual, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_architecture, seed):
-    """Random rounds: prefill in chunks, drafts kept in part, over random contiguous row ranges, growing on the way."""
+    """Random rounds: prefill in chunks, drafts kept in part, over random contiguous row ranges,
+    growing on the way."""
     target = FrozenTarget(tiny_model(any_architecture))
     cache = RaggedCache(ROWS, max_len=40, initial_capacity=4)
     rng, texts = random.Random(seed), [[] for _ in range(ROWS)]
@@ -59,7 +61,8 @@ def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_ar
 
 
 def test_rows_do_not_affect_one_another(tiny_model):
-    """The same row beside other neighbours gives the same bits of work: equal results to rounding."""
+    """The same row beside other neighbours gives the same bits of work: equal results to
+    rounding."""
     target = FrozenTarget(tiny_model("qwen3_sliding"))
     results = []
     for seed in (0, 1):
@@ -92,15 +95,31 @@ def test_swap_and_reset(tiny_model):
 
 
 def test_latent_attention_has_keys_and_values_of_different_size(tiny_model):
-    """Any layer shape is learnt from the first keys and values (here DeepSeek's multi-head latent attention)."""
+    """Any layer shape is learnt from the first keys and values (here DeepSeek's multi-head latent
+    attention)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "deepseek_v3", vocab_size=101, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_group=2, topk_group=1,
-        num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
-        qk_nope_head_dim=8, v_head_dim=6, max_position_embeddings=64,
-    )  # fmt: skip
+        "deepseek_v3",
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        max_position_embeddings=64,
+    )
     torch.manual_seed(0)
     target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     cache = RaggedCache(2, 16)
@@ -129,7 +148,9 @@ def write(cache, start, stop, T, value):
 def test_reads_are_views_and_growth_keeps_what_was_written():
     cache = RaggedCache(2, max_len=12, initial_capacity=4)
     keys, values = write(cache, 0, 1, 3, 1)
-    assert keys.shape == (1, 2, 3, 3) and keys.untyped_storage().nbytes() == 2 * 2 * 4 * 3 * 4  # no copy
+    assert (
+        keys.shape == (1, 2, 3, 3) and keys.untyped_storage().nbytes() == 2 * 2 * 4 * 3 * 4
+    )  # no copy
     assert cache.bytes() == 2 * (2 * 2 * 4 * 3) * 4
     cache.advance(0, 3)
     keys, values = write(cache, 0, 2, 2, 7)
@@ -166,7 +187,8 @@ def test_resized_caches_keep_what_has_a_place():
 
 
 def test_room_can_be_reserved_without_keys():
-    """A head without attention keeps lengths only; the cache grows, and refuses, as if it had written."""
+    """A head without attention keeps lengths only; the cache grows, and refuses, as if it had
+    written."""
     cache = RaggedCache(2, max_len=12, initial_capacity=2)
     cache.reserve(0, 2, 5)
     cache.advance(0, 5)
@@ -209,7 +231,10 @@ def test_keep_closes_up_what_was_accepted():
     for start, count in ((0, 3), (3, 5)):
         view = cache.view(0, 2, count)
         numbers = torch.arange(start, start + count, dtype=torch.float32)
-        states = numbers[None, None, :, None].expand(2, 1, -1, 2) + 100 * torch.arange(2)[:, None, None, None]
+        states = (
+            numbers[None, None, :, None].expand(2, 1, -1, 2)
+            + 100 * torch.arange(2)[:, None, None, None]
+        )
         view.update(states, -states, 0)
         if start == 0:
             for row in range(2):
@@ -224,7 +249,11 @@ def test_a_tree_sees_the_text_and_its_ancestors():
     cache = RaggedCache(2, 32)
     cache.advance(0, 3)
     cache.advance(1, 1)
-    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool().expand(2, -1, -1)
+    visible = (
+        torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
+        .bool()
+        .expand(2, -1, -1)
+    )
     mask, index = cache.tree_mask(0, 2, [3, 1], visible)
     assert mask.shape == (2, 1, 4, 7) and index.tolist()[1] == [-1, 0, 1, 2, 3, 4, 5]
     assert mask[0, 0].int().tolist() == [[1, 1, 1, *row] for row in visible[0].int().tolist()]

@@ -1,5 +1,5 @@
-"""The card of every family: metadata that is valid YAML, commands for the engines that load it, and no figure that was
-not measured."""
+"""The card of every family: metadata that is valid YAML, commands for the engines that load it, and
+no figure that was not measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ import pytest
 from huggingface_hub import ModelCard
 
 from inference.report.merge_engines import lay_beside
-from inference.report.model_card import CardFacts, evaluation_results, model_card, serving, unmeasured
+from inference.report.model_card import (
+    CardFacts,
+    evaluation_results,
+    model_card,
+    serving,
+    unmeasured,
+)
 from inference.report.schema import AcceptanceReport
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.report.test_report import bare_report, both_engines, in_two_modes, report, with_suites  # noqa: F401 (a fixture)
+from tests.inference.report.test_report import (  # noqa: F401 (fixtures)
+    bare_report,
+    both_engines,
+    in_two_modes,
+    report,
+    with_suites,
+)
 from tests.speculators.families.conftest import CASES
 
 
@@ -22,7 +34,9 @@ def facts_of(tiny_model, name: str, **changes) -> CardFacts:
     target = FrozenTarget(tiny_model(case.architecture), case.taps)
     options = family_class(case.family).options.model_validate(case.options)
     shape = options.shape(family_class(case.family).config_class.model_fields, target) | case.shape
-    config = config_for_target(target, case.family, **{"tap_layers": case.taps, **shape} if case.taps else shape)
+    config = config_for_target(
+        target, case.family, **{"tap_layers": case.taps, **shape} if case.taps else shape
+    )
     return CardFacts("org/head", config, {}, 3, "the-target", **changes)
 
 
@@ -46,7 +60,7 @@ def test_sglang_is_named_where_it_reads_the_same_taps(tiny_model):
     assert [engine for engine, _, _ in serving(named)] == ["SGLang", "Draftsmith"]
 
 
-def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceReport):  # noqa: F811
+def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceReport):
     facts = facts_of(tiny_model, "eagle3", base_model="org/target")
     found = {
         (r.dataset_type, r.dataset_args["temperature"], r.metric_type): r.metric_value
@@ -63,19 +77,32 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
     assert "3 bounds" in text and "2 are met" in text
 
 
-def test_thinking_modes_are_on_the_card(tiny_model, report: AcceptanceReport):  # noqa: F811
+def test_thinking_modes_are_on_the_card(tiny_model, report: AcceptanceReport):
     text = model_card(facts_of(tiny_model, "eagle3"), in_two_modes(report))
-    assert "### Thinking modes of gsm8k\n\n| workload | temperature | acceptance length, thinking on |" in text
+    assert (
+        "### Thinking modes of gsm8k\n\n| workload | temperature | acceptance length, thinking on |"
+        in text
+    )
     ((*_, rows),) = in_two_modes(report).thinking_modes()
-    assert f"\n| **all** | 1 | {' | '.join(f'{cell.acceptance_length:.2f}' for cell in rows[-1])} |\n" in text
+    assert (
+        f"\n| **all** | 1 | {' | '.join(f'{cell.acceptance_length:.2f}' for cell in rows[-1])} |\n"
+        in text
+    )
 
 
-def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):  # noqa: F811
+def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):
     both = with_suites(report, "spec_bench", "mt_bench")
     text = model_card(facts_of(tiny_model, "eagle3"), both)
-    assert "### spec_bench" in text and "### mt_bench" in text and both.suites[1].files[0].sha256 in text
+    assert (
+        "### spec_bench" in text
+        and "### mt_bench" in text
+        and both.suites[1].files[0].sha256 in text
+    )
     cell = both.of_suite("mt_bench").cell("all", 1.0)
-    assert f"| **all** | 1 | 24 | {cell.acceptance_length:.2f} | {cell.acceptance_length_macro:.2f} |" in text
+    assert (
+        f"| **all** | 1 | 24 | {cell.acceptance_length:.2f} | {cell.acceptance_length_macro:.2f} |"
+        in text
+    )
     assert "thinking: off" in text and "up to 128 tokens" in text
     kinds = {result.dataset_type for result in evaluation_results(both)}
     assert {"spec_bench/all", "mt_bench/summarization", "chat"} <= kinds
@@ -85,15 +112,20 @@ def test_what_a_bare_report_lacks_is_named(tiny_model):
     bare = bare_report()
     text = model_card(facts_of(tiny_model, "eagle3"), bare)
     assert {result.metric_type for result in evaluation_results(bare)} == {"acceptance_length"}
-    assert "silent" not in {result.dataset_type for result in evaluation_results(bare)}  # it never drafted
+    assert "silent" not in {
+        result.dataset_type for result in evaluation_results(bare)
+    }  # it never drafted
     said = " ".join(unmeasured(bare))
     assert "Speed: nothing was timed." in said and "Equality of outputs" in said
     assert all(line in text for line in unmeasured(bare)) and "nan" not in text.lower()
 
 
-def test_another_engine_is_named_with_its_figure(report: AcceptanceReport):  # noqa: F811
+def test_another_engine_is_named_with_its_figure(report: AcceptanceReport):
     both = lay_beside(*both_engines(report))
     said = " ".join(unmeasured(both))
     figure = both.cell("all", 0.0, engine="vllm").acceptance_length
-    assert f"in vllm the acceptance length over all workloads was {figure:.2f} at temperature 0" in said
+    assert (
+        f"in vllm the acceptance length over all workloads was {figure:.2f} at temperature 0"
+        in said
+    )
     assert "vLLM and SGLang" not in said

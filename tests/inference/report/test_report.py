@@ -1,4 +1,5 @@
-"""The acceptance report: cells agree with their counters, files round-trip, page and table are complete."""
+"""The acceptance report: cells agree with their counters, files round-trip, page and table are
+complete."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ from inference.report.build import (
 )
 from inference.report.cell import Cell, Spread
 from inference.report.html import render_html, write_html
-from inference.report.measurement import CellMeasurement, Costs, LosslessCheck, RequestRounds, TimedRun, TokenDifference
+from inference.report.measurement import (
+    CellMeasurement,
+    Costs,
+    LosslessCheck,
+    RequestRounds,
+    TimedRun,
+    TokenDifference,
+)
 from inference.report.merge_engines import lay_beside
 from inference.report.progress import training_progress
 from inference.report.schema import (
@@ -42,7 +50,14 @@ from inference.report.table import print_report
 from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
 
-WORKLOADS = {"arithmetic": 0.86, "python": 0.83, "json": 0.93, "rewrite": 0.9, "table-qa": 0.78, "chat": 0.66}
+WORKLOADS = {
+    "arithmetic": 0.86,
+    "python": 0.83,
+    "json": 0.93,
+    "rewrite": 0.9,
+    "table-qa": 0.78,
+    "chat": 0.66,
+}
 K = 4
 
 
@@ -87,10 +102,14 @@ def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestRo
         per_round.append(accepted)
         written += accepted + 1
     rounds = len(per_round)
-    return RequestRounds(min(written, length), rounds, K * rounds, per_pos, per_round, prompt_tokens=100)
+    return RequestRounds(
+        min(written, length), rounds, K * rounds, per_pos, per_round, prompt_tokens=100
+    )
 
 
-def make_measurement(workload: str, temperature: float, rate: float, method: str = "eagle3") -> CellMeasurement:
+def make_measurement(
+    workload: str, temperature: float, rate: float, method: str = "eagle3"
+) -> CellMeasurement:
     rng = random.Random(f"{workload}{temperature}{method}")
     requests = [make_request(rng, rate) for _ in range(12)]
     tokens = sum(request.output_tokens for request in requests)
@@ -98,11 +117,27 @@ def make_measurement(workload: str, temperature: float, rate: float, method: str
     off = [tokens * 0.004 * rng.uniform(0.95, 1.05) for _ in range(5)]
     on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
     hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
-    shares = {"draft": 0.2, "verify": 0.6, "sample": 0.05, "schedule": 0.01, "commit": 0.03, "prefill": 0.08}
-    check = LosslessCheck(dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0)
-    tie = TokenDifference(prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True)
+    shares = {
+        "draft": 0.2,
+        "verify": 0.6,
+        "sample": 0.05,
+        "schedule": 0.01,
+        "commit": 0.03,
+        "prefill": 0.08,
+    }
+    check = LosslessCheck(
+        dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0
+    )
+    tie = TokenDifference(
+        prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True
+    )
     half = LosslessCheck(
-        dtype="bfloat16", reference="autoregressive", checked_prompts=12, mismatches=0, ties=1, details=[tie]
+        dtype="bfloat16",
+        reference="autoregressive",
+        checked_prompts=12,
+        mismatches=0,
+        ties=1,
+        details=[tie],
     )
     return CellMeasurement(
         workload=workload,
@@ -113,9 +148,13 @@ def make_measurement(workload: str, temperature: float, rate: float, method: str
         autoregressive=[TimedRun(tokens, seconds) for seconds in off],
         transformers_generate=[TimedRun(tokens, seconds) for seconds in hugging],
         phase_seconds={name: share * sum(on) for name, share in shares.items()},
-        costs=Costs(target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1, batch_size=1, context_length=128),
+        costs=Costs(
+            target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1, batch_size=1, context_length=128
+        ),
         replay=[
-            ReplayResult(r.num_drafts * rng.uniform(0.97, 1.03), [float(n) for n in r.accepted_per_pos])
+            ReplayResult(
+                r.num_drafts * rng.uniform(0.97, 1.03), [float(n) for n in r.accepted_per_pos]
+            )
             for r in requests
         ],
         replay_paired=True,
@@ -150,7 +189,9 @@ def history() -> list[dict]:
 @pytest.fixture(scope="module")
 def report() -> AcceptanceReport:
     return make_report(
-        lossless_mismatches=Bound(max=0), t0__acceptance_length=Bound(min=3.0), t1__efficiency=Bound(min=2)
+        lossless_mismatches=Bound(max=0),
+        t0__acceptance_length=Bound(min=3.0),
+        t1__efficiency=Bound(min=2),
     )
 
 
@@ -158,9 +199,16 @@ def test_the_pool_is_made_of_sums_not_of_means(report: AcceptanceReport) -> None
     pooled = report.cell("all", 0.0)
     parts = [report.cell(workload, 0.0) for workload in WORKLOADS]
     assert pooled.num_drafts == sum(part.num_drafts for part in parts)
-    assert pooled.acceptance_length == 1 + sum(p.num_accepted_tokens for p in parts) / sum(p.num_drafts for p in parts)
-    seconds = [sum(p.output_tokens / p.tokens_per_second.speculative.repeats[i] for p in parts) for i in range(5)]
-    assert pooled.tokens_per_second.speculative.repeats == pytest.approx([pooled.output_tokens / s for s in seconds])
+    assert pooled.acceptance_length == 1 + sum(p.num_accepted_tokens for p in parts) / sum(
+        p.num_drafts for p in parts
+    )
+    seconds = [
+        sum(p.output_tokens / p.tokens_per_second.speculative.repeats[i] for p in parts)
+        for i in range(5)
+    ]
+    assert pooled.tokens_per_second.speculative.repeats == pytest.approx(
+        [pooled.output_tokens / s for s in seconds]
+    )
     assert pooled.prompts == 12 * len(WORKLOADS)
     assert [check.checked_prompts for check in pooled.lossless] == [72, 72]
 
@@ -172,13 +220,19 @@ def test_the_pooled_limit_is_the_ratio_of_pooled_times() -> None:
     cells = {cell.workload: cell for cell in build_cells([slow, fast])}
     parts = [cells["slow"], cells["fast"]]
     without = sum(c.acceptance_length * c.num_drafts * c.cost_model.target_step_ms for c in parts)
-    with_drafts = sum(c.num_drafts * (c.cost_model.verify_ms + c.cost_model.draft_ms) for c in parts)
+    with_drafts = sum(
+        c.num_drafts * (c.cost_model.verify_ms + c.cost_model.draft_ms) for c in parts
+    )
     assert cells["all"].cost_model.limit_speedup == pytest.approx(without / with_drafts)
 
 
 def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_medians() -> None:
     base = vars(make_measurement("x", 0.0, 0.5)) | {"phase_seconds": {}}
-    on = [TimedRun(100, 1.0), TimedRun(100, 2.0), TimedRun(100, 4.0)]  # the machine slows down twice over
+    on = [
+        TimedRun(100, 1.0),
+        TimedRun(100, 2.0),
+        TimedRun(100, 4.0),
+    ]  # the machine slows down twice over
     off = [TimedRun(100, 2.0), TimedRun(100, 4.0), TimedRun(100, 8.0)]
     cell = build_cells([CellMeasurement(**(base | {"speculative": on, "autoregressive": off}))])[0]
     assert cell.speedup_vs_autoregressive.repeats == [2.0, 2.0, 2.0]
@@ -187,8 +241,11 @@ def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_medians() -> No
 
 def test_spread_gives_quartiles() -> None:
     assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]).model_dump() == {
-        "median": 3.0, "low": 2.0, "high": 4.0, "repeats": [5.0, 1.0, 3.0, 2.0, 4.0],
-    }  # fmt: skip
+        "median": 3.0,
+        "low": 2.0,
+        "high": 4.0,
+        "repeats": [5.0, 1.0, 3.0, 2.0, 4.0],
+    }
     assert Spread.of([7.0]).low == Spread.of([7.0]).high == 7.0
     with pytest.raises(DataError, match="at least one repeat"):
         Spread.of([])
@@ -204,7 +261,10 @@ def test_text_positions_are_counted_from_the_prompts_start() -> None:
     rounds = [3, 0, 2]  # anchors at output tokens 0, 4, 5
     known = RequestRounds(9, 3, 12, [2, 2, 1, 0], rounds, prompt_tokens=60)
     bins = text_position_bins([known, RequestRounds(9, 3, 12, [2, 2, 1, 0], rounds)])
-    assert [(b.start, b.stop, b.rounds, b.acceptance_length) for b in bins] == [(32, 64, 1, 4.0), (64, 128, 2, 2.0)]
+    assert [(b.start, b.stop, b.rounds, b.acceptance_length) for b in bins] == [
+        (32, 64, 1, 4.0),
+        (64, 128, 2, 2.0),
+    ]
 
 
 def test_output_positions_follow_the_anchors() -> None:
@@ -219,14 +279,19 @@ def test_output_positions_follow_the_anchors() -> None:
         output_position_bins([lying], width=4, where="chat")
 
 
-@pytest.mark.parametrize(("longest", "width"), [(0, 16), (96, 16), (256, 32), (257, 64), (2048, 256)])
+@pytest.mark.parametrize(
+    ("longest", "width"), [(0, 16), (96, 16), (256, 32), (257, 64), (2048, 256)]
+)
 def test_bin_width(longest: int, width: int) -> None:
     assert bin_width(longest) == width
 
 
 def test_expected_equals_measured_when_replay_sees_the_same_rounds() -> None:
     same = make_measurement("x", 0.0, 0.7)
-    replay = [ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in same.requests]
+    replay = [
+        ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos])
+        for r in same.requests
+    ]
     cell = build_cells([CellMeasurement(**(vars(same) | {"replay": replay}))])[0]
     assert cell.expected.relative_difference == pytest.approx(0.0, abs=1e-12)
     assert cell.expected.standard_error == pytest.approx(0.0, abs=1e-12)
@@ -238,7 +303,10 @@ def test_the_standard_error_is_the_scatter_of_repeated_evaluations() -> None:
     for _ in range(150):
         requests = [make_request(rng, 0.7, length=40) for _ in range(30)]
         others = [make_request(rng, 0.7, length=40) for _ in range(30)]
-        replay = [ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos]) for r in others]
+        replay = [
+            ReplayResult(float(r.num_drafts), [float(n) for n in r.accepted_per_pos])
+            for r in others
+        ]
         cell = build_cells([CellMeasurement("x", 1.0, "eagle3", requests, replay=replay)])[0]
         differences.append(cell.expected.relative_difference)
         errors.append(cell.expected.standard_error)
@@ -248,7 +316,11 @@ def test_the_standard_error_is_the_scatter_of_repeated_evaluations() -> None:
 
 def test_gates(report: AcceptanceReport) -> None:
     verdicts = {gate.name: gate.passed for gate in report.gates}
-    assert verdicts == {"lossless_mismatches": True, "t0.acceptance_length": True, "t1.efficiency": False}
+    assert verdicts == {
+        "lossless_mismatches": True,
+        "t0.acceptance_length": True,
+        "t1.efficiency": False,
+    }
     assert not report.passed
     edge = check_gates({"a": 3.0}, {"a": Bound(min=3.0, max=3.0)})
     assert edge[0].passed
@@ -274,10 +346,16 @@ def both_engines(report: AcceptanceReport) -> list[AcceptanceReport]:
     """The report, and the same figures as those of vLLM."""
     tree, made = report.model_dump(), []
     for engine in ("draftsmith", "vllm"):
-        facts = {"engine": engine, "engines": [{"name": engine, "version": "1"}], "prompts_sha256": "ab" * 32}
+        facts = {
+            "engine": engine,
+            "engines": [{"name": engine, "version": "1"}],
+            "prompts_sha256": "ab" * 32,
+        }
         results = [cell | {"engine": engine} for cell in tree["results"]]
         made.append(
-            AcceptanceReport.model_validate(tree | {"results": results, "provenance": tree["provenance"] | facts})
+            AcceptanceReport.model_validate(
+                tree | {"results": results, "provenance": tree["provenance"] | facts}
+            )
         )
     return made
 
@@ -299,7 +377,10 @@ def test_round_trip(report: AcceptanceReport, tmp_path: Path) -> None:
     [
         (lambda raw: raw.update(schema_version="9.9"), "schema_version.*'9.9'"),
         (lambda raw: raw.update(extra=1), "extra"),
-        (lambda raw: raw["results"][0].update(acceptance_length=9.0), "but the cell's counters give"),
+        (
+            lambda raw: raw["results"][0].update(acceptance_length=9.0),
+            "but the cell's counters give",
+        ),
         (lambda raw: raw["results"][0]["histogram"].append(1), r"results.0.*histogram"),
         (lambda raw: raw["provenance"].pop("dtype"), "provenance.dtype"),
     ],
@@ -378,7 +459,10 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
     for name in WORKLOADS:
         assert re.search(rf"^\W*{name} ", text, re.MULTILINE), f"{name} is cut or missing"
     assert "missed" in text and "…" not in text
-    assert re.search(r"position in the text at T=0 \(rounds\): 64 to 127 \d\.\d\d \(\d+\), 128", " ".join(text.split()))
+    assert re.search(
+        r"position in the text at T=0 \(rounds\): 64 to 127 \d\.\d\d \(\d+\), 128",
+        " ".join(text.split()),
+    )
 
 
 def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
@@ -391,33 +475,51 @@ def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
     ]
     facts = [
         SuiteFacts(
-            name=name, files=[SuiteFile(path=f"suites/{name}.jsonl", sha256=f"{i}" * 64)], conversations=24,
-            conversations_in_file=480, max_tokens=128, num_speculative_tokens=K, thinking="off",
+            name=name,
+            files=[SuiteFile(path=f"suites/{name}.jsonl", sha256=f"{i}" * 64)],
+            conversations=24,
+            conversations_in_file=480,
+            max_tokens=128,
+            num_speculative_tokens=K,
+            thinking="off",
             chat_template_kwargs={"enable_thinking": False},
         )
         for i, name in enumerate(names, 1)
-    ]  # fmt: skip
+    ]
     made = build_report(parts, report.provenance, suites=facts)
-    return report.model_copy(update={"results": [*report.results, *made.results], "suites": made.suites})
+    return report.model_copy(
+        update={"results": [*report.results, *made.results], "suites": made.suites}
+    )
 
 
 @pytest.mark.slow
-def test_suites_stand_beside_the_evaluations_own_prompts(report: AcceptanceReport, tmp_path: Path) -> None:
-    """They change no headline figure; each has its own `all`, in the file, the page and the table."""
+def test_suites_stand_beside_the_evaluations_own_prompts(
+    report: AcceptanceReport, tmp_path: Path
+) -> None:
+    """They change no headline figure; each has its own `all`, in the file, the page and the
+    table."""
     both = with_suites(report, "spec_bench", "speed_bench")
     assert load_report(save_report(both, tmp_path / "acceptance.json")) == both
     assert both.headline == report.results and both.workloads() == report.workloads()
     part = both.of_suite("speed_bench")
-    assert part.workloads() == ["summarization", "math_reasoning", "all"] and part.temperatures() == [0, 1]
+    assert part.workloads() == [
+        "summarization",
+        "math_reasoning",
+        "all",
+    ] and part.temperatures() == [0, 1]
     pooled, own = part.cell("all", 0.0), [part.cell(name, 0.0) for name in part.workloads()[:2]]
     assert pooled.num_drafts == sum(cell.num_drafts for cell in own)
-    assert pooled.acceptance_length < pooled.acceptance_length_macro, "hard requests take more verifications"
+    assert pooled.acceptance_length < pooled.acceptance_length_macro, (
+        "hard requests take more verifications"
+    )
     page, text = render_html(both), printed(both)
     assert max(len(line) for line in text.splitlines()) <= 80
     for facts in both.suites:
         assert f"Suite {facts.name}" in page and facts.files[0].sha256 in page
         assert f"{facts.name}: eagle3" in text and "thinking: off" in text
-    assert re.search(rf"all +0 +24 +{pooled.acceptance_length:.2f} +{pooled.acceptance_length_macro:.2f} ", text)
+    assert re.search(
+        rf"all +0 +24 +{pooled.acceptance_length:.2f} +{pooled.acceptance_length_macro:.2f} ", text
+    )
     rates = " +".join(f"{100 * rate:.1f}" for rate in pooled.conditional_acceptance_per_position)
     assert re.search(rf"conditional +0 +{rates}", text)
 
@@ -449,13 +551,18 @@ def test_thinking_modes_stand_side_by_side(report: AcceptanceReport, tmp_path: P
 
 
 def test_a_suite_alone_is_the_headline() -> None:
-    alone = build_report([replace(make_measurement("qa", 0.0, 0.7), suite="spec_bench")], provenance())
+    alone = build_report(
+        [replace(make_measurement("qa", 0.0, 0.7), suite="spec_bench")], provenance()
+    )
     assert alone.workloads() == ["qa", "all"]
     assert alone.summary["t0.acceptance_length"] == alone.cell("all", 0.0).acceptance_length
 
 
 def test_every_field_is_documented() -> None:
-    assert all(field.description for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()])
+    assert all(
+        field.description
+        for field in [*Cell.model_fields.values(), *Provenance.model_fields.values()]
+    )
 
 
 @pytest.mark.slow
@@ -466,7 +573,9 @@ def test_progress_is_the_slope_per_doubling_of_the_tokens_seen(report: Acceptanc
         records[step - 1] |= {"expected_acceptance_length": tau, "expected_standard_error": 0.1}
     made = training_progress(records)
     assert (made.steps, made.supervised_tokens, len(made.held_out)) == (64, 6400, 6)
-    assert made.gain_per_doubling == pytest.approx(0.25) and made.gain_standard_error == pytest.approx(0, abs=1e-6)
+    assert made.gain_per_doubling == pytest.approx(
+        0.25
+    ) and made.gain_standard_error == pytest.approx(0, abs=1e-6)
     records[31]["expected_acceptance_length"] += 0.3
     assert training_progress(records).gain_standard_error > 0.05
     assert training_progress(records[:3]).gain_per_doubling is None

@@ -1,4 +1,5 @@
-"""Two engines in one report: laid beside each other only where they did the same thing, and told apart everywhere."""
+"""Two engines in one report: laid beside each other only where they did the same thing, and told
+apart everywhere."""
 
 from __future__ import annotations
 
@@ -16,24 +17,43 @@ from inference.report.table import print_report
 from speculators.errors import DataError
 from tests.inference.report.test_report import provenance
 
-OURS = {"a": [(9, 14), (6, 11)], "b": [(10, 9)]}  # (rounds, accepted) of the requests of each workload
+OURS = {
+    "a": [(9, 14), (6, 11)],
+    "b": [(10, 9)],
+}  # (rounds, accepted) of the requests of each workload
 
 
 def requests(counts, past_end: int | None) -> list[RequestRounds]:
     return [
         RequestRounds(
-            1 + rounds + accepted, rounds, 2 * rounds, [min(accepted, rounds), max(accepted - rounds, 0)], (), past_end
+            1 + rounds + accepted,
+            rounds,
+            2 * rounds,
+            [min(accepted, rounds), max(accepted - rounds, 0)],
+            (),
+            past_end,
         )
         for rounds, accepted in counts
     ]
 
 
 def made(
-    engine: str = "draftsmith", *, extra: int = 0, past_end: int | None = 0, temperatures=(0.0,), **changes
+    engine: str = "draftsmith",
+    *,
+    extra: int = 0,
+    past_end: int | None = 0,
+    temperatures=(0.0,),
+    **changes,
 ) -> AcceptanceReport:
     """`extra`: accepted drafts that each request has besides those of OURS."""
     measured = [
-        CellMeasurement(name, t, "eagle3", requests([(r, a + extra) for r, a in counts], past_end), engine=engine)
+        CellMeasurement(
+            name,
+            t,
+            "eagle3",
+            requests([(r, a + extra) for r, a in counts], past_end),
+            engine=engine,
+        )
         for t in temperatures
         for name, counts in OURS.items()
     ]
@@ -49,7 +69,8 @@ def test_both_engines_are_in_the_file_the_table_and_the_page(tmp_path) -> None:
     assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
     assert report.engines() == ["draftsmith", "vllm"] and report.provenance.engine == "draftsmith"
     assert (
-        report.cell("a", 0).num_accepted_tokens == 25 and report.cell("a", 0, engine="vllm").num_accepted_tokens == 27
+        report.cell("a", 0).num_accepted_tokens == 25
+        and report.cell("a", 0, engine="vllm").num_accepted_tokens == 27
     )
     console = Console(file=io.StringIO(), width=100)
     print_report(report, console)
@@ -63,7 +84,11 @@ def test_the_gap_is_relative_to_this_runtime_and_leaves_out_what_lies_past_the_e
     report = lay_beside(made(), made("vllm", extra=1))
     assert report.summary["t0.acceptance_length"] == pytest.approx(1 + 34 / 25)
     assert report.summary["t0.vllm_acceptance_length"] == pytest.approx(1 + 37 / 25)
-    assert report.summary["vllm_gap"] == report.summary["t0.vllm_gap"] == pytest.approx((3 / 25) / (1 + 34 / 25))
+    assert (
+        report.summary["vllm_gap"]
+        == report.summary["t0.vllm_gap"]
+        == pytest.approx((3 / 25) / (1 + 34 / 25))
+    )
     counted = lay_beside(made(), made("vllm", extra=1, past_end=1))
     assert counted.summary["vllm_gap"] == pytest.approx(0)
     assert counted.cell("all", 0, engine="vllm").num_accepted_past_end == 3
@@ -74,9 +99,13 @@ def test_what_is_sampled_otherwise_is_not_compared_above_temperature_0() -> None
     both = dict(temperatures=(0.0, 1.0))
     alike = lay_beside(made(**both), made("vllm", extra=1, **both)).summary
     assert alike["vllm_gap"] == max(alike["t0.vllm_gap"], alike["t1.vllm_gap"])
-    other = lay_beside(made(**both), made("vllm", extra=1, draft_sample_method="greedy", **both)).summary
+    other = lay_beside(
+        made(**both), made("vllm", extra=1, draft_sample_method="greedy", **both)
+    ).summary
     assert "t0.vllm_gap" in other and "t1.vllm_gap" not in other
-    lower = lay_beside(made(**both), made("vllm", extra=1)).summary  # one temperature was measured in vLLM
+    lower = lay_beside(
+        made(**both), made("vllm", extra=1)
+    ).summary  # one temperature was measured in vLLM
     assert lower["vllm_gap"] == lower["t0.vllm_gap"] and "t1.vllm_gap" not in lower
 
 
@@ -86,7 +115,13 @@ def test_a_later_measurement_takes_the_place_of_the_earlier() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"prompts_sha256": "cd" * 32}, {"prompts_sha256": None}, {"drafter_config": {}}, {"dtype": "float32"}]
+    "change",
+    [
+        {"prompts_sha256": "cd" * 32},
+        {"prompts_sha256": None},
+        {"drafter_config": {}},
+        {"dtype": "float32"},
+    ],
 )
 def test_other_things_are_not_laid_side_by_side(change, tmp_path) -> None:
     with pytest.raises(DataError, match=next(iter(change))):

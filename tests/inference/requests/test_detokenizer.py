@@ -1,4 +1,5 @@
-"""Text is a function of the tokens alone: however they come in blocks, texts, stops and cuts are the same."""
+"""Text is a function of the tokens alone: however they come in blocks, texts, stops and cuts are
+the same."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ TEXT = "naïve 🦜 “quoted” text, 日本語 END of it"
 
 
 def pushed(tokenizer, prompt, blocks, params, first_checked=0):
-    """(kept tokens, stop string, text, the pieces that were taken) of blocks pushed one after another."""
+    """(kept tokens, stop string, text, the pieces that were taken) of blocks pushed one after
+    another."""
     detokenizer, kept, pieces = Detokenizer(tokenizer, prompt, params), 0, []
     for block in blocks:
         used, stop = detokenizer.push(block, first_checked - kept)
@@ -59,26 +61,41 @@ def test_invalid_bytes_are_shown_once_it_is_known_that_they_are(byte_tokenizer):
 
 
 @pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("stop", ["END", "本語 E", "d”", "🦜", ["xyz", "of it", "END"], ["t", "quoted"]])
+@pytest.mark.parametrize(
+    "stop", ["END", "本語 E", "d”", "🦜", ["xyz", "of it", "END"], ["t", "quoted"]]
+)
 def test_stop_strings_cut_alike_in_any_blocks(byte_tokenizer, stop, include):
     params = SamplingParams(stop=stop, include_stop_str_in_output=include)
     ids = byte_tokenizer(TEXT).input_ids
-    end, first = min((TEXT.find(s) + len(s), s) for s in params.stop if s in TEXT)  # the first to be complete
+    end, first = min(
+        (TEXT.find(s) + len(s), s) for s in params.stop if s in TEXT
+    )  # the first to be complete
     at = end - len(first)
     for blocks in splits(ids, 2):
         kept, found, text, pieces = pushed(byte_tokenizer, [], blocks, params)
         assert found == first and text == TEXT[: end if include else at] == "".join(pieces)
-        assert byte_tokenizer.decode(ids[:kept]) == TEXT[:end]  # ends with the token that completes the stop
+        assert (
+            byte_tokenizer.decode(ids[:kept]) == TEXT[:end]
+        )  # ends with the token that completes the stop
 
 
 def test_stop_strings_complete_before_min_tokens_do_not_count(byte_tokenizer):
     ids = byte_tokenizer("ab ab ab").input_ids
     for blocks in splits(ids, 3):
-        kept, stop, text, _ = pushed(byte_tokenizer, [], blocks, SamplingParams(stop="ab"), first_checked=4)
+        kept, stop, text, _ = pushed(
+            byte_tokenizer, [], blocks, SamplingParams(stop="ab"), first_checked=4
+        )
         assert (kept, stop, text) == (5, "ab", "ab ")
 
 
 def test_special_tokens_are_skipped_unless_asked_for(byte_tokenizer):
-    ids = [*byte_tokenizer("hi").input_ids, byte_tokenizer.eos_token_id, *byte_tokenizer(" you").input_ids]
+    ids = [
+        *byte_tokenizer("hi").input_ids,
+        byte_tokenizer.eos_token_id,
+        *byte_tokenizer(" you").input_ids,
+    ]
     assert full_text(byte_tokenizer, [], ids, SamplingParams()) == "hi you"
-    assert full_text(byte_tokenizer, [], ids, SamplingParams(skip_special_tokens=False)) == "hi</s> you"
+    assert (
+        full_text(byte_tokenizer, [], ids, SamplingParams(skip_special_tokens=False))
+        == "hi</s> you"
+    )

@@ -16,8 +16,16 @@ def test_scheduler_is_first_come_first_served():
         scheduler.add(each)
     assert scheduler.candidates() == [a, b, c]
     scheduler.admit([b, a])
-    assert scheduler.running == [b, a] and list(scheduler.waiting) == [c, d] and scheduler.candidates() == [c]
+    assert (
+        scheduler.running == [b, a]
+        and list(scheduler.waiting) == [c, d]
+        and scheduler.candidates() == [c]
+    )
     scheduler.admit([c])
-    assert scheduler.youngest() == 2 and scheduler.preempt(2) is None and list(scheduler.waiting) == [c, d]
+    assert (
+        scheduler.youngest() == 2
+        and scheduler.preempt(2) is None
+        and list(scheduler.waiting) == [c, d]
+    )
     assert scheduler.youngest() == 0 and scheduler.preempt(0) == 1
     assert scheduler.running == [a] and list(scheduler.waiting) == [b, c, d]

@@ -1,4 +1,5 @@
-"""Processors change the logits of every drafted place as they would without drafting, whoever drafts."""
+"""Processors change the logits of every drafted place as they would without drafting, whoever
+drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers import drafter as head
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from speculators.errors import ConfigError, DraftsmithError
-from tests.inference.engine.test_engine import SMALL_PROMPT, WRITTEN, check_joint, exact_joint, ids_of, small  # noqa: F401
+from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures)
+    SMALL_PROMPT,
+    WRITTEN,
+    check_joint,
+    exact_joint,
+    ids_of,
+    small,
+)
 
 V, LIMIT, LENGTH = 40, 64, 14
 STOPS = (7, 11)
@@ -40,7 +48,10 @@ def reference(logits, params: SamplingParams, prompt, output, bad=()) -> torch.T
     for token in range(len(values)):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             values[token] = -torch.inf
-        if any(word[-1] == token and list(output)[len(output) - len(word) + 1 :] == word[:-1] for word in bad):
+        if any(
+            word[-1] == token and list(output)[len(output) - len(word) + 1 :] == word[:-1]
+            for word in bad
+        ):
             values[token] = -torch.inf
         if len(output) < params.min_tokens and token in params.stop_token_ids:
             values[token] = -torch.inf
@@ -67,13 +78,22 @@ def test_every_place_of_a_tree_is_what_plain_decoding_would_see(settings):
     source = torch.Generator().manual_seed(0)
     request = make_request(params, bad)
     output: list[int] = []
-    for committed in ([], [9], [9, 3, 20], [4, 4, 9, 9], [7]):  # the request remembers from round to round
+    for committed in (
+        [],
+        [9],
+        [9, 3, 20],
+        [4, 4, 9, 9],
+        [7],
+    ):  # the request remembers from round to round
         output += committed
         request.token_ids += committed
         tree = [[], [9], [9, 9], [9, 9, 3], [4], [4, 9], [20], [20, 21, 20, 20], [33]]
         paths = [tree[i] for i in torch.randperm(len(tree), generator=source).tolist()]
         logits = 3 * torch.randn(len(paths), V, generator=source)
-        expected = [reference(row, params, PROMPT, output + path, bad) for row, path in zip(logits, paths, strict=True)]
+        expected = [
+            reference(row, params, PROMPT, output + path, bad)
+            for row, path in zip(logits, paths, strict=True)
+        ]
         apply_processors(logits[None], [0], [request.processors], [request.token_ids], [paths])
         torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-5, atol=1e-5)
 
@@ -81,7 +101,10 @@ def test_every_place_of_a_tree_is_what_plain_decoding_would_see(settings):
 def test_rows_without_processors_cost_nothing_and_keep_their_logits():
     logits = torch.randn(2, 3, V)
     proposal = Proposal(torch.tensor([[1, 2], [3, 0]]), [2, 1])
-    plain = [make_request(SamplingParams(top_p=0.5)), make_request(SamplingParams(min_tokens=5))]  # no stop ids
+    plain = [
+        make_request(SamplingParams(top_p=0.5)),
+        make_request(SamplingParams(min_tokens=5)),
+    ]  # no stop ids
     assert process_logits(logits, proposal, plain) is logits
     mixed = [plain[0], make_request(SamplingParams(presence_penalty=1.0))]
     before = logits.clone()
@@ -108,15 +131,22 @@ def test_counts_are_those_of_the_whole_text():
         output += new
         paths = [[], [7, 9, 9], [6]]
         # the second row has fewer tokens, and repeats one
-        ids, times, seen = along_paths([counts, TokenCounts([1])], [paths, [[], [], [2]]], torch.device("cpu"))
+        ids, times, seen = along_paths(
+            [counts, TokenCounts([1])], [paths, [[], [], [2]]], torch.device("cpu")
+        )
         assert set(ids[1].tolist()) == {1, 2} and seen[1].sum(-1).tolist() == [1, 1, len(ids[1])]
         for place, path in enumerate(paths):
-            assert times[0, place].tolist() == [(output + path).count(token) for token in ids[0].tolist()]
-            assert seen[0, place].tolist() == [token in (5, 6, *output, *path) for token in ids[0].tolist()]
+            assert times[0, place].tolist() == [
+                (output + path).count(token) for token in ids[0].tolist()
+            ]
+            assert seen[0, place].tolist() == [
+                token in (5, 6, *output, *path) for token in ids[0].tolist()
+            ]
 
 
 def test_penalties_of_a_batch_are_those_of_each_row_alone():
-    """Rows of other lengths, other numbers of places and other penalties; the first text is empty."""
+    """Rows of other lengths, other numbers of places and other penalties; the first text is
+    empty."""
     source = torch.Generator().manual_seed(0)
     cases = [
         (SamplingParams(frequency_penalty=0.5), [], [[], [3], [3, 3]]),
@@ -141,12 +171,17 @@ def test_bad_words_are_tokens_with_and_without_a_blank_before_them(byte_tokenize
     def ids(text):
         return byte_tokenizer(text, add_special_tokens=False).input_ids
 
-    assert bad_word_ids(byte_tokenizer, ["a", " bc"]) == [ids("a"), ids("bc")]  # a blank is a token of its own here
+    assert bad_word_ids(byte_tokenizer, ["a", " bc"]) == [
+        ids("a"),
+        ids("bc"),
+    ]  # a blank is a token of its own here
 
     class Pieces:  # one token per word, another one after a blank
         def __call__(self, text, add_special_tokens):
             assert not add_special_tokens
-            return type("Encoding", (), {"input_ids": [{"cat": 1, " cat": 2, "a": 3, " a": 3}[text]]})
+            return type(
+                "Encoding", (), {"input_ids": [{"cat": 1, " cat": 2, "a": 3, " a": 3}[text]]}
+            )
 
     assert bad_word_ids(Pieces(), ["cat", "a"]) == [[1], [2], [3]]
 
@@ -173,11 +208,15 @@ def test_a_drafters_logits_are_changed_as_the_targets(reduced):
 def test_a_drafter_that_has_no_allowed_token_drafts_what_it_likes():
     request = make_request(SamplingParams(allowed_token_ids=[2, 4]))
     logits = torch.randn(1, 1, V // 2)
-    assert torch.equal(process_draft_logits(logits, [request], [[[]]], torch.arange(1, V, 2), V), logits)
+    assert torch.equal(
+        process_draft_logits(logits, [request], [[[]]], torch.arange(1, V, 2), V), logits
+    )
 
 
 def test_processed_drafts_are_accepted_more_often(model, drafting_llm, monkeypatch):
-    params = SamplingParams(seed=1, max_tokens=40, allowed_token_ids=list(range(20, 40)), repetition_penalty=1.5)
+    params = SamplingParams(
+        seed=1, max_tokens=40, allowed_token_ids=list(range(20, 40)), repetition_penalty=1.5
+    )
     prompts = [{"prompt_token_ids": [3 + i, 4, 5]} for i in range(6)]
     accepted = []
     for processed in (True, False):
@@ -208,8 +247,14 @@ MIXED = [  # (prompt, parameters): prompts differ, since stubs know texts by the
     ([65, 66], {"allowed_token_ids": list(range(0, 60, 3)), "presence_penalty": -1.5}),
     ([67, 68, 69, 0, 69, 9], {}),
     ([3, 4, 5] * 6, {"bad_words": ["ab", "&'", "%&"], "allowed_token_ids": [3, 4, 5, 6, 64, 65]}),
-    ([3, 4, 5] * 7, {"min_tokens": 8, "stop_token_ids": list(range(0, 94, 2)), "repetition_penalty": 0.7}),
-    ([3, 4, 5] * 8, {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {5: 3.0}, "top_k": 10}),
+    (
+        [3, 4, 5] * 7,
+        {"min_tokens": 8, "stop_token_ids": list(range(0, 94, 2)), "repetition_penalty": 0.7},
+    ),
+    (
+        [3, 4, 5] * 8,
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {5: 3.0}, "top_k": 10},
+    ),
 ]
 
 
@@ -225,7 +270,8 @@ def texts(model, drafting_llm):
 
 
 def test_the_reference_is_the_greedy_text(model, drafting_llm, texts, byte_tokenizer):
-    """The texts that drafting must reproduce, by the target's own forward and the plain reference."""
+    """The texts that drafting must reproduce, by the target's own forward and the plain
+    reference."""
     for (prompt, settings), (_, text) in zip(MIXED, texts.items(), strict=True):
         params, output = SamplingParams(temperature=0, max_tokens=LENGTH, **settings), []
         bad = bad_word_ids(byte_tokenizer, params.bad_words)
@@ -234,7 +280,9 @@ def test_the_reference_is_the_greedy_text(model, drafting_llm, texts, byte_token
                 logits = model(torch.tensor([[*prompt, *output]])).logits[0, -1]
             output.append(int(reference(logits, params, prompt, output, bad).argmax()))
         assert output == text
-    plain = drafting_llm("off", model).generate(mixed()[0], SamplingParams(temperature=0, max_tokens=LENGTH), False)
+    plain = drafting_llm("off", model).generate(
+        mixed()[0], SamplingParams(temperature=0, max_tokens=LENGTH), False
+    )
     assert sum(a != b for a, b in zip(ids_of(plain), texts.values(), strict=True)) == len(MIXED) - 1
 
 
@@ -251,8 +299,11 @@ def test_greedy_text_is_the_same_whoever_drafts(kind, rows, model, drafting_llm,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "off"])
-def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch):
-    """Sampled, so that texts differ from those the stubs know; raw logits come from a forward without any cache."""
+def test_every_place_that_is_verified(
+    kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch
+):
+    """Sampled, so that texts differ from those the stubs know; raw logits come from a forward
+    without any cache."""
     llm = drafting_llm(kind, model, texts, max_num_seqs=3)
     decide, checked = llm.engine._decide, []
 
@@ -264,9 +315,14 @@ def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tok
                     with torch.no_grad():
                         raw = model(torch.tensor([request.token_ids + path])).logits[0, -1]
                     text = request.token_ids + path
-                    prompt, output = text[: request.num_prompt_tokens], text[request.num_prompt_tokens :]
+                    prompt, output = (
+                        text[: request.num_prompt_tokens],
+                        text[request.num_prompt_tokens :],
+                    )
                     expected = reference(raw, request.params, prompt, output, bad)
-                    torch.testing.assert_close(processed[row, place], expected, rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(
+                        processed[row, place], expected, rtol=1e-3, atol=1e-3
+                    )
                     checked.append(place)
             return verify_and_sample(processed, *others)
 
@@ -284,9 +340,14 @@ def test_every_place_that_is_verified(kind, model, drafting_llm, texts, byte_tok
 def test_a_row_does_not_depend_on_its_neighbours(kind, model, drafting_llm):
     prompts, params = mixed(seed=3)
     alone = drafting_llm(kind, model, max_num_seqs=1)
-    expected = [ids_of(alone.generate(*each, False))[0] for each in zip(prompts, params, strict=True)]
+    expected = [
+        ids_of(alone.generate(*each, False))[0] for each in zip(prompts, params, strict=True)
+    ]
     for rows in (2, 5):
-        assert ids_of(drafting_llm(kind, model, max_num_seqs=rows).generate(prompts, params, False)) == expected
+        assert (
+            ids_of(drafting_llm(kind, model, max_num_seqs=rows).generate(prompts, params, False))
+            == expected
+        )
 
 
 JOINT = [
@@ -302,7 +363,7 @@ JOINT_CASES += [(kind, i) for kind in ("sampled", "fake") for i in range(3)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "setting"), JOINT_CASES)
-def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):  # noqa: F811
+def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):
     samples = 600
     params = SamplingParams(**{"temperature": 1.0, **JOINT[setting]}, max_tokens=WRITTEN, n=samples)
     rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000, "tokenizer": None}
@@ -312,7 +373,7 @@ def test_joint_of_the_first_four_tokens(kind, setting, small, drafting_llm):  # 
     assert (llm.get_metrics().num_accepted_tokens > 40) == (kind != "off")
 
 
-def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):  # noqa: F811
+def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, monkeypatch):
     """The power of the test above."""
 
     def blind(counts, paths, device):
@@ -325,13 +386,17 @@ def test_penalties_that_do_not_count_drafts_are_noticed(small, drafting_llm, mon
 
 def processed_joint(model, params) -> torch.Tensor:
     """The target's own probability of every text of four tokens, with the plain reference."""
-    return exact_joint(model, params, lambda logits, text: reference(logits, params, SMALL_PROMPT, text))
+    return exact_joint(
+        model, params, lambda logits, text: reference(logits, params, SMALL_PROMPT, text)
+    )
 
 
 # ---------------------------------------------------------------------- what cannot be honoured
 
 
-def test_a_place_without_any_token_is_reached_only_if_the_text_goes_there(model, drafting_llm, byte_tokenizer):
+def test_a_place_without_any_token_is_reached_only_if_the_text_goes_there(
+    model, drafting_llm, byte_tokenizer
+):
     a, b = byte_tokenizer("ab").input_ids
     settings = dict(temperature=0, max_tokens=12, allowed_token_ids=[a, b], bad_words=["bb", "ba"])
     prompt, text = [5, 6, 7], [a] * 12
@@ -344,10 +409,15 @@ def test_a_place_without_any_token_is_reached_only_if_the_text_goes_there(model,
     for kind in ("off", "right"):  # a b | nothing: at the same token with drafting and without
         llm = drafting_llm(kind, model, {tuple(prompt): [a, b, b, b, b]})
         heading = SamplingParams(**settings, logit_bias={b: 50.0}, min_tokens=2)
-        with pytest.raises(DraftsmithError, match="after 1 tokens of output allowed_token_ids and bad_words and min_"):
+        with pytest.raises(
+            DraftsmithError,
+            match="after 1 tokens of output allowed_token_ids and bad_words and min_",
+        ):
             llm.generate({"prompt_token_ids": prompt}, heading, False)
         ending = SamplingParams(**settings, logit_bias={b: 50.0}, stop_token_ids=[b])
-        (output,) = llm.generate({"prompt_token_ids": prompt}, ending, False)  # the text ends before it
+        (output,) = llm.generate(
+            {"prompt_token_ids": prompt}, ending, False
+        )  # the text ends before it
         assert output.outputs[0].token_ids == [b]
 
 
@@ -356,7 +426,12 @@ def test_nothing_is_drawn_after_a_dead_end():
     proposal = Proposal(torch.tensor([[2, 1, 2]]), [3])
     process_logits(torch.randn(1, 4, V), proposal, [request])
     assert request.processors.dead_ends == {(2, 1)}
-    for tokens, left in ([[2, 1, 30], [2, 1]], [[2, 1, 2, 1], [2, 1]], [[2, 2], [2, 2]], [[1], [1]]):
+    for tokens, left in (
+        [[2, 1, 30], [2, 1]],
+        [[2, 1, 2, 1], [2, 1]],
+        [[2, 2], [2, 2]],
+        [[1], [1]],
+    ):
         request.processors.dead_ends = {(2, 1)}
         kept = Kept(list(range(len(tokens) - 1)), tokens)
         cut_at_dead_ends([request], [kept])
@@ -369,7 +444,10 @@ def test_what_this_model_cannot_honour_is_named(model, drafting_llm):
         (dict(logit_bias={94: 1.0}), r"prompt 0: logit_bias \[94\] go beyond 0..93"),
         (dict(allowed_token_ids=[1, 95]), r"allowed_token_ids \[95\]"),
         (dict(logprobs=95), "logprobs=95, but the vocabulary has 94 tokens"),
-        (dict(bad_words=["a b"]), "bad_words are written with token ids"),  # the blank is beyond this vocabulary
+        (
+            dict(bad_words=["a b"]),
+            "bad_words are written with token ids",
+        ),  # the blank is beyond this vocabulary
     ]:
         with pytest.raises(ConfigError, match=message):
             llm.generate({"prompt_token_ids": [1]}, SamplingParams(**wrong), False)

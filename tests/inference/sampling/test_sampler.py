@@ -68,7 +68,8 @@ def test_filters_match_the_reference(filters, spread):
 
 def test_temperature_acts_before_the_filters_and_min_p_before_top_p():
     p = torch.tensor([0.4, 0.3, 0.2, 0.1])
-    # top-p 0.55 needs two tokens; once min-p has dropped the last two, the first is 0.4 / 0.7 of the rest
+    # top-p 0.55 needs two tokens; once min-p has dropped the last two, the first is 0.4 / 0.7 of
+    # the rest
     assert probabilities(p.log(), SamplingParams(top_p=0.55)).count_nonzero() == 2
     assert probabilities(p.log(), SamplingParams(top_p=0.55, min_p=0.6)).count_nonzero() == 1
     # at temperature 0.3 the first two hold nearly all of the mass
@@ -96,7 +97,9 @@ def test_top_p_after_top_k_keeps_what_a_sort_of_the_whole_vocabulary_keeps(claim
     if claimed:
         request.getfixturevalue("claimed_gpu")
         device = "cuda"
-    logits = torch.randint(-3, 4, (200, 40), generator=torch.Generator().manual_seed(3)) / 2.0  # few values, many ties
+    logits = (
+        torch.randint(-3, 4, (200, 40), generator=torch.Generator().manual_seed(3)) / 2.0
+    )  # few values, many ties
     for top_k in (1, 2, 5, 39):
         for top_p in (0.05, 0.5, 0.9, 1 - 1e-9):
             first = probabilities(logits, SamplingParams(min_p=min_p, top_k=top_k))
@@ -105,7 +108,9 @@ def test_top_p_after_top_k_keeps_what_a_sort_of_the_whole_vocabulary_keeps(claim
             kept = before < top_p * falling.sum(-1, keepdim=True) - 1e-12
             floor = falling.masked_fill(~kept, 2.0).amin(-1, keepdim=True).float()
             expected = first * (first >= floor)
-            found = probabilities(logits.to(device), SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p)).cpu()
+            found = probabilities(
+                logits.to(device), SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p)
+            ).cpu()
             assert torch.equal(found > 0, expected > 0)
             torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))
 

@@ -26,7 +26,11 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "maxLength": 6, "pattern": "^[a-z]+$"},
         "ok": {"type": "boolean"},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "sizes": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "maxItems": 3,
+        },
     },
     "required": ["name", "ok", "sizes"],
     "additionalProperties": False,
@@ -63,8 +67,14 @@ def valid(text: str) -> bool:
 CASES = [
     (JSON, valid),
     (StructuredOutputsParams(json=json.dumps(SCHEMA), whitespace_pattern="[ ]?"), valid),
-    (StructuredOutputsParams(regex="(ab|c){2,4}x?"), lambda text: re.fullmatch("(ab|c){2,4}x?", text)),
-    (StructuredOutputsParams(choice=["yes", "yesterday", "no"]), lambda text: text in ("yes", "yesterday", "no")),
+    (
+        StructuredOutputsParams(regex="(ab|c){2,4}x?"),
+        lambda text: re.fullmatch("(ab|c){2,4}x?", text),
+    ),
+    (
+        StructuredOutputsParams(choice=["yes", "yesterday", "no"]),
+        lambda text: text in ("yes", "yesterday", "no"),
+    ),
     (
         StructuredOutputsParams(grammar='start: "1" ("+" start)? | "(" "1" ")"'),
         lambda text: re.fullmatch(r"(1\+)*(1|\(1\))", text),
@@ -75,26 +85,37 @@ CASES = [
     ),
 ]
 PROMPTS = [{"prompt_token_ids": [60 + i, 61, 62, 60 + i]} for i in range(len(CASES))]
-BIAS = {EOS: 2.0, **dict.fromkeys((29, 59), 8.0)}  # '>' and ']' too: a random model would go on for long
+BIAS = {
+    EOS: 2.0,
+    **dict.fromkeys((29, 59), 8.0),
+}  # '>' and ']' too: a random model would go on for long
 
 
 def params_of(**options) -> list[SamplingParams]:
     return [
-        SamplingParams(**{"max_tokens": 90, "logit_bias": BIAS, **options}, structured_outputs=params)
+        SamplingParams(
+            **{"max_tokens": 90, "logit_bias": BIAS, **options}, structured_outputs=params
+        )
         for params, _ in CASES
     ]
 
 
 @pytest.fixture(scope="module")
 def greedy(model, drafting_llm):
-    return ids_of(drafting_llm("off", model, max_num_seqs=1).generate(PROMPTS, params_of(temperature=0), False))
+    return ids_of(
+        drafting_llm("off", model, max_num_seqs=1).generate(
+            PROMPTS, params_of(temperature=0), False
+        )
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_greedy_output_is_the_same_whoever_drafts(kind, rows, model, drafting_llm, greedy):
-    texts = {tuple(prompt["prompt_token_ids"]): ids for prompt, ids in zip(PROMPTS, greedy, strict=True)}
+    texts = {
+        tuple(prompt["prompt_token_ids"]): ids for prompt, ids in zip(PROMPTS, greedy, strict=True)
+    }
     llm = drafting_llm(kind, model, texts, max_num_seqs=rows)
     outputs = llm.generate(PROMPTS, params_of(temperature=0), False)
     assert ids_of(outputs) == greedy
@@ -125,14 +146,20 @@ def test_sampled_output_fits_and_does_not_depend_on_neighbours(kind, model, draf
     assert finished > 12
 
 
-def test_a_head_whose_logits_are_masked_too_is_accepted_more_often(model, drafting_llm, monkeypatch):
+def test_a_head_whose_logits_are_masked_too_is_accepted_more_often(
+    model, drafting_llm, monkeypatch
+):
     accepted = []
     for masked in (True, False):
         llm = drafting_llm("fake", model)
         with monkeypatch.context() as patch:
             if not masked:
                 patch.setattr(head, "process_chain_logits", lambda logits, *others: logits)
-            llm.generate([PROMPTS[0]] * 4, SamplingParams(seed=1, max_tokens=80, structured_outputs=JSON), False)
+            llm.generate(
+                [PROMPTS[0]] * 4,
+                SamplingParams(seed=1, max_tokens=80, structured_outputs=JSON),
+                False,
+            )
         accepted.append(llm.get_metrics().num_accepted_tokens)
     assert accepted[0] > 3 * accepted[1]
 
@@ -153,7 +180,9 @@ class Violating(Proposer):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 4}], ids=str)
-def test_forbidden_drafts_are_rejected_and_leave_the_state_as_it_was(options, model, drafting_llm, grammars, greedy):
+def test_forbidden_drafts_are_rejected_and_leave_the_state_as_it_was(
+    options, model, drafting_llm, grammars, greedy
+):
     llm = drafting_llm("off", model)
     llm.engine.rows.proposer = llm.engine.proposer = Violating(greedy[0])
     llm.engine.rows.cache.max_len += 4
@@ -192,7 +221,9 @@ def test_masks_along_the_paths_of_a_tree(grammars, byte_tokenizer):
         paths = [ids(text) for text in tree]
         for order in (paths, paths[::-1]):
             masks = matcher.masks([1, 2, *ids(committed)], order)
-            for text, mask in zip([byte_tokenizer.decode(path) for path in order], masks, strict=True):
+            for text, mask in zip(
+                [byte_tokenizer.decode(path) for path in order], masks, strict=True
+            ):
                 if begins(committed + text):
                     assert torch.equal(mask, fresh(committed + text)), (committed, text)
                 else:
@@ -208,7 +239,10 @@ def begins(text: str) -> bool:
 
 
 def test_the_end_is_allowed_where_the_grammar_is_complete(grammars, byte_tokenizer):
-    (a, b), matcher = byte_tokenizer("ab").input_ids, grammars.matcher(StructuredOutputsParams(regex="ab?"), 0)
+    (a, b), matcher = (
+        byte_tokenizer("ab").input_ids,
+        grammars.matcher(StructuredOutputsParams(regex="ab?"), 0),
+    )
     masks = matcher.masks([], [[], [a], [a, b]])
     assert [mask.nonzero().flatten().tolist() for mask in masks] == [[a], [b, EOS], [EOS]]
     assert matcher.masks([a, EOS], [[]]) == [None]  # an end that was ignored
@@ -216,17 +250,26 @@ def test_the_end_is_allowed_where_the_grammar_is_complete(grammars, byte_tokeniz
 
 def test_text_after_an_ignored_end_is_free(model, drafting_llm):
     params = SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, structured_outputs=StructuredOutputsParams(choice=["no"])
+        temperature=0,
+        max_tokens=12,
+        ignore_eos=True,
+        structured_outputs=StructuredOutputsParams(choice=["no"]),
     )
-    texts = [ids_of(drafting_llm(kind, model).generate(PROMPTS[0], params, False))[0] for kind in ("off", "fake")]
+    texts = [
+        ids_of(drafting_llm(kind, model).generate(PROMPTS[0], params, False))[0]
+        for kind in ("off", "fake")
+    ]
     assert texts[0] == texts[1] and texts[0][2] == EOS and len(texts[0]) == 12
 
 
 @pytest.mark.slow
 def test_the_distribution_within_a_grammar_is_the_targets(model, drafting_llm, byte_tokenizer):
-    """χ² of whole responses: p of each token is that of the tokens its grammar allows, and no more."""
+    """χ² of whole responses: p of each token is that of the tokens its grammar allows, and no
+    more."""
     choices = ["a", "ab", "abc", "b", "bcab", "bcb", "c", "ca", "cab", "cac", "cc", "acb"]
-    params = SamplingParams(n=1000, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=choices))
+    params = SamplingParams(
+        n=1000, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=choices)
+    )
     expected = torch.tensor([exact(model, byte_tokenizer, choices, text) for text in choices])
     assert abs(float(expected.sum()) - 1) < 1e-5
     for kind in ("sampled", "fake"):
@@ -239,7 +282,8 @@ def test_the_distribution_within_a_grammar_is_the_targets(model, drafting_llm, b
 
 
 def exact(model, tokenizer, choices, text) -> float:
-    """The target's probability of a choice, each token among those that some choice goes on with."""
+    """The target's probability of a choice, each token among those that some choice goes on
+    with."""
     probability = 1.0
     for i in range(len(text) + 1):
         nexts = {(c[i] if i < len(c) else "") for c in choices if c.startswith(text[:i])}
@@ -278,9 +322,17 @@ def test_wrong_parameters_are_refused(wrong, message):
 
 @pytest.mark.parametrize(
     "wrong",
-    [dict(regex="a("), dict(json='{"type": 3}'), dict(json="{"), dict(grammar="start: foo"), dict(grammar="?")],
+    [
+        dict(regex="a("),
+        dict(json='{"type": 3}'),
+        dict(json="{"),
+        dict(grammar="start: foo"),
+        dict(grammar="?"),
+    ],
 )
-def test_a_grammar_that_cannot_be_compiled_is_named_before_anything_runs(wrong, model, drafting_llm):
+def test_a_grammar_that_cannot_be_compiled_is_named_before_anything_runs(
+    wrong, model, drafting_llm
+):
     llm = drafting_llm("off", model)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**wrong))
     with pytest.raises(ConfigError, match=rf"prompt 1: structured_outputs\.{next(iter(wrong))}: "):

@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by its DevTools protocol over a pipe: what a person would see and do."""
+"""A headless Chromium, driven by its DevTools protocol over a pipe: what a person would see and
+do."""
 
 from __future__ import annotations
 
@@ -11,10 +12,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-FLAGS = ("--headless=new", "--window-size=1400,1000", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-extensions",
-         "--remote-debugging-pipe")  # fmt: skip
+BINARY = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
+FLAGS = (
+    "--headless=new",
+    "--window-size=1400,1000",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--remote-debugging-pipe",
+)
 
 
 class Chromium:
@@ -25,8 +38,19 @@ class Chromium:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         shell = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-        command = ["bash", "-c", shell, "chromium", BINARY, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL)
+        command = [
+            "bash",
+            "-c",
+            shell,
+            "chromium",
+            BINARY,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL
+        )
         os.close(to_read)
         os.close(to_write)
         self._number, self._rest, self._session, self.messages = 0, b"", None, []
@@ -39,14 +63,21 @@ class Chromium:
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
         session = {} if self._session is None else {"sessionId": self._session}
-        os.write(self._write, json.dumps({"id": self._number, "method": method, "params": params} | session).encode())
+        os.write(
+            self._write,
+            json.dumps({"id": self._number, "method": method, "params": params} | session).encode(),
+        )
         os.write(self._write, b"\0")
         while True:
             message = self._next()
             if message.get("id") == self._number:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
-            if message.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+            if message.get("method") in (
+                "Runtime.consoleAPICalled",
+                "Runtime.exceptionThrown",
+                "Log.entryAdded",
+            ):
                 self.messages.append(json.dumps(message["params"]))
 
     def _next(self) -> dict[str, Any]:
@@ -58,7 +89,9 @@ class Chromium:
         return json.loads(message)
 
     def evaluate(self, expression: str) -> Any:
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -78,19 +111,36 @@ class Chromium:
         """`modifiers`: 2 is control, 8 shift."""
         for kind in ("keyDown", "keyUp"):
             more = {"text": text} if text and kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code,
-                      modifiers=modifiers, **more)  # fmt: skip
+            self.send(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                modifiers=modifiers,
+                **more,
+            )
 
     def write(self, text: str) -> None:
         self.send("Input.insertText", text=text)
 
-    def look(self, width: int, height: int = 900, *, dark: bool = False, path: Path | None = None) -> None:
+    def look(
+        self, width: int, height: int = 900, *, dark: bool = False, path: Path | None = None
+    ) -> None:
         """Sets the window, and keeps a picture of it."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=scheme)
         if path is not None:
-            path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+            path.write_bytes(
+                base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
+            )
 
     def close(self) -> None:
         self._session = None

@@ -1,4 +1,5 @@
-"""The servers and clients of vLLM's guides, module and model names changed: flags of today and of older versions."""
+"""The servers and clients of vLLM's guides, module and model names changed: flags of today and of
+older versions."""
 
 from __future__ import annotations
 
@@ -44,9 +45,13 @@ CLIENT = """python -m inference.bench \
     --random-output-len 300 \
     --request-rate 0.1 \
     --trust-remote-code"""
-PAIRS = {"draft model": (SERVER, str(TARGET)), "ngram": (f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]")}
+PAIRS = {
+    "draft model": (SERVER, str(TARGET)),
+    "ngram": (f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]"),
+}
 TODAY = (
-    "python -m inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1 --gpu_memory_utilization 0.8 "
+    "python -m inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1"
+    " --gpu_memory_utilization 0.8 "
     """--speculative_config '{"model": "DRAFTER", "num_speculative_tokens": 5}'"""
 )
 
@@ -83,8 +88,8 @@ def server(command: list[str], log: list[str]):
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_server_and_its_client(pair, tmp_path):
-    """As the guide has them; the client's lengths are beyond this model's context, which is said at once, and shorter
-    ones are measured."""
+    """As the guide has them; the client's lengths are beyond this model's context, which is said at
+    once, and shorter ones are measured."""
     line, drafter = PAIRS[pair]
     log: list[str] = []
     with server(words(line, drafter), log) as port:
@@ -115,11 +120,18 @@ def test_the_server_of_today_s_guide():
 
 def test_older_flags_are_shown_as_today_s(caplog):
     flags = ServeFlags()
-    older = {"speculative_model": "[ngram]", "num_speculative_tokens": 5, "ngram_prompt_lookup_max": 3}
+    older = {
+        "speculative_model": "[ngram]",
+        "num_speculative_tokens": 5,
+        "ngram_prompt_lookup_max": 3,
+    }
     config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
     with caplog.at_level(logging.WARNING):
         assert speculative_config(flags, older) == config
-    assert '--speculative-config \'{"method": "ngram"' in caplog.text and "--ngram-prompt-lookup-max" in caplog.text
+    assert (
+        '--speculative-config \'{"method": "ngram"' in caplog.text
+        and "--ngram-prompt-lookup-max" in caplog.text
+    )
     today = ServeFlags(speculative_config=config)
     with pytest.raises(ConfigError, match="older flags"):
         speculative_config(today, older)
@@ -134,8 +146,12 @@ def test_a_device_that_torch_does_not_know():
 
 @pytest.mark.parametrize("context", [None, 151])
 def test_random_lengths_within_the_context(context):
-    options = BenchOptions(dataset_name="random", random_input_len=100, random_prefix_len=1, output_len=50)
+    options = BenchOptions(
+        dataset_name="random", random_input_len=100, random_prefix_len=1, output_len=50
+    )
     require_room(options, context)
-    require_room(BenchOptions(dataset_name="custom", dataset_path="x.jsonl", random_input_len=9999), context)
+    require_room(
+        BenchOptions(dataset_name="custom", dataset_path="x.jsonl", random_input_len=9999), context
+    )
     with pytest.raises(ConfigError, match="context of 150"):
         require_room(options, 150)

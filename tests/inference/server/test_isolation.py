@@ -1,4 +1,5 @@
-"""A step that fails for one request is a step like any other for those beside it, whatever part of it fails."""
+"""A step that fails for one request is a step like any other for those beside it, whatever part of
+it fails."""
 
 from __future__ import annotations
 
@@ -19,8 +20,14 @@ def model(tiny_model):
 
 
 def requests_of(llm, temperature=1.0):
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=25, logprobs=1) for i in range(len(PROMPTS))]
-    return [llm.submit(Prompt(None, ids), each).requests[0] for ids, each in zip(PROMPTS, params, strict=True)]
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=25, logprobs=1)
+        for i in range(len(PROMPTS))
+    ]
+    return [
+        llm.submit(Prompt(None, ids), each).requests[0]
+        for ids, each in zip(PROMPTS, params, strict=True)
+    ]
 
 
 def run(llm, requests):
@@ -80,7 +87,9 @@ def break_prefill(llm, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breaks", [break_proposing, break_deciding, break_committing, break_prefill])
+@pytest.mark.parametrize(
+    "breaks", [break_proposing, break_deciding, break_committing, break_prefill]
+)
 @pytest.mark.parametrize("kind", ["fake", "ngram", "dynamic"])
 def test_only_the_one_that_fails_is_ended(drafting_llm, model, kind, breaks):
     expected = requests_of(calm := drafting_llm(kind, model, max_num_seqs=3))

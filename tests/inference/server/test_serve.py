@@ -17,36 +17,62 @@ from speculators.export import export_drafter
 from train.cli import app
 
 GUIDE = (
-    "--host 0.0.0.0 --port 8000 --model facebook/opt-6.7b --seed 42 -tp 1 --gpu_memory_utilization 0.8 "
+    "--host 0.0.0.0 --port 8000 --model facebook/opt-6.7b --seed 42 -tp 1 --gpu_memory_utilization"
+    " 0.8 "
     """--speculative_config '{"model": "facebook/opt-125m", "num_speculative_tokens": 5}'"""
 )
 OLDER = (
-    "--model=target --dtype float16 --tensor-parallel-size 1 --trust-remote-code --device cpu --block-size 64 "
-    "--speculative-model [ngram] --use-v2-block-manager --num-speculative-tokens 5 --ngram-prompt-lookup-max 3"
+    "--model=target --dtype float16 --tensor-parallel-size 1 --trust-remote-code --device cpu"
+    " --block-size 64 --speculative-model [ngram] --use-v2-block-manager --num-speculative-tokens 5"
+    " --ngram-prompt-lookup-max 3"
 )
 
 
 def test_the_guide_s_command():
     flags, others = read_flags(shlex.split(GUIDE))
-    assert (flags.model, flags.port, flags.seed, flags.tensor_parallel_size) == ("facebook/opt-6.7b", 8000, 42, 1)
+    assert (flags.model, flags.port, flags.seed, flags.tensor_parallel_size) == (
+        "facebook/opt-6.7b",
+        8000,
+        42,
+        1,
+    )
     assert flags.speculative_config == {"model": "facebook/opt-125m", "num_speculative_tokens": 5}
     assert others == {"gpu_memory_utilization": 0.8}
 
 
 def test_flags_of_older_versions():
     flags, others = read_flags(shlex.split(OLDER))
-    assert (flags.model, flags.dtype, flags.device, flags.trust_remote_code) == ("target", "float16", "cpu", True)
+    assert (flags.model, flags.dtype, flags.device, flags.trust_remote_code) == (
+        "target",
+        "float16",
+        "cpu",
+        True,
+    )
     assert others == {
-        "block_size": 64, "speculative_model": "[ngram]", "use_v2_block_manager": True, "num_speculative_tokens": 5,
+        "block_size": 64,
+        "speculative_model": "[ngram]",
+        "use_v2_block_manager": True,
+        "num_speculative_tokens": 5,
         "ngram_prompt_lookup_max": 3,
-    }  # fmt: skip
+    }
 
 
 def test_the_model_may_come_first():
     flags, others = read_flags(
-        ["target", "--no-enable-prefix-caching", "--no-async-scheduling", "--served-model-name", "a", "b"]
+        [
+            "target",
+            "--no-enable-prefix-caching",
+            "--no-async-scheduling",
+            "--served-model-name",
+            "a",
+            "b",
+        ]
     )
-    assert flags.model == "target" and flags.enable_prefix_caching is False and others == {"async_scheduling": False}
+    assert (
+        flags.model == "target"
+        and flags.enable_prefix_caching is False
+        and others == {"async_scheduling": False}
+    )
     assert flags.served_model_name == ("a", "b")
     flags, others = read_flags(["--port", "1", "--block-size", "64", "target"])
     assert flags.model == "target" and others == {"block_size": 64}
@@ -67,7 +93,9 @@ def test_wrong_flags(line, named):
         read_flags(shlex.split(line))
 
 
-@pytest.mark.parametrize("line, named", [("--max-n 0", "--max-n"), ("--chat-template nowhere.jinja", "nowhere.jinja")])
+@pytest.mark.parametrize(
+    "line, named", [("--max-n 0", "--max-n"), ("--chat-template nowhere.jinja", "nowhere.jinja")]
+)
 def test_wrong_values(line, named):
     with pytest.raises(ConfigError, match=named):
         read_flags(["a", *shlex.split(line)])
@@ -75,7 +103,9 @@ def test_wrong_values(line, named):
 
 def test_keys_and_templates(monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
-    flags, _ = read_flags(["a", "--api-key", "x", "y", "--chat-template", str(tmp_path / "t.jinja")])
+    flags, _ = read_flags(
+        ["a", "--api-key", "x", "y", "--chat-template", str(tmp_path / "t.jinja")]
+    )
     assert (flags.api_key, flags.chat_template) == (("x", "y"), "{{ messages }}")
     monkeypatch.setenv("DRAFTSMITH_API_KEY", "z")
     flags, _ = read_flags(["a", "--chat-template", "{{ 1 }}"])
@@ -102,25 +132,49 @@ class TestVLLM:
         return command[3:], {} if at is None else json.loads(command[at + 1])
 
     def test_everything_else_is_handed_on(self):
-        command, drafting = self.command("target -tp 4 --gpu_memory_utilization=0.8 --nnodes 2 --api-key k")
+        command, drafting = self.command(
+            "target -tp 4 --gpu_memory_utilization=0.8 --nnodes 2 --api-key k"
+        )
         assert command[:2] == ["--model", "target"] and drafting == {}
-        assert command[2:] == ["-tp", "4", "--gpu-memory-utilization=0.8", "--nnodes", "2", "--api-key", "k"]
+        assert command[2:] == [
+            "-tp",
+            "4",
+            "--gpu-memory-utilization=0.8",
+            "--nnodes",
+            "2",
+            "--api-key",
+            "k",
+        ]
 
     def test_the_method_is_read_from_the_drafter(self, tiny_model, tiny_eagle3, tmp_path):
         model = tiny_model("qwen3")
         model.save_pretrained(tmp_path / "target")
         export_drafter(tiny_eagle3(model, (1, 2)), tmp_path / "head", dtype=torch.float32)
         given = json.dumps(
-            {"model": str(tmp_path / "head"), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+            {
+                "model": str(tmp_path / "head"),
+                "num_speculative_tokens": 3,
+                "draft_tensor_parallel_size": 1,
+            }
         )
         _, drafting = self.command(f"{tmp_path / 'target'} --speculative_config '{given}'")
         assert drafting == json.loads(given) | {"method": "eagle3"}
 
     def test_words_of_ours_become_theirs(self):
-        given = {"method": "mlp", "model": "x", "num_speculative_tokens": 2, "rejection_sample_method": "token"}
+        given = {
+            "method": "mlp",
+            "model": "x",
+            "num_speculative_tokens": 2,
+            "rejection_sample_method": "token",
+        }
         _, drafting = self.command(f"target --speculative-config '{json.dumps(given)}'")
-        assert drafting == given | {"method": "mlp_speculator", "rejection_sample_method": "standard"}
-        _, drafting = self.command("""target -sc '{"method": "dflash2", "model": "x", "num_speculative_tokens": 2}'""")
+        assert drafting == given | {
+            "method": "mlp_speculator",
+            "rejection_sample_method": "standard",
+        }
+        _, drafting = self.command(
+            """target -sc '{"method": "dflash2", "model": "x", "num_speculative_tokens": 2}'"""
+        )
         assert drafting["method"] == "dflash"
         _, drafting = self.command(OLDER)
         assert drafting == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
@@ -149,9 +203,16 @@ class TestVLLM:
 
 
 def test_compiling_is_asked_for_as_in_vllm():
-    flags, others = read_flags(["a", "--no-enforce-eager", "--compilation-config", "3", "--warm-up-limit", "60"])
+    flags, others = read_flags(
+        ["a", "--no-enforce-eager", "--compilation-config", "3", "--warm-up-limit", "60"]
+    )
     assert flags.enforce_eager is False and flags.compilation_config == 3 and not others
-    assert {"enforce_eager", "compilation_config"} <= set(LLM_OPTIONS) and flags.warm_up_limit_s == 60
-    assert read_flags(["a", "--enforce-eager"])[0].enforce_eager is True and read_flags(["a"])[0].enforce_eager is None
+    assert {"enforce_eager", "compilation_config"} <= set(
+        LLM_OPTIONS
+    ) and flags.warm_up_limit_s == 60
+    assert (
+        read_flags(["a", "--enforce-eager"])[0].enforce_eager is True
+        and read_flags(["a"])[0].enforce_eager is None
+    )
     with pytest.raises(ConfigError, match="compilation-config .*JSON object"):
         read_flags(["a", "--compilation-config", "[]"])

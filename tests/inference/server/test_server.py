@@ -1,4 +1,5 @@
-"""The server through OpenAI's own client: every answer is what the offline runtime writes, in OpenAI's shape."""
+"""The server through OpenAI's own client: every answer is what the offline runtime writes, in
+OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from inference import SamplingParams
 from inference.entrypoints.prompts import chat_prompts
 from inference.metrics import acceptance_length
 
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why is the sky blue?"},
+]
 LIMITS = ("unsaid", None, 0, 1, 9)  # num_speculative_tokens of a request
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
@@ -48,7 +52,9 @@ def client(url):
 
 
 def text_of(offline, prompt, **params) -> str:
-    (output,) = offline.generate(prompt, SamplingParams(**{"temperature": 0, "max_tokens": 16, **params}), False)
+    (output,) = offline.generate(
+        prompt, SamplingParams(**{"temperature": 0, "max_tokens": 16, **params}), False
+    )
     return output.outputs[0].text
 
 
@@ -73,23 +79,35 @@ def test_the_guide_s_client(url, offline):
         )
         if stream:
             chunks = list(completion)
-            assert {c.object for c in chunks} == {"text_completion"} and len({c.id for c in chunks}) == 1
+            assert {c.object for c in chunks} == {"text_completion"} and len(
+                {c.id for c in chunks}
+            ) == 1
             assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
             assert chunks[-1].choices[0].finish_reason in ("stop", "length")
         else:
             assert completion.usage.prompt_tokens == len("The future of AI is")
-            assert completion.usage.completion_tokens == 16 and completion.choices[0].finish_reason == "length"
+            assert (
+                completion.usage.completion_tokens == 16
+                and completion.choices[0].finish_reason == "length"
+            )
     greedy = client.completions.create(model=model, prompt="The future of AI is", temperature=0)
     assert greedy.choices[0].text == text_of(offline, "The future of AI is")
 
 
 def test_a_streaming_chat(client, offline, byte_tokenizer):
-    (prompt,) = chat_prompts(CHAT, byte_tokenizer, {"chat_template": TEMPLATE, "add_generation_prompt": True})
+    (prompt,) = chat_prompts(
+        CHAT, byte_tokenizer, {"chat_template": TEMPLATE, "add_generation_prompt": True}
+    )
     expected = text_of(offline, {"prompt_token_ids": prompt.token_ids}, max_tokens=24)
     asked = dict(model="tiny", messages=CHAT, temperature=0, max_completion_tokens=24)
     whole = client.chat.completions.create(**asked)
-    assert whole.choices[0].message.content == expected and whole.choices[0].message.role == "assistant"
-    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert (
+        whole.choices[0].message.content == expected
+        and whole.choices[0].message.role == "assistant"
+    )
+    *chunks, last = client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
     assert "".join(c.choices[0].delta.content for c in chunks) == expected
     assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert [c.choices[0].finish_reason for c in chunks[-2:]] == [None, "length"] and len(chunks) > 3
@@ -100,14 +118,21 @@ def test_a_streaming_chat(client, offline, byte_tokenizer):
 def test_prompts_in_every_shape(client, offline, byte_tokenizer):
     ids = [byte_tokenizer(text).input_ids for text in ("first", "second one")]
     texts = [text_of(offline, {"prompt_token_ids": each}) for each in ids]
-    for prompt, expected in (("first", texts[:1]), (ids[0], texts[:1]), (["first", "second one"], texts), (ids, texts)):
+    for prompt, expected in (
+        ("first", texts[:1]),
+        (ids[0], texts[:1]),
+        (["first", "second one"], texts),
+        (ids, texts),
+    ):
         answer = client.completions.create(model="tiny", prompt=prompt, temperature=0, n=2)
         assert [c.index for c in answer.choices] == list(range(2 * len(expected)))
         assert [c.text for c in answer.choices] == [text for text in expected for _ in range(2)]
         assert answer.usage.prompt_tokens == sum(map(len, ids[: len(expected)]))
         assert answer.usage.completion_tokens == 32 * len(expected)
         pieces = [""] * len(answer.choices)
-        for chunk in client.completions.create(model="tiny", prompt=prompt, temperature=0, n=2, stream=True):
+        for chunk in client.completions.create(
+            model="tiny", prompt=prompt, temperature=0, n=2, stream=True
+        ):
             pieces[chunk.choices[0].index] += chunk.choices[0].text
         assert pieces == [c.text for c in answer.choices]
 
@@ -122,18 +147,25 @@ def test_echo_and_logprobs(client, offline, stream):
     parts = client.completions.create(**asked, stream=stream)
     choices = [each.choices[0] for each in (parts if stream else [parts])]
     logprobs = [each.logprobs for each in choices if each.logprobs]
-    joined = {name: [x for each in logprobs for x in getattr(each, name)] for name in ("tokens", "token_logprobs")}
+    joined = {
+        name: [x for each in logprobs for x in getattr(each, name)]
+        for name in ("tokens", "token_logprobs")
+    }
     tokens = output.prompt_token_ids + output.outputs[0].token_ids
     assert len(joined["tokens"]) == len(tokens) == 10 and joined["token_logprobs"][0] is None
     expected = [each[token].logprob for token, each in zip(tokens[1:], entries[1:], strict=True)]
     assert joined["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
     assert "".join(each.text for each in choices) == "once" + output.outputs[0].text
     assert logprobs[0].text_offset[:5] == [0, 1, 2, 3, 4]
-    assert all(1 <= len(top) <= 3 for each in logprobs for top in each.top_logprobs if top is not None)
+    assert all(
+        1 <= len(top) <= 3 for each in logprobs for top in each.top_logprobs if top is not None
+    )
 
 
 def test_the_prompt_alone(client):
-    answer = client.completions.create(model="tiny", prompt="abc", max_tokens=0, echo=True, logprobs=0)
+    answer = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=0, echo=True, logprobs=0
+    )
     assert answer.choices[0].text == "abc" and len(answer.choices[0].logprobs.tokens) == 3
     assert answer.usage.completion_tokens == 0
 
@@ -146,7 +178,9 @@ def test_chat_logprobs(client):
     assert len(content) == 5 and all(len(each.top_logprobs) == 3 for each in content)
     for each in content:
         assert each.logprob == each.top_logprobs[0].logprob  # greedy: the most probable one
-        assert len(each.bytes) == 1 or each.token.startswith("<")  # one token per byte, whatever it decodes to
+        assert len(each.bytes) == 1 or each.token.startswith(
+            "<"
+        )  # one token per byte, whatever it decodes to
         best = [other.logprob for other in each.top_logprobs]
         assert best == sorted(best, reverse=True)
 
@@ -155,10 +189,26 @@ def test_chat_logprobs(client):
     "extra",
     [
         {"top_k": 3, "min_p": 0.05, "repetition_penalty": 1.3, "seed": 5, "temperature": 0.9},
-        {"ignore_eos": True, "min_tokens": 8, "stop_token_ids": [101, 32], "include_stop_str_in_output": True},
-        {"allowed_token_ids": [97, 98, 99], "seed": 2, "temperature": 1.0, "frequency_penalty": 0.5},
+        {
+            "ignore_eos": True,
+            "min_tokens": 8,
+            "stop_token_ids": [101, 32],
+            "include_stop_str_in_output": True,
+        },
+        {
+            "allowed_token_ids": [97, 98, 99],
+            "seed": 2,
+            "temperature": 1.0,
+            "frequency_penalty": 0.5,
+        },
         {"logit_bias": {"120": 50}, "bad_words": ["xx"]},
-        {"skip_special_tokens": False, "presence_penalty": 1.0, "top_p": 0.8, "seed": 9, "temperature": 0.7},
+        {
+            "skip_special_tokens": False,
+            "presence_penalty": 1.0,
+            "top_p": 0.8,
+            "seed": 9,
+            "temperature": 0.7,
+        },
     ],
 )
 def test_parameters_of_vllm(client, drafting_llm, model, extra):
@@ -176,73 +226,130 @@ def test_stop_strings(client, offline, byte_tokenizer):
     stop = whole[20:23]
     asked = dict(model="tiny", prompt="stop here", max_tokens=40, stop=[stop], extra_body=letters)
     answer = client.completions.create(**asked)
-    assert answer.choices[0].text == whole[: whole.find(stop)] and answer.choices[0].finish_reason == "stop"
+    assert (
+        answer.choices[0].text == whole[: whole.find(stop)]
+        and answer.choices[0].finish_reason == "stop"
+    )
     assert answer.choices[0].stop_reason == stop
     chunks = client.completions.create(**asked, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.find(stop)]
 
 
 def test_answers_that_follow_a_schema(client):
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     answer = client.chat.completions.create(
-        model="tiny", messages=CHAT, max_tokens=40, seed=3,
-        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
-    )  # fmt: skip
+        model="tiny",
+        messages=CHAT,
+        max_tokens=40,
+        seed=3,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema},
+        },
+    )
     text = answer.choices[0].message.content
-    assert text.startswith("{") and (answer.choices[0].finish_reason == "length" or set(json.loads(text)) == {"ok"})
+    assert text.startswith("{") and (
+        answer.choices[0].finish_reason == "length" or set(json.loads(text)) == {"ok"}
+    )
     chosen = client.completions.create(
-        model="tiny", prompt="?", max_tokens=9, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+        model="tiny",
+        prompt="?",
+        max_tokens=9,
+        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
     )
     assert chosen.choices[0].text in ("yes", "no")
 
 
 def test_what_the_chat_template_is_given(url):
     """Tools, calls with their arguments as objects, texts in parts, and options of its own."""
-    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+    }
     asked = {
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ],
-        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
+        "tools": [
+            {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+        ],
         "chat_template_kwargs": {"shout": True},
     }
     tokens = httpx2.post(f"{url}/tokenize", json=asked).json()["tokens"]
     text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert text == "<tool>weather</tool><s>user:a\nb</s><s>assistant:[weather Bern]</s><s>assistant:!"
+    assert (
+        text == "<tool>weather</tool><s>user:a\nb</s><s>assistant:[weather Bern]</s><s>assistant:!"
+    )
     asked |= {"tool_choice": "none", "max_tokens": 1, "return_token_ids": True}
     answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
-    assert len(answer["prompt_token_ids"]) < len(tokens) and len(answer["choices"][0]["token_ids"]) == 1
-    continued = {"messages": [{"role": "assistant", "content": "So"}], "continue_final_message": True}
+    assert (
+        len(answer["prompt_token_ids"]) < len(tokens)
+        and len(answer["choices"][0]["token_ids"]) == 1
+    )
+    continued = {
+        "messages": [{"role": "assistant", "content": "So"}],
+        "continue_final_message": True,
+    }
     tokens = httpx2.post(f"{url}/tokenize", json=continued).json()["tokens"]
-    assert httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"].endswith("assistant:So")
+    assert (
+        httpx2.post(f"{url}/detokenize", json={"tokens": tokens})
+        .json()["prompt"]
+        .endswith("assistant:So")
+    )
 
 
 def test_tokens_and_state(url, client):
     answer = httpx2.post(f"{url}/tokenize", json={"prompt": "añ", "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
     assert answer["max_model_len"] == 256
-    assert httpx2.post(f"{url}/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "añ"}
-    assert httpx2.get(f"{url}/health").status_code == 200 and httpx2.get(f"{url}/version").json()["version"]
+    assert httpx2.post(f"{url}/detokenize", json={"tokens": answer["tokens"]}).json() == {
+        "prompt": "añ"
+    }
+    assert (
+        httpx2.get(f"{url}/health").status_code == 200
+        and httpx2.get(f"{url}/version").json()["version"]
+    )
     assert client.models.list().data[0].max_model_len == 256
 
 
 def test_acceptance_of_a_response(client):
-    """In vLLM's fields, when asked for; not for several responses, whose rounds nobody could tell apart."""
+    """In vLLM's fields, when asked for; not for several responses, whose rounds nobody could tell
+    apart."""
     asked = dict(model="tiny", prompt="abababababab", max_tokens=40, temperature=0)
     detailed = {"per_request_spec_decode_metrics": "detailed", "allowed_token_ids": [97, 98]}
     found = client.completions.create(**asked, extra_body=detailed).metrics["speculative_decoding"]
     histogram, accepted = found["acceptance_histogram"], found["per_step_accepted"]
     assert len(histogram) == found["num_spec_tokens"] + 1 == 4
-    assert sum(histogram) == found["num_spec_steps"] == len(accepted) == len(found["per_step_drafted"]) > 0
-    assert sum(j * count for j, count in enumerate(histogram)) == found["num_accepted_draft_tokens"] == sum(accepted)
+    assert (
+        sum(histogram)
+        == found["num_spec_steps"]
+        == len(accepted)
+        == len(found["per_step_drafted"])
+        > 0
+    )
+    assert (
+        sum(j * count for j, count in enumerate(histogram))
+        == found["num_accepted_draft_tokens"]
+        == sum(accepted)
+    )
     assert sum(found["per_step_drafted"]) == found["num_draft_tokens"]
     expected = acceptance_length(found["num_accepted_draft_tokens"], found["num_spec_steps"])
     assert found["mean_acceptance_length"] == pytest.approx(expected)
     *_, last = client.completions.create(**asked, extra_body=detailed, stream=True)
     assert last.metrics["speculative_decoding"] == found
-    summary = client.completions.create(**asked, extra_body=detailed | {"per_request_spec_decode_metrics": "summary"})
+    summary = client.completions.create(
+        **asked, extra_body=detailed | {"per_request_spec_decode_metrics": "summary"}
+    )
     assert summary.metrics["speculative_decoding"]["per_step_accepted"] is None
     assert client.completions.create(**asked).metrics is None
     assert client.completions.create(**asked, n=2, extra_body=detailed).metrics is None
@@ -276,7 +383,9 @@ def test_a_request_says_how_much_is_drafted_for_it(url, client, serving, stream)
 
 def test_metrics_agree_with_what_clients_got(url, client, serving):
     usages = [
-        client.completions.create(model="tiny", prompt="m" * length, max_tokens=20, temperature=0, n=n).usage
+        client.completions.create(
+            model="tiny", prompt="m" * length, max_tokens=20, temperature=0, n=n
+        ).usage
         for length, n in ((5, 1), (9, 2), (30, 1))
     ]
     values = {
@@ -285,17 +394,28 @@ def test_metrics_agree_with_what_clients_got(url, client, serving):
         if not line.startswith("#")
     }
     labels = 'engine="0",model_name="tiny"'
-    assert values[f"vllm:generation_tokens_total{{{labels}}}"] == sum(u.completion_tokens for u in usages) == 80
-    assert values[f"vllm:prompt_tokens_total{{{labels}}}"] == 5 + 2 * 9 + 30  # a prompt is read once per response
+    assert (
+        values[f"vllm:generation_tokens_total{{{labels}}}"]
+        == sum(u.completion_tokens for u in usages)
+        == 80
+    )
+    assert (
+        values[f"vllm:prompt_tokens_total{{{labels}}}"] == 5 + 2 * 9 + 30
+    )  # a prompt is read once per response
     success = 'vllm:request_success_total{engine="0",finished_reason="%s",model_name="tiny"}'
     assert values[success % "length"] == 4 and values[success % "stop"] == 0
     assert values[f"vllm:time_to_first_token_seconds_count{{{labels}}}"] == 4
     assert values[f"vllm:e2e_request_latency_seconds_count{{{labels}}}"] == 4
-    assert values[f"vllm:num_requests_running{{{labels}}}"] == values[f"vllm:num_requests_waiting{{{labels}}}"] == 0
+    assert (
+        values[f"vllm:num_requests_running{{{labels}}}"]
+        == values[f"vllm:num_requests_waiting{{{labels}}}"]
+        == 0
+    )
     counters = serving.server(url).llm.get_metrics()
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert values[f"vllm:spec_decode_{name}_total{{{labels}}}"] == getattr(counters, name) > 0
     places = [
-        values[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{i}"}}'] for i in range(3)
+        values[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{i}"}}']
+        for i in range(3)
     ]
     assert sum(places) == counters.num_accepted_tokens and places == sorted(places, reverse=True)

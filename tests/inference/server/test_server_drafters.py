@@ -1,5 +1,5 @@
-"""Another drafter for a running server: nobody's answer changes, nobody is dropped, and what does not fit changes
-nothing."""
+"""Another drafter for a running server: nobody's answer changes, nobody is dropped, and what does
+not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def head(path, k: int = 3) -> dict:
 
 def counters(url: str, prefix: str) -> dict[str, float]:
     lines = CLIENT.get(f"{url}/metrics").text.splitlines()
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(prefix)}
+    return {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(prefix)
+    }
 
 
 def slowly(llm):
@@ -60,7 +64,8 @@ def slowly(llm):
 
 @pytest.mark.slow
 def test_requests_in_flight_go_on(serving, drafting_llm, model, heads):
-    """Drafters come and go while eight clients are answered: every answer is the target's own, to its last token."""
+    """Drafters come and go while eight clients are answered: every answer is the target's own, to
+    its last token."""
     offline = drafting_llm("off", model)
     prompts = [f"{'tell ' * (i % 4)}{i}" for i in range(24)]
     params = SamplingParams(temperature=0, max_tokens=120)
@@ -91,7 +96,11 @@ def test_requests_in_flight_go_on(serving, drafting_llm, model, heads):
     assert texts == expected
     assert len(again) >= 4 and max(again) > 0
     by_drafter = counters(url, "draftsmith:spec_decode_num_draft_tokens_total")
-    assert sum(by_drafter.values()) == sum(counters(url, "vllm:spec_decode_num_draft_tokens_total").values()) > 0
+    assert (
+        sum(by_drafter.values())
+        == sum(counters(url, "vllm:spec_decode_num_draft_tokens_total").values())
+        > 0
+    )
     assert sum(value > 0 for value in by_drafter.values()) >= 2
     assert counters(url, "vllm:generation_tokens_total").popitem()[1] == 24 * 120
 
@@ -137,9 +146,13 @@ def test_what_cannot_be_loaded_changes_nothing(config, message, serving, draftin
     assert answer.json()["error"]["param"] == "speculative_config" and llm.engine is engine
 
 
-def test_a_drafter_of_another_target_is_refused(serving, drafting_llm, model, tiny_model, tiny_eagle3, tmp_path):
+def test_a_drafter_of_another_target_is_refused(
+    serving, drafting_llm, model, tiny_model, tiny_eagle3, tmp_path
+):
     """And leaves nothing behind in the model."""
-    other = tiny_model("qwen3", vocab_size=model.config.vocab_size, hidden_size=64, max_position_embeddings=256)
+    other = tiny_model(
+        "qwen3", vocab_size=model.config.vocab_size, hidden_size=64, max_position_embeddings=256
+    )
     export_drafter(tiny_eagle3(other, (1, 2)), tmp_path / "other", dtype=torch.float32)
     llm = drafting_llm("ngram", model)
     url = serving(llm, enable_drafter_swap=True)
@@ -152,7 +165,9 @@ def test_a_drafter_of_another_target_is_refused(serving, drafting_llm, model, ti
 
 
 def hooks_of(model) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 def test_hooks_of_former_targets_are_gone(serving, drafting_llm, model, heads):
@@ -161,7 +176,12 @@ def test_hooks_of_former_targets_are_gone(serving, drafting_llm, model, heads):
     for _ in range(3):
         for name, taps in (("a", 2), ("b", 3)):
             (card,) = swap(url, head(heads / name), name=name).json()["drafters"]
-            assert card == {"name": name, "method": "eagle3", "num_speculative_tokens": 3, "share": 1.0}
+            assert card == {
+                "name": name,
+                "method": "eagle3",
+                "num_speculative_tokens": 3,
+                "share": 1.0,
+            }
             assert hooks_of(model) == before + taps
     assert swap(url, None).json()["drafters"][0]["method"] is None and hooks_of(model) == before
 
@@ -174,10 +194,13 @@ def test_it_is_off_unless_asked_for_and_needs_the_key(serving, drafting_llm, mod
 
 @pytest.mark.slow
 def test_a_limit_of_memory_holds_for_the_new_drafter(serving, drafting_llm, model, heads):
-    """A head has keys and values of its own: requests that fitted without it and would not with it keep it out."""
+    """A head has keys and values of its own: requests that fitted without it and would not with it
+    keep it out."""
     llm = drafting_llm("off", model)
     llm.generate("x", SamplingParams(temperature=0, max_tokens=2), False)
-    per_token = llm.engine.rows.cache.bytes() // (llm.engine.rows.cache.rows * llm.engine.rows.cache.capacity)
+    per_token = llm.engine.rows.cache.bytes() // (
+        llm.engine.rows.cache.rows * llm.engine.rows.cache.capacity
+    )
     llm = slowly(drafting_llm("ngram", model, kv_cache_memory_bytes=per_token * 230))
     url = serving(llm, enable_drafter_swap=True)
     asked = {"prompt": "once", "temperature": 0, "max_tokens": 210, "stream": True}
@@ -186,7 +209,9 @@ def test_a_limit_of_memory_holds_for_the_new_drafter(serving, drafting_llm, mode
         next(lines)
         refused = swap(url, head(heads / "a"))
         rest = list(lines)
-    assert refused.status_code == 400 and "kv_cache_memory_bytes" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 400 and "kv_cache_memory_bytes" in refused.json()["error"]["message"]
+    )
     assert "data: [DONE]" in rest and '"finish_reason":"length"' in "".join(rest)
     assert swap(url, head(heads / "a")).status_code == 200
 
@@ -198,11 +223,13 @@ def compare(url: str, *drafters: dict):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_drafters_side_by_side(temperature, serving, drafting_llm, model, heads):
-    """Two heads that read different states, a matcher and no drafter share the traffic: each is counted by itself, as
-    it would be alone, and nobody's greedy answer changes."""
+    """Two heads that read different states, a matcher and no drafter share the traffic: each is
+    counted by itself, as it would be alone, and nobody's greedy answer changes."""
     url = serving(drafting_llm("ngram", model, max_num_seqs=4), enable_drafter_swap=True)
     names = {"a": head(heads / "a"), "b": head(heads / "b", 2), "matcher": NGRAM, "nobody": None}
-    answer = compare(url, *({"name": name, "speculative_config": config} for name, config in names.items()))
+    answer = compare(
+        url, *({"name": name, "speculative_config": config} for name, config in names.items())
+    )
     assert answer.status_code == 200, answer.text
     assert [card["share"] for card in answer.json()["drafters"]] == [0.25] * 4
     prompts = [f"{'tell me and ' * (3 + i % 4)}{i}" for i in range(24)]
@@ -214,7 +241,9 @@ def test_drafters_side_by_side(temperature, serving, drafting_llm, model, heads)
     }
 
     def ask(number: int) -> dict:
-        answer = CLIENT.post(f"{url}/v1/completions", json=asked | {"prompt": prompts[number], "seed": number})
+        answer = CLIENT.post(
+            f"{url}/v1/completions", json=asked | {"prompt": prompts[number], "seed": number}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -224,7 +253,9 @@ def test_drafters_side_by_side(temperature, serving, drafting_llm, model, heads)
     if temperature == 0:
         params = SamplingParams(temperature=0, max_tokens=40)
         expected = drafting_llm("off", model).generate(prompts, params, False)
-        assert [each["choices"][0]["text"] for each in answers] == [each.outputs[0].text for each in expected]
+        assert [each["choices"][0]["text"] for each in answers] == [
+            each.outputs[0].text for each in expected
+        ]
     drafted = by_drafter(url, "num_draft_tokens")
     assert set(drafted) == {"initial", "a", "b", "matcher"} and drafted["initial"] == 0
     assert all(drafted[name] > 0 for name in ("a", "b", "matcher"))
@@ -242,9 +273,15 @@ def by_drafter(url: str, name: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_side_by_side_they_draft_what_they_draft_alone(drafting_llm, model, heads, serving, byte_tokenizer):
-    """Of greedy requests every drafter accepts as much as it does on a server of its own, reused prefixes included."""
-    prompts = ["a long beginning that all of them share, and then " + text for text in "one two three four".split()] * 3
+def test_side_by_side_they_draft_what_they_draft_alone(
+    drafting_llm, model, heads, serving, byte_tokenizer
+):
+    """Of greedy requests every drafter accepts as much as it does on a server of its own, reused
+    prefixes included."""
+    prompts = [
+        "a long beginning that all of them share, and then " + text
+        for text in "one two three four".split()
+    ] * 3
     asked = {"prompt": prompts, "max_tokens": 30, "temperature": 0}
     params = SamplingParams(temperature=0, max_tokens=30)
     configs = {"a": head(heads / "a"), "b": head(heads / "b")}
@@ -258,7 +295,9 @@ def test_side_by_side_they_draft_what_they_draft_alone(drafting_llm, model, head
     owners = [split.arm(_Named(str(first + i))).name for i in range(len(prompts))]
     assert set(owners) == {"a", "b"}
     for name, config in configs.items():
-        alone = LLM(model, byte_tokenizer, speculative_config=config | {"method": "eagle3"}, max_num_seqs=3)
+        alone = LLM(
+            model, byte_tokenizer, speculative_config=config | {"method": "eagle3"}, max_num_seqs=3
+        )
         mine = [prompt for prompt, owner in zip(prompts, owners, strict=True) if owner == name]
         alone.generate(mine, params, False)
         expected = alone.get_metrics()
@@ -267,18 +306,28 @@ def test_side_by_side_they_draft_what_they_draft_alone(drafting_llm, model, head
 
 
 def test_what_was_drawn_stays_what_it_was_drawn_from(stub_proposer):
-    """Side by side, a row's drafts and q are its own drafter's; drafts that were not drawn are certain."""
+    """Side by side, a row's drafts and q are its own drafter's; drafts that were not drawn are
+    certain."""
     drawn, matched = stub_proposer("sampled", 3, 9), NgramProposer(2, 1, 2)
     split = SplitProposer([Arm("drawn", drawn), Arm("matched", matched)], 9)
     requests = [
-        Request(str(i), 0, [1, 2, 1, 2, 1], SamplingParams(seed=i), generator=make_generator(i), max_model_len=99)
+        Request(
+            str(i),
+            0,
+            [1, 2, 1, 2, 1],
+            SamplingParams(seed=i),
+            generator=make_generator(i),
+            max_model_len=99,
+        )
         for i in range(12)
     ]
     for row in range(12):
         split.reset(row)
     proposal = split.propose(requests, [3] * 12)
     names = [split.arm(request).name for request in requests]
-    assert set(names) == {"drawn", "matched"} and proposal.counts == [3 if n == "drawn" else 2 for n in names]
+    assert set(names) == {"drawn", "matched"} and proposal.counts == [
+        3 if n == "drawn" else 2 for n in names
+    ]
     for row, name in enumerate(names):
         requests[row].generator = make_generator(row)
         alone = drawn.propose([requests[row]], [3])
@@ -309,7 +358,10 @@ def test_shares():
     ("drafters", "message"),
     [
         ([{"speculative_config": NGRAM}, {"speculative_config": NGRAM}], "same name"),
-        ([{"speculative_config": None}, {"speculative_config": None, "name": "x"}], "none of them drafts"),
+        (
+            [{"speculative_config": None}, {"speculative_config": None, "name": "x"}],
+            "none of them drafts",
+        ),
         ([{"speculative_config": NGRAM}, {"speculative_config": {"method": "lookahead"}}], "trees"),
         ([{"speculative_config": NGRAM}], "drafters"),
         ([{"speculative_config": NGRAM}, {"speculative_config": None, "share": 0}], "share"),

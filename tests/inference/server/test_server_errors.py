@@ -1,4 +1,5 @@
-"""Whatever is sent, the answer has OpenAI's shape and names the field; and the server's own document is true."""
+"""Whatever is sent, the answer has OpenAI's shape and names the field; and the server's own
+document is true."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
 CLIENT = httpx2.Client(timeout=30)
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-LIMITS = {"max_n": 4, "max_output_tokens": 40, "max_prompt_tokens": 30, "max_logprobs": 5, "max_body_bytes": 5000}
+LIMITS = {
+    "max_n": 4,
+    "max_output_tokens": 40,
+    "max_prompt_tokens": 30,
+    "max_logprobs": 5,
+    "max_body_bytes": 5000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +81,20 @@ FAULTS = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+    ),
     (CHAT, {"messages": HI, "top_logprobs": 2}, None),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        CHAT,
+        {"messages": HI, "response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+    ),
     (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"messages": HI, "response_format": BAD_SCHEMA}, "response_format"),
     ("/tokenize", {"prompt": 5}, "prompt"),
@@ -103,7 +118,11 @@ def test_what_is_no_request_at_all(url):
     for content in (b"{", b"\xff\xfe", b"[" * 2000, b'{"prompt": NaN}', b"7", *surrogates):
         answer = CLIENT.post(url + COMPLETION, content=content, headers=plain)
         assert check_shape(answer, 400, answer.json()["error"]["param"])
-    check_shape(CLIENT.post(url + COMPLETION, content=b" " * 5001, headers=plain), 413, kind="RequestTooLargeError")
+    check_shape(
+        CLIENT.post(url + COMPLETION, content=b" " * 5001, headers=plain),
+        413,
+        kind="RequestTooLargeError",
+    )
     chunks = iter([b" " * 3000] * 2)  # of no announced length
     check_shape(CLIENT.post(url + COMPLETION, content=chunks, headers=plain), 413)
     check_shape(CLIENT.get(url + "/nowhere"), 404, kind="NotFoundError")
@@ -116,19 +135,31 @@ def test_keys(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model), api_key=("first", "second"))
     assert CLIENT.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/nowhere"):
-        for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"Authorization": "Bearer"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer third"},
+            {"Authorization": "first"},
+            {"Authorization": "Bearer"},
+        ):
             answer = CLIENT.get(url + path, headers=headers)
             check_shape(answer, 401, kind="AuthenticationError")
             assert answer.headers["www-authenticate"] == "Bearer"
     for key in ("first", "second"):
-        assert CLIENT.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert (
+            CLIENT.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+            == 200
+        )
     assert CLIENT.post(url + COMPLETION, json={"prompt": "x"}).status_code == 401
 
 
-def test_a_fault_of_the_server_s_own_says_nothing_of_the_request(serving, drafting_llm, model, caplog):
+def test_a_fault_of_the_server_s_own_says_nothing_of_the_request(
+    serving, drafting_llm, model, caplog
+):
     url = serving(drafting_llm("off", model))
     broken = "a message with the prompt in it: "
-    serving.server(url).parser.completion = lambda request: (_ for _ in ()).throw(KeyError(broken + request.prompt))
+    serving.server(url).parser.completion = lambda request: (_ for _ in ()).throw(
+        KeyError(broken + request.prompt)
+    )
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "topsecret"})
     check_shape(answer, 500, kind="InternalServerError")
     assert "KeyError" in caplog.text and "topsecret" not in caplog.text + answer.text
@@ -141,9 +172,16 @@ def test_logs_hold_counts_and_no_texts(serving, drafting_llm, model, caplog):
         caplog.clear()
         url = serving(drafting_llm("ngram", model), enable_log_requests=wanted)
         for stream in (False, True):
-            assert CLIENT.post(url + COMPLETION, json={"prompt": "topsecret", "stream": stream}).status_code == 200
+            assert (
+                CLIENT.post(
+                    url + COMPLETION, json={"prompt": "topsecret", "stream": stream}
+                ).status_code
+                == 200
+            )
         engine, end = serving.server(url).engine, time.monotonic() + 10
-        while engine.in_flight and time.monotonic() < end:  # a stream's client knows of its end first
+        while (
+            engine.in_flight and time.monotonic() < end
+        ):  # a stream's client knows of its end first
             time.sleep(0.01)
         assert "topsecret" not in caplog.text
         lines = [each for each in caplog.messages if "9 prompt tokens, 16 written" in each]
@@ -164,20 +202,32 @@ CHECKS = [
 
 @pytest.mark.slow
 def test_the_document_is_true(serving, drafting_llm, model):
-    """Generated requests, right and wrong: no 5xx, no hang, nothing that the document does not say."""
+    """Generated requests, right and wrong: no 5xx, no hang, nothing that the document does not
+    say."""
     url = serving(drafting_llm("ngram", model), **LIMITS | {"request_timeout_s": 20})
     before = CLIENT.post(url + COMPLETION, json={"prompt": "x", "temperature": 0}).json()["choices"]
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operations = [each.ok() for each in schema.get_all_operations()]
-    assert {each.path for each in operations} >= {COMPLETION, CHAT, "/tokenize", "/detokenize", "/metrics", "/health"}
+    assert {each.path for each in operations} >= {
+        COMPLETION,
+        CHAT,
+        "/tokenize",
+        "/detokenize",
+        "/metrics",
+        "/health",
+    }
     sent: Counter[str] = Counter()
     for operation in operations:
         examples = EXAMPLES if operation.method == "post" else 2
 
         @settings(
-            max_examples=examples, deadline=None, database=None, derandomize=True,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+            max_examples=examples,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
         def run(case):
             sent[case.operation.path] += 1
             case.call_and_validate(checks=CHECKS, timeout=25)

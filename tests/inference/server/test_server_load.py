@@ -1,4 +1,5 @@
-"""Many clients at a time: nobody's answer depends on the others, on who hangs up, or on whose request breaks."""
+"""Many clients at a time: nobody's answer depends on the others, on who hangs up, or on whose
+request breaks."""
 
 from __future__ import annotations
 
@@ -37,12 +38,16 @@ def mixed(count: int) -> list[dict]:
         {"temperature": 0.7, "top_k": 20, "min_p": 0.01, "frequency_penalty": 0.3},
     ]
     texts = [f"{'request ' * (i % 5)}{i}" for i in range(count)]
-    own = [{"prompt": text, "max_tokens": 8 + i % 29} | kinds[i % 3] for i, text in enumerate(texts)]
+    own = [
+        {"prompt": text, "max_tokens": 8 + i % 29} | kinds[i % 3] for i, text in enumerate(texts)
+    ]
     return [each | ({} if each["temperature"] == 0 else {"seed": i}) for i, each in enumerate(own)]
 
 
 def offline_texts(llm, requests) -> list[str]:
-    params = [SamplingParams(**{k: v for k, v in each.items() if k != "prompt"}) for each in requests]
+    params = [
+        SamplingParams(**{k: v for k, v in each.items() if k != "prompt"}) for each in requests
+    ]
     outputs = llm.generate([each["prompt"] for each in requests], params, False)
     return [output.outputs[0].text for output in outputs]
 
@@ -91,13 +96,18 @@ def wait_until(holds, seconds: float = 10.0) -> None:
 
 def idle(serving, url) -> bool:
     server = serving.server(url)
-    return not server.llm.engine.has_unfinished and server.engine.in_flight == 0 and not server.engine._active
+    return (
+        not server.llm.engine.has_unfinished
+        and server.engine.in_flight == 0
+        and not server.engine._active
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fake", "ngram"])
 def test_32_at_a_time(serving, drafting_llm, model, kind):
-    """Greedy answers are those of the target alone, and seeds mean what they mean offline; ten hang up meanwhile."""
+    """Greedy answers are those of the target alone, and seeds mean what they mean offline; ten hang
+    up meanwhile."""
     requests = mixed(32)
     url = serving(drafting_llm(kind, model, max_num_seqs=6), max_num_queued_reqs=64)
     leaving = [LONG | {"prompt": f"leaving {i}", "stream": i % 2 == 0} for i in range(10)]
@@ -113,14 +123,18 @@ def test_32_at_a_time(serving, drafting_llm, model, kind):
     wait_until(lambda: idle(serving, url))
     metrics = CLIENT.get(f"{url}/metrics").text
     finished = re.search(
-        r'request_success_total\{engine="0",finished_reason="length",model_name="tiny"\} (\d+)', metrics
+        r'request_success_total\{engine="0",finished_reason="length",model_name="tiny"\} (\d+)',
+        metrics,
     )
-    assert finished is not None and 32 <= int(finished[1]) < 42  # an answer may end before its reader has gone
+    assert (
+        finished is not None and 32 <= int(finished[1]) < 42
+    )  # an answer may end before its reader has gone
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_gives_its_row_back(serving, drafting_llm, model, stream):
-    """Before the next round: the engine's thread is held up while the client goes, and let go for one round."""
+    """Before the next round: the engine's thread is held up while the client goes, and let go for
+    one round."""
     url = serving(drafting_llm("off", model, max_num_seqs=1))
     server = serving.server(url)
     engine, go_on, rounds = server.llm.engine, threading.Event(), []
@@ -152,7 +166,10 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
         refused = CLIENT.post(f"{url}/v1/completions", json=asked)
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
         assert int(refused.headers["Retry-After"]) >= 1
-        assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0' in CLIENT.get(f"{url}/metrics").text
+        assert (
+            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0'
+            in CLIENT.get(f"{url}/metrics").text
+        )
         assert [answer.result().status_code for answer in answers] == [200, 200]
     assert CLIENT.post(f"{url}/v1/completions", json=asked).status_code == 200
     rejected = 'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 1.0'
@@ -174,11 +191,18 @@ def test_no_request_takes_longer_than_allowed(serving, drafting_llm, model, stre
     assert error["type"] == "TimeoutError" and "0.2 s" in error["message"]
     wait_until(lambda: idle(serving, url))
     engine.step = step
-    assert CLIENT.post(f"{url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 2}).status_code == 200
+    assert (
+        CLIENT.post(
+            f"{url}/v1/completions", json=LONG | {"stream": False, "max_tokens": 2}
+        ).status_code
+        == 200
+    )
 
 
 def events_of(answer):
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line and line != "data: [DONE]"]
+    return [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line and line != "data: [DONE]"
+    ]
 
 
 class Breaking(NgramProposer):
@@ -187,12 +211,16 @@ class Breaking(NgramProposer):
     def propose(self, requests, limits):
         for request in requests:
             if request.token_ids[0] == self.poison and len(request.output_token_ids) > 4:
-                raise RuntimeError("a message that quotes a " + "".join(["s", "e", "c", "r", "e", "t"]))
+                raise RuntimeError(
+                    "a message that quotes a " + "".join(["s", "e", "c", "r", "e", "t"])
+                )
         return super().propose(requests, limits)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_breaks_does_not_touch_the_others(serving, drafting_llm, model, byte_tokenizer, caplog, stream):
+def test_a_request_that_breaks_does_not_touch_the_others(
+    serving, drafting_llm, model, byte_tokenizer, caplog, stream
+):
     proposer = Breaking(3, 1, 3)
     (proposer.poison,) = byte_tokenizer("!").input_ids
     url = serving(make_llm(model, tokenizer=byte_tokenizer, proposer=proposer, max_num_seqs=4))
@@ -219,11 +247,15 @@ def saved(model, byte_tokenizer, tmp_path_factory):
 
 
 def test_a_server_that_goes_tells_its_clients(serving, drafting_llm, model):
-    """Once their time is up: whoever waits gets an error that can be read, and nobody new is taken."""
+    """Once their time is up: whoever waits gets an error that can be read, and nobody new is
+    taken."""
     url = serving(drafting_llm("off", model, max_num_seqs=1))
     server = serving.server(url)
     with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(CLIENT.post, f"{url}/v1/completions", json=LONG | {"stream": s}) for s in (True, False)]
+        answers = [
+            pool.submit(CLIENT.post, f"{url}/v1/completions", json=LONG | {"stream": s})
+            for s in (True, False)
+        ]
         wait_until(lambda: len(server.engine._active) == 2)
         server.engine.drain(0)
         streamed, whole = (answer.result() for answer in answers)
@@ -234,12 +266,22 @@ def test_a_server_that_goes_tells_its_clients(serving, drafting_llm, model):
 
 @pytest.mark.slow
 def test_sigterm(saved):
-    """What runs is finished, and the process ends well. The command is the one that guides start vLLM with."""
+    """What runs is finished, and the process ends well. The command is the one that guides start
+    vLLM with."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     drafting = {"method": "ngram", "num_speculative_tokens": 3}
-    command = ["-m", "inference.server", "--host", "127.0.0.1", "--port", str(port), "--model", saved]
+    command = [
+        "-m",
+        "inference.server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--model",
+        saved,
+    ]
     command += ["--seed", "42", "-tp", "1", "--gpu_memory_utilization", "0.8"]
     command += ["--speculative_config", json.dumps(drafting)]
     process = Forked(command)

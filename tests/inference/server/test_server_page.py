@@ -7,7 +7,9 @@ import pytest
 
 from tests.inference.server.chromium import BINARY, Chromium
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on this machine")
+pytestmark = pytest.mark.skipif(
+    BINARY is None, reason="no chromium or google-chrome on this machine"
+)
 
 PROMPT = "again and again <script>document.title='run'</script><b>bold</b> and again"
 OUTPUT = "document.getElementById('output')"
@@ -30,7 +32,9 @@ def model(tiny_model, byte_tokenizer):
 
 def ask(browser, prompt: str, max_tokens: int = 60) -> None:
     """Types and sends it."""
-    browser.evaluate("document.getElementById('prompt').value = ''; document.getElementById('prompt').focus()")
+    browser.evaluate(
+        "document.getElementById('prompt').value = ''; document.getElementById('prompt').focus()"
+    )
     browser.evaluate(f"document.getElementById('max_tokens').value = {max_tokens}")
     browser.write(prompt)
     browser.press("Enter", 13, modifiers=2)
@@ -51,28 +55,47 @@ def spans(browser) -> list[dict]:
 
 
 def test_a_completion_with_its_drafts(browser, serving, drafting_llm, model):
-    """What is shown is what the server writes: accepted drafts coloured by position, the target's own plain, what was
-    rejected struck through; and the figures are those of the server's counters."""
+    """What is shown is what the server writes: accepted drafts coloured by position, the target's
+    own plain, what was rejected struck through; and the figures are those of the server's
+    counters."""
     url = serving(drafting_llm("ngram", model, num_speculative_tokens=4))
     browser.open(f"{url}/")
     ask(browser, "again and again and again")
     assert browser.evaluate(DONE)
     shown = spans(browser)
-    plain = {"model": "tiny", "prompt": "again and again and again", "max_tokens": 60, "temperature": 0}
-    written = httpx2.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0]["text"]
+    plain = {
+        "model": "tiny",
+        "prompt": "again and again and again",
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    written = httpx2.post(f"{url}/v1/completions", json=plain, timeout=60).json()["choices"][0][
+        "text"
+    ]
     assert "".join(each["text"] for each in shown if not each["gone"]) == written
     accepted = [each for each in shown if each["position"] is not None and not each["gone"]]
-    own, gone = [each for each in shown if each["position"] is None], [each for each in shown if each["gone"]]
+    own, gone = (
+        [each for each in shown if each["position"] is None],
+        [each for each in shown if each["gone"]],
+    )
     assert accepted and own and gone
     assert {each["colour"] for each in own} == {"rgba(0, 0, 0, 0)"}
     assert {each["title"] for each in own} == {"the target's own"}
     colours = {each["position"]: each["colour"] for each in accepted}
-    assert len(set(colours.values())) == len(colours) > 1 and "rgba(0, 0, 0, 0)" not in colours.values()
+    assert (
+        len(set(colours.values())) == len(colours) > 1
+        and "rgba(0, 0, 0, 0)" not in colours.values()
+    )
     assert {each["colour"] for each in accepted if each["position"] == "1"} == {colours["1"]}
     assert {each["line"] for each in gone} == {"line-through"}
-    drafts, taken = (counted(url, f"vllm:spec_decode_{name}_total") for name in ("num_drafts", "num_accepted_tokens"))
+    drafts, taken = (
+        counted(url, f"vllm:spec_decode_{name}_total")
+        for name in ("num_drafts", "num_accepted_tokens")
+    )
     tau = browser.evaluate("document.getElementById('tau').textContent")
-    assert tau == f"{1 + taken / drafts:.2f}" and len(accepted) == taken / 2  # two responses were written, alike
+    assert (
+        tau == f"{1 + taken / drafts:.2f}" and len(accepted) == taken / 2
+    )  # two responses were written, alike
     assert float(browser.evaluate("document.getElementById('speed').textContent")) > 0
     assert not browser.messages
 
@@ -84,7 +107,10 @@ def test_rejected_drafts_can_be_hidden(browser, serving, drafting_llm, model):
     assert browser.evaluate(visible) > 0
     browser.evaluate("document.getElementById('rejected').focus()")
     browser.press(" ", 32, text=" ")
-    assert browser.evaluate(visible) == 0 and browser.evaluate(f"{OUTPUT}.querySelectorAll('del').length") > 0
+    assert (
+        browser.evaluate(visible) == 0
+        and browser.evaluate(f"{OUTPUT}.querySelectorAll('del').length") > 0
+    )
 
 
 def test_the_same_text_without_drafting(browser, serving, drafting_llm, model):
@@ -107,9 +133,13 @@ def test_text_is_shown_and_never_run(browser, serving, drafting_llm, model):
     browser.open(f"{url}/")
     ask(browser, PROMPT)
     assert browser.evaluate(DONE)
-    names = browser.evaluate(f"[...new Set([...{OUTPUT}.querySelectorAll('*')].map(e => e.tagName))].sort()")
+    names = browser.evaluate(
+        f"[...new Set([...{OUTPUT}.querySelectorAll('*')].map(e => e.tagName))].sort()"
+    )
     assert set(names) <= {"SPAN", "DEL"} and "DEL" in names
-    gone = browser.evaluate(f"[...{OUTPUT}.querySelectorAll('del')].map(e => e.textContent).join('')")
+    gone = browser.evaluate(
+        f"[...{OUTPUT}.querySelectorAll('del')].map(e => e.textContent).join('')"
+    )
     assert "<im" in gone and browser.evaluate("document.title") == "Draftsmith"
     assert browser.evaluate("document.getElementById('prompt').value") == PROMPT
     refused = "fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')"
@@ -133,32 +163,47 @@ def test_with_a_key(browser, serving, drafting_llm, model):
 
 
 def test_by_keyboard_alone(browser, serving, drafting_llm, model):
-    """Tab goes through every control in its order, the button works with the space bar, escape stops."""
+    """Tab goes through every control in its order, the button works with the space bar, escape
+    stops."""
     browser.open(f"{serving(drafting_llm('ngram', model))}/")
     browser.evaluate("document.getElementById('prompt').focus()")
     order = []
     for _ in range(8):
         order.append(browser.evaluate("document.activeElement.id"))
         browser.press("Tab", 9)
-    assert order == ["prompt", "temperature", "max_tokens", "key", "go", "chat", "drafting", "rejected"]
+    assert order == [
+        "prompt",
+        "temperature",
+        "max_tokens",
+        "key",
+        "go",
+        "chat",
+        "drafting",
+        "rejected",
+    ]
     assert browser.evaluate("document.activeElement.id") == "output"
     labels = "[...document.querySelectorAll('input, textarea')].every(e => e.labels.length === 1)"
     assert browser.evaluate(labels)
     browser.evaluate(
-        "document.getElementById('prompt').value = 'long'; document.getElementById('max_tokens').value = 240"
+        "document.getElementById('prompt').value = 'long';"
+        " document.getElementById('max_tokens').value = 240"
     )
     browser.evaluate("document.getElementById('go').focus()")
     browser.press(" ", 32, text=" ")
     browser.wait(f"{OUTPUT}.children.length > 0")
     browser.press("Escape", 27)
     browser.wait("!running")
-    assert browser.evaluate("document.getElementById('status').textContent") in ("stopped", "finished: length")
+    assert browser.evaluate("document.getElementById('status').textContent") in (
+        "stopped",
+        "finished: length",
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [320, 1000])
 def test_it_can_be_read_everywhere(width, dark, browser, serving, drafting_llm, model, tmp_path):
-    """Nothing is wider than the window, and every text stands out from what is behind it (WCAG's 4.5)."""
+    """Nothing is wider than the window, and every text stands out from what is behind it (WCAG's
+    4.5)."""
     browser.open(f"{serving(drafting_llm('ngram', model, num_speculative_tokens=8))}/")
     ask(browser, "again and again and again")
     browser.look(width, dark=dark, path=tmp_path / "page.png")
@@ -183,7 +228,8 @@ CONTRASTS = """(() => {
     }
     return matchMedia('(prefers-color-scheme: dark)').matches ? [18, 18, 18] : [255, 255, 255];
   };
-  return [...document.querySelectorAll('label, button:enabled, dt, dd, span, del, small, #legend, #status')]
+  const shown = 'label, button:enabled, dt, dd, span, del, small, #legend, #status';
+  return [...document.querySelectorAll(shown)]
     .filter((e) => e.textContent.trim() && e.offsetParent)
     .map((e) => [light(read(getComputedStyle(e).color)), light(behind(e))].sort((a, b) => b - a))
     .map(([high, low]) => (high + .05) / (low + .05));

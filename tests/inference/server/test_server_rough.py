@@ -1,4 +1,5 @@
-"""Clients that are slow, odd or hostile, byte by byte: each is answered or let go, and the others do not notice."""
+"""Clients that are slow, odd or hostile, byte by byte: each is answered or let go, and the others
+do not notice."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def connect(url: str) -> socket.socket:
 
 
 def spoken(body: bytes, version: str = "1.1", *headers: str) -> bytes:
-    lines = [f"POST {PATH} HTTP/{version}", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines = [
+        f"POST {PATH} HTTP/{version}",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
 
 
@@ -75,15 +81,30 @@ def test_http_1_0_and_requests_in_one_breath(url):
 @pytest.mark.parametrize(
     "head",
     [
-        b"POST " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\n" + b"X-A: " + b"a" * 2_000_000 + b"\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(100_000)) + b"\r\n",
+        b"POST "
+        + PATH.encode()
+        + b" HTTP/1.1\r\nHost: x\r\n"
+        + b"X-A: "
+        + b"a" * 2_000_000
+        + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n"
+        + b"".join(b"X-%d: y\r\n" % i for i in range(100_000))
+        + b"\r\n",
         b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 100,
         spoken(b"{}", "1.1", "Content-Length: 5"),
         spoken(b"{}", "1.1", "Content-Length: -5"),
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
-    ids=["long header", "many headers", "long path", "TLS", "two lengths", "negative length", "no chunk"],
+    ids=[
+        "long header",
+        "many headers",
+        "long path",
+        "TLS",
+        "two lengths",
+        "negative length",
+        "no chunk",
+    ],
 )
 def test_heads_that_nobody_sends(url, head):
     expected = fine(url)
@@ -111,10 +132,19 @@ BODIES = [
     b"null",
     b'{"prompt": "x", "n": 1000000000}',
     b'{"prompt": "x", "stop": ' + json.dumps(["s"] * 1000).encode() + b"}",
-    b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
-    b'{"$ref": "#"}}}, "max_tokens": 3}',
+    (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "a",'
+        b' "schema": {"$ref": "#"}}}, "max_tokens": 3}'
+    ),
 ]
-TYPES = ["application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "a;b;=c"]
+TYPES = [
+    "application/json",
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data",
+    "",
+    "a;b;=c",
+]
 
 
 @pytest.mark.slow
@@ -126,7 +156,9 @@ def test_bodies_and_types_that_nobody_sends(url):
     for kind in TYPES:
         answer = CLIENT.post(url + PATH, content=json.dumps(GOOD), headers={"Content-Type": kind})
         assert answer.status_code in (200, 400), (kind, answer.text)
-    answer = CLIENT.post(url + PATH, content=json.dumps(GOOD), headers={"Content-Type": "text/plain"})
+    answer = CLIENT.post(
+        url + PATH, content=json.dumps(GOOD), headers={"Content-Type": "text/plain"}
+    )
     assert answer.status_code == 400 and "application/json" in answer.json()["error"]["message"]
     answer = CLIENT.post(url + PATH, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 400 and fine(url) == expected
@@ -193,10 +225,16 @@ def test_two_swaps_at_once(serving, drafting_llm, model):
     url = serving(drafting_llm("ngram", model), enable_drafter_swap=True)
     asked = GOOD | {"max_tokens": 150}
     expected = CLIENT.post(url + PATH, json=asked).json()["choices"]
-    configs = [{"method": "ngram", "num_speculative_tokens": k} for k in (1, 2, 3)] + [None, {"method": "nothing"}]
+    configs = [{"method": "ngram", "num_speculative_tokens": k} for k in (1, 2, 3)] + [
+        None,
+        {"method": "nothing"},
+    ]
     with ThreadPoolExecutor(12) as pool:
         answers = [pool.submit(CLIENT.post, url + PATH, json=asked) for _ in range(4)]
-        swaps = [pool.submit(CLIENT.post, f"{url}/drafter", json={"speculative_config": each}) for each in configs]
+        swaps = [
+            pool.submit(CLIENT.post, f"{url}/drafter", json={"speculative_config": each})
+            for each in configs
+        ]
         assert [each.result().json()["choices"] for each in answers] == [expected] * 4
     assert [each.result().status_code for each in swaps] == [200, 200, 200, 200, 400]
     assert CLIENT.post(url + PATH, json=asked).json()["choices"] == expected
@@ -207,7 +245,9 @@ class _Lost:
 
     def __init__(self, monkeypatch):
         self.gone, ones = False, torch.ones
-        monkeypatch.setattr(torch, "ones", lambda *a, **k: self.fail() if self.gone else ones(*a, **k))
+        monkeypatch.setattr(
+            torch, "ones", lambda *a, **k: self.fail() if self.gone else ones(*a, **k)
+        )
 
     def fail(self, *_, **__):
         self.gone = True
@@ -215,7 +255,8 @@ class _Lost:
 
 
 def test_a_lost_device_ends_the_engine_and_says_so(serving, drafting_llm, model, monkeypatch):
-    """No request is done again alone on a device that answers nothing; whoever watches /health is told why."""
+    """No request is done again alone on a device that answers nothing; whoever watches /health is
+    told why."""
     llm = drafting_llm("ngram", model)
     url, lost = serving(llm), _Lost(monkeypatch)
     fine(url)
@@ -225,10 +266,15 @@ def test_a_lost_device_ends_the_engine_and_says_so(serving, drafting_llm, model,
     assert answer.status_code == 500, answer.text
     for refused in (CLIENT.get(url + "/health"), CLIENT.post(url + PATH, json=GOOD)):
         assert refused.status_code == 503
-        assert "answers no more (CUDA error: device-side assert triggered)" in refused.json()["error"]["message"]
+        assert (
+            "answers no more (CUDA error: device-side assert triggered)"
+            in refused.json()["error"]["message"]
+        )
 
 
-def test_a_step_that_fails_on_a_sound_device_ends_nobody_else(serving, drafting_llm, model, monkeypatch):
+def test_a_step_that_fails_on_a_sound_device_ends_nobody_else(
+    serving, drafting_llm, model, monkeypatch
+):
     llm = drafting_llm("ngram", model)
     url, forward, left = serving(llm), llm.engine._forward, [1]
 
@@ -246,7 +292,9 @@ def test_a_step_that_fails_on_a_sound_device_ends_nobody_else(serving, drafting_
 def test_no_port_is_open_before_every_shape_is_compiled(serving, drafting_llm, model, monkeypatch):
     llm, done = drafting_llm("ngram", model), []
     monkeypatch.setattr(
-        llm, "warm_up", lambda *asked: time.sleep(0.3) or done.append(threading.current_thread().name) or 3
+        llm,
+        "warm_up",
+        lambda *asked: time.sleep(0.3) or done.append(threading.current_thread().name) or 3,
     )
     url = serving(llm)
     assert done == ["engine"] and fine(url)  # in the thread that runs the rounds

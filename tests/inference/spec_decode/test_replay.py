@@ -1,4 +1,5 @@
-"""Replay over target-written text equals the runtime: exactly on toys, by simulation on longer text."""
+"""Replay over target-written text equals the runtime: exactly on toys, by simulation on longer
+text."""
 
 import itertools
 import math
@@ -13,7 +14,8 @@ from inference.spec_decode.verification.chain_rules import verify
 
 
 class Toy:
-    """A Markov target, and a drafter whose distribution depends on its depth and on the previous token.
+    """A Markov target, and a drafter whose distribution depends on its depth and on the previous
+    token.
 
     Text starts with token 0 and ends with token `eos` (if any) or at `longest` tokens.
     """
@@ -36,10 +38,13 @@ class Toy:
             yield from self.texts((*text, token), weight * self.p[text[-1], token])
 
     def replayed(self):
-        """Expected counts of replay over text sampled from the target: rounds, per position, by accepted."""
+        """Expected counts of replay over text sampled from the target: rounds, per position, by
+        accepted."""
         total = np.zeros(1 + self.depth + self.depth + 1)
         for text, weight in self.texts():
-            accept = np.full((self.depth, len(text)), np.nan)  # what lies past the text must not be read
+            accept = np.full(
+                (self.depth, len(text)), np.nan
+            )  # what lies past the text must not be read
             for k, s in itertools.product(range(self.depth), range(len(text))):
                 if s + k + 1 < len(text):
                     before, token = text[s + k], text[s + k + 1]
@@ -48,13 +53,16 @@ class Toy:
         return total
 
     def speculated(self, text=(0,)):
-        """Expected counts of speculative decoding by the token rule, all drafts and decisions enumerated."""
+        """Expected counts of speculative decoding by the token rule, all drafts and decisions
+        enumerated."""
         if self.ended(text):
             return np.zeros(1 + self.depth + self.depth + 1)
         drafts = list(itertools.product(range(self.vocab), repeat=self.depth))
         before = [(text[-1], *draft) for draft in drafts]
         p = torch.tensor(np.stack([self.p[list(row)] for row in before]))  # [B, K+1, V]
-        q = torch.tensor(np.stack([[self.q[k, row[k]] for k in range(self.depth)] for row in before]))
+        q = torch.tensor(
+            np.stack([[self.q[k, row[k]] for k in range(self.depth)] for row in before])
+        )
         verdict = verify(p, Proposal(torch.tensor(drafts), [self.depth] * len(drafts), q), "token")
         accept, residual = verdict.accept_probs.numpy(), verdict.residual.numpy()
         total = np.zeros(1 + self.depth + self.depth + 1)
@@ -141,7 +149,9 @@ def test_every_token_but_the_first_is_drafted_or_bonus():
     result = replay(accept, 30)
     assert result.rounds + result.accepted == pytest.approx(29)
     assert sum(result.rounds_by_accepted) == pytest.approx(result.rounds)
-    assert sum(j * n for j, n in enumerate(result.rounds_by_accepted)) == pytest.approx(result.accepted)
+    assert sum(j * n for j, n in enumerate(result.rounds_by_accepted)) == pytest.approx(
+        result.accepted
+    )
 
 
 def test_texts_add_up_and_short_ones_have_no_rounds():

@@ -57,27 +57,36 @@ def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
 
 @pytest.mark.parametrize("shape", [(4, 5, 10), (8, 4, 16), (3, 6, 14)], ids=str)
 def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
-    """No number is drawn below a node that was not drafted: such a child would not be verified, and the budget that
-    is dealt out before anything is drawn would be lost with it."""
+    """No number is drawn below a node that was not drafted: such a child would not be verified, and
+    the budget that is dealt out before anything is drawn would be lost with it."""
     shape = DynamicTree(*shape)
     requests = [
-        Request(str(b), b, [1], SamplingParams(seed=b), generator=make_generator(b), max_model_len=64)
+        Request(
+            str(b), b, [1], SamplingParams(seed=b), generator=make_generator(b), max_model_len=64
+        )
         for b in range(20)
     ]
     grow = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
     generator, width = torch.Generator().manual_seed(0), 1
-    while (level := grow(2 * torch.randn(len(requests), width, 60, generator=generator))) is not None:
+    while (
+        level := grow(2 * torch.randn(len(requests), width, 60, generator=generator))
+    ) is not None:
         width = level.token_ids.shape[1]
     assert grow.proposal().counts == [sum(map(shape.draws, range(shape.depth)))] * len(requests)
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 12))
 def test_best_first_takes_the_nodes_of_highest_score(chances, budget):
-    """Marginal scores: every node has the same children; compared with sorting all of a tree of three levels."""
+    """Marginal scores: every node has the same children; compared with sorting all of a tree of
+    three levels."""
 
     def edges(node):
         path, score = node or ((), 1.0)
-        return [(score * c, ((*path, i), score * c)) for i, c in enumerate(chances)] if len(path) < 3 else []
+        return (
+            [(score * c, ((*path, i), score * c)) for i, c in enumerate(chances)]
+            if len(path) < 3
+            else []
+        )
 
     every = []
     for depth in (1, 2, 3):
@@ -87,7 +96,9 @@ def test_best_first_takes_the_nodes_of_highest_score(chances, budget):
                 score *= chances[rank]
             every.append(score)
     taken = best_first(edges, budget)
-    assert sorted((score for _, score in taken), reverse=True) == sorted(every, reverse=True)[:budget]
+    assert (
+        sorted((score for _, score in taken), reverse=True) == sorted(every, reverse=True)[:budget]
+    )
     paths = [path for path, _ in taken]
     assert all(len(path) == 1 or path[:-1] in paths[:i] for i, path in enumerate(paths))
 
@@ -98,7 +109,10 @@ def test_only_nodes_that_are_taken_are_asked_for_children():
 
     def edges(node):
         asked.append(node)
-        return [(0.5 ** (len(node or "") + 1), (node or "") + "a"), (0.1 ** (len(node or "") + 1), (node or "") + "b")]
+        return [
+            (0.5 ** (len(node or "") + 1), (node or "") + "a"),
+            (0.1 ** (len(node or "") + 1), (node or "") + "b"),
+        ]
 
     assert best_first(edges, 3) == ["a", "aa", "aaa"]
     assert asked == [None, "a", "aa", "aaa"]
@@ -111,7 +125,10 @@ def test_only_nodes_that_are_taken_are_asked_for_children():
         ({"speculative_token_tree": "[(0,)]", "speculative_eagle_topk": 2}, "give one"),
         ({"speculative_num_steps": 3}, "give speculative_eagle_topk"),
         ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, "at least a token per step"),
-        ({"method": "ngram", "model": None, "speculative_eagle_topk": 2}, "belongs to trained drafters"),
+        (
+            {"method": "ngram", "model": None, "speculative_eagle_topk": 2},
+            "belongs to trained drafters",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message):
@@ -122,7 +139,9 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 
 def test_options_make_shapes():
     base = {"method": "eagle3", "model": "somewhere"}
-    made = parse_speculative_config({**base, "num_speculative_tokens": 7, "speculative_token_tree": MEDUSA}).tree
+    made = parse_speculative_config(
+        {**base, "num_speculative_tokens": 7, "speculative_token_tree": MEDUSA}
+    ).tree
     assert made == StaticTree.parse(MEDUSA)
     grown = {"num_speculative_tokens": 12, "speculative_eagle_topk": 4, "speculative_num_steps": 5}
     assert parse_speculative_config({**base, **grown}).tree == DynamicTree(4, 5, 12)

@@ -1,4 +1,5 @@
-"""vLLM's counts in this project's terms: what it accepted past the end of a text is found, whatever it says."""
+"""vLLM's counts in this project's terms: what it accepted past the end of a text is found, whatever
+it says."""
 
 from __future__ import annotations
 
@@ -12,12 +13,15 @@ from inference.vllm_bridge.counters import committed_rounds, counted_past_end, m
 from speculators.errors import DataError
 
 K = 4
-ROUNDS = st.lists(st.none() | st.integers(0, K), min_size=1, max_size=12)  # accepted; None: nothing was proposed
+ROUNDS = st.lists(
+    st.none() | st.integers(0, K), min_size=1, max_size=12
+)  # accepted; None: nothing was proposed
 
 
 def cut(rounds: list[int | None], limit: int) -> tuple[list[int], list[int], list[int]]:
-    """A response of at most `limit` tokens: tokens of each step, drafts accepted in each round that had some, and
-    committed drafts of every round: as verification goes, one token after the other."""
+    """A response of at most `limit` tokens: tokens of each step, drafts accepted in each round that
+    had some, and committed drafts of every round: as verification goes, one token after the
+    other."""
     sizes, accepted, committed, written = [1], [], [], 1
     for drafts in rounds:
         if written >= limit:
@@ -44,11 +48,18 @@ def test_committed_drafts_follow_from_what_each_step_brought(rounds, limit) -> N
 def test_where_every_round_proposes_the_length_alone_tells(rounds, limit) -> None:
     sizes, accepted, committed = cut(rounds, limit)
     assert sizes_of(sum(sizes), accepted) == sizes
-    assert counted_past_end(sum(sizes), len(accepted), sum(accepted)) == sum(accepted) - sum(committed)
+    assert counted_past_end(sum(sizes), len(accepted), sum(accepted)) == sum(accepted) - sum(
+        committed
+    )
 
 
 def test_counts_of_another_response_are_refused() -> None:
-    for sizes, accepted in (([1, 3, 2], [1, 1]), ([1, 2], []), ([2, 1], []), ([1, 1, 1], [0, 2, 2])):
+    for sizes, accepted in (
+        ([1, 3, 2], [1, 1]),
+        ([1, 2], []),
+        ([2, 1], []),
+        ([1, 1, 1], [0, 2, 2]),
+    ):
         with pytest.raises(DataError, match="are not of one response"):
             committed_rounds(sizes, accepted)
     assert sizes_of(9, [1, 2]) is None and sizes_of(2, [1, 2]) is None

@@ -1,4 +1,5 @@
-"""vLLM started for an evaluation, up to where vLLM itself is needed: its interpreter, and what it is told."""
+"""vLLM started for an evaluation, up to where vLLM itself is needed: its interpreter, and what it
+is told."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ import torch
 
 from inference.evaluation.engines import Drafting
 from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.vllm_bridge.engine import PYTHON, VllmError, VllmOptions, Worker, speculative_config, vllm_python
+from inference.vllm_bridge.engine import (
+    PYTHON,
+    VllmError,
+    VllmOptions,
+    Worker,
+    speculative_config,
+    vllm_python,
+)
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 
-without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
+without_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +57,15 @@ def test_a_worker_that_fails_says_why_in_its_own_words() -> None:
 
 
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "mtp", "mlp", "draft_model"])
-def test_every_family_is_named_and_sampled_as_here(tiny_model, target_folder, tmp_path, family) -> None:
+def test_every_family_is_named_and_sampled_as_here(
+    tiny_model, target_folder, tmp_path, family
+) -> None:
     """vLLM guesses a method from the path, and takes the best draft, where nothing else is said."""
     cls, model = family_class(family), tiny_model("llama", vocab_size=259)
     target = FrozenTarget(model, (1, 2, 3) if family == "eagle3" else ())
-    options = cls.options.model_validate({"from_target": {"first": 1}} if family == "draft_model" else {})
+    options = cls.options.model_validate(
+        {"from_target": {"first": 1}} if family == "draft_model" else {}
+    )
     shape = options.shape(cls.config_class.model_fields, target)
     shape = {name: value for name, value in shape.items() if value is not None}
     drafter = cls(config_for_target(target, family, **shape)).attach(target)
@@ -69,9 +83,19 @@ def drafting(model: str, drafter: str | None, method: str | None) -> Drafting:
 
 def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder) -> None:
     told, needs = speculative_config(drafting(target_folder, None, "ngram"))
-    assert told == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert told == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
     assert needs == {}
-    assert speculative_config(drafting(target_folder, None, "suffix"))[0]["suffix_decoding_max_cached_requests"] == 0
+    assert (
+        speculative_config(drafting(target_folder, None, "suffix"))[0][
+            "suffix_decoding_max_cached_requests"
+        ]
+        == 0
+    )
     for drafter, method, words in (
         (None, None, "give the folder"),
         ("x", "ngram", "without one"),
@@ -83,16 +107,28 @@ def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_training_free_methods_are_evaluated_in_this_runtime(target_folder, method) -> None:
-    settings = EvaluationSettings(max_tokens=12, repeats=1, timed_prompts=1, transformers_repeats=0, lossless_prompts=1)
+    settings = EvaluationSettings(
+        max_tokens=12, repeats=1, timed_prompts=1, transformers_repeats=0, lossless_prompts=1
+    )
     prompts = {"one": [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 9, 10, 9]]}
     report = evaluate(target_folder, None, prompts, settings, method=method)
     cell = report.cell("all", 0)
     assert cell.method == method and cell.expected is None and cell.cost_model is None
     assert cell.num_drafts > 0 and report.summary["lossless_mismatches"] == 0
-    assert report.provenance.drafter_path is None and report.provenance.drafter_config["method"] == method
+    assert (
+        report.provenance.drafter_path is None
+        and report.provenance.drafter_config["method"] == method
+    )
 
 
 def test_vllm_is_asked_for_before_anything_is_measured(monkeypatch, target_folder) -> None:
     monkeypatch.setenv(PYTHON, "/nowhere/python")
     with pytest.raises(ConfigError, match="/nowhere/python"):
-        evaluate(target_folder, None, {"a": [[5, 6]]}, EvaluationSettings(), method="ngram", engine=VllmOptions())
+        evaluate(
+            target_folder,
+            None,
+            {"a": [[5, 6]]},
+            EvaluationSettings(),
+            method="ngram",
+            engine=VllmOptions(),
+        )

@@ -1,8 +1,8 @@
 """A server by its URL: what is measured over the wire is what is measured here.
 
-The server of these tests speaks the few routes of vLLM's that are used, and counts as vLLM does: drafts accepted past
-the end of a response too. What it says is this runtime's own; real vLLM's is in tests/vllm.
-"""
+The server of these tests speaks the few routes of vLLM's that are used, and counts as vLLM does:
+drafts accepted past the end of a response too. What it says is this runtime's own; real vLLM's is
+in tests/vllm."""
 
 from __future__ import annotations
 
@@ -37,30 +37,52 @@ SETTINGS = EvaluationSettings(
     lossless_prompts=0,
 )
 PROMPTS = {
-    name: [[3 + (i * i * 7 + n + seed) % 240 for i in range(n)] for n in (3, 5, 8)] for seed, name in enumerate("ab")
+    name: [[3 + (i * i * 7 + n + seed) % 240 for i in range(n)] for n in (3, 5, 8)]
+    for seed, name in enumerate("ab")
 }
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
-    """A target and a head started in closed form: some of its drafts are accepted, and some are not."""
+    """A target and a head started in closed form: some of its drafts are accepted, and some are
+    not."""
     root = tmp_path_factory.mktemp("server")
-    model = tiny_model("llama", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.1)
+    model = tiny_model(
+        "llama", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.1
+    )
     model.save_pretrained(root / "target")
     byte_tokenizer.save_pretrained(root / "target")
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
+    drafter = (
+        Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3]))
+        .attach(target)
+        .initialise_from(target)
+    )
     export_drafter(drafter, root / "head", dtype=torch.float32)
     return str(root / "target"), str(root / "head")
 
 
 class FakeVllm:
-    """`detail` of per-request metrics: none, summary or detailed. `others`: requests of others that end meanwhile.
-    `careless`: reads no top_p."""
+    """`detail` of per-request metrics: none, summary or detailed. `others`: requests of others that
+    end meanwhile. `careless`: reads no top_p."""
 
-    def __init__(self, llm: LLM, *, detail: str = "none", drafts: bool = True, others: int = 0, careless: bool = False):
-        self.llm, self.detail, self.drafts, self.others, self.careless = llm, detail, drafts, others, careless
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        detail: str = "none",
+        drafts: bool = True,
+        others: int = 0,
+        careless: bool = False,
+    ):
+        self.llm, self.detail, self.drafts, self.others, self.careless = (
+            llm,
+            detail,
+            drafts,
+            others,
+            careless,
+        )
         self.finished, self.rounds, self.lock = 0, [], threading.Lock()
 
     def complete(self, body: dict) -> dict:
@@ -71,7 +93,10 @@ class FakeVllm:
         params = SamplingParams(max_tokens=limit + K + 1, ignore_eos=True, **asked)
         with self.lock:
             output = self.llm.generate(
-                [{"prompt_token_ids": body["prompt"]}], params, use_tqdm=False, speculate=self.drafts
+                [{"prompt_token_ids": body["prompt"]}],
+                params,
+                use_tqdm=False,
+                speculate=self.drafts,
             )[0]
         accepted, written = [], 1
         for count in output.metrics.accepted_per_round:  # a round more than fits is counted whole
@@ -80,7 +105,11 @@ class FakeVllm:
                 written += count + 1
         self.finished += 1 + self.others
         self.rounds += accepted if self.drafts else []
-        answer = {"choices": [{"token_ids": output.outputs[0].token_ids[:limit], "finish_reason": "length"}]}
+        answer = {
+            "choices": [
+                {"token_ids": output.outputs[0].token_ids[:limit], "finish_reason": "length"}
+            ]
+        }
         if self.detail != "none" and self.drafts:
             block = {
                 "num_spec_steps": len(accepted),
@@ -94,10 +123,14 @@ class FakeVllm:
 
     def metrics(self) -> str:
         name = 'engine="0",model_name="m"'
-        lines = [f'vllm:request_success_total{{finished_reason="length",{name}}} {float(self.finished)}']
+        lines = [
+            f'vllm:request_success_total{{finished_reason="length",{name}}} {float(self.finished)}'
+        ]
         if self.drafts:
             lines.append(f"vllm:spec_decode_num_drafts_total{{{name}}} {float(len(self.rounds))}")
-            lines.append(f"vllm:spec_decode_num_draft_tokens_total{{{name}}} {float(K * len(self.rounds))}")
+            lines.append(
+                f"vllm:spec_decode_num_draft_tokens_total{{{name}}} {float(K * len(self.rounds))}"
+            )
             lines += [
                 f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{name},position="{k}"}} '
                 f"{float(sum(count > k for count in self.rounds))}"
@@ -127,11 +160,17 @@ def served(folders):
             def do_GET(self) -> None:
                 models = {"data": [{"id": "m", "max_model_len": 64}]}
                 routes = {"/version": {"version": "9.9"}, "/v1/models": models}
-                self.answer(fake.metrics() if self.path == "/metrics" else json.dumps(routes[self.path]))
+                self.answer(
+                    fake.metrics() if self.path == "/metrics" else json.dumps(routes[self.path])
+                )
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                assert self.path == "/v1/completions" and body["model"] == "m" and body["return_token_ids"]
+                assert (
+                    self.path == "/v1/completions"
+                    and body["model"] == "m"
+                    and body["return_token_ids"]
+                )
                 self.answer(json.dumps(fake.complete(body)))
 
             def log_message(self, *_: object) -> None: ...
@@ -153,7 +192,13 @@ def ours(folders):
 
 
 def counted(cell) -> tuple:
-    return cell.prompts, cell.output_tokens, cell.num_drafts, cell.num_draft_tokens, cell.num_accepted_tokens_per_pos
+    return (
+        cell.prompts,
+        cell.output_tokens,
+        cell.num_drafts,
+        cell.num_draft_tokens,
+        cell.num_accepted_tokens_per_pos,
+    )
 
 
 @pytest.mark.slow
@@ -193,7 +238,9 @@ def test_counters_that_others_move_are_refused(folders, served) -> None:
 def test_sampling_is_measured_only_where_the_server_does_it_right(folders, served) -> None:
     sampled = replace(SETTINGS, temperatures=(0.0, 1.0), max_tokens=6)
     with pytest.raises(ConfigError, match="what it accepts at 1 means nothing"):
-        evaluate(*folders, PROMPTS, sampled, engine=VllmServers(served(detail="detailed", careless=True)))
+        evaluate(
+            *folders, PROMPTS, sampled, engine=VllmServers(served(detail="detailed", careless=True))
+        )
     report = evaluate(*folders, PROMPTS, sampled, engine=VllmServers(served(detail="detailed")))
     assert report.cell("all", 1).num_drafts > 0
     assert report.cell("all", 1).expected is None  # how it draws its drafts is not known
@@ -208,7 +255,11 @@ def test_servers_that_cannot_be_measured_are_named(folders, served) -> None:
             {},
             "drafts 3 tokens a round, and 2 are to be measured; give -k 3",
         ),
-        (replace(SETTINGS, max_tokens=60), {}, "serves up to 64 tokens, and the longest prompt and response have 68"),
+        (
+            replace(SETTINGS, max_tokens=60),
+            {},
+            "serves up to 64 tokens, and the longest prompt and response have 68",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             evaluate(*folders, PROMPTS, settings, engine=VllmServers(served(**options)))

@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def heard(caplog):
     """What the plugin said."""
     caplog.set_level(logging.INFO, logger="vllm.draftsmith")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.draftsmith"]
+    return lambda: [
+        record.getMessage() for record in caplog.records if record.name == "vllm.draftsmith"
+    ]
 
 
 # ---------------------------------------------------------------------- what vLLM calls
@@ -44,12 +46,13 @@ def test_the_entry_points_name_functions() -> None:
 def test_without_vllm_nothing_heavy_is_imported_and_nothing_raised() -> None:
     """And what is left out is named."""
     code = (
-        "import sys; import inference.vllm_plugin as plugin\n"
-        "plugin.register(); plugin.register()\n"
-        "heavy = {'torch', 'transformers', 'speculators', 'train', 'pydantic', 'peft'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        "import sys; import inference.vllm_plugin as plugin\nplugin.register();"
+        " plugin.register()\nheavy = {'torch', 'transformers', 'speculators', 'train', 'pydantic',"
+        " 'peft'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-    hidden = "import sys; sys.modules['vllm'] = None\n"  # an environment that happens to have it is like the others
+    hidden = (  # an environment that happens to have it is like the others
+        "import sys; sys.modules['vllm'] = None\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", hidden + code],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -65,7 +68,9 @@ def test_a_change_that_fails_is_named_and_nothing_is_raised(heard) -> None:
         raise AttributeError("Runner has no propose")
 
     vllm_plugin.attempt(change)
-    assert heard() == ["Draftsmith: method 'mlp_speculator' left out: AttributeError: Runner has no propose"]
+    assert heard() == [
+        "Draftsmith: method 'mlp_speculator' left out: AttributeError: Runner has no propose"
+    ]
 
 
 def test_parameters_that_are_missing_are_named() -> None:
@@ -90,5 +95,7 @@ def test_parameters_that_are_missing_are_named() -> None:
 def test_no_more_tokens_than_heads() -> None:
     for tokens, heads in ((3, 3), (1, 3), (None, 3), (9, None)):
         require_heads(tokens, heads)
-    with pytest.raises(ValueError, match=r"num_speculative_tokens is 6.* has 3 heads .*ask for 3 or fewer"):
+    with pytest.raises(
+        ValueError, match=r"num_speculative_tokens is 6.* has 3 heads .*ask for 3 or fewer"
+    ):
         require_heads(6, 3)

@@ -19,7 +19,9 @@ def by_engine(*args, **kwargs):
 
 
 SHAPES = {"peagle": {"num_depths": 4, "mask_token_id": 1}}  # fields without a default
-SHAPES |= {family: {"block_size": 8, "mask_token_id": 1} for family in ("dflash", "dspark", "dflash2")}
+SHAPES |= {
+    family: {"block_size": 8, "mask_token_id": 1} for family in ("dflash", "dspark", "dflash2")
+}
 
 
 def config(tiny_model, family, **shape):
@@ -42,7 +44,10 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(tiny_model, fami
     assert parse_speculative_config(ways["Draftsmith"].options).method == family
     theirs = ways["vLLM"].options
     assert theirs is not None
-    if family not in ("peagle", "dflash2"):  # vLLM names another method, and reads the family from the export
+    if family not in (
+        "peagle",
+        "dflash2",
+    ):  # vLLM names another method, and reads the family from the export
         assert parse_speculative_config(read_options({}, theirs)).method == family
     assert "head" in ways["vLLM"].command and " T " in ways["vLLM"].command
 
@@ -60,11 +65,17 @@ def test_training_free_methods(method) -> None:
 
 def test_a_folder_in_another_engines_format_is_not_offered(tiny_model) -> None:
     own = config(tiny_model, "eagle3")
-    native, sglang = by_engine("eagle3", config=own), by_engine("eagle3", config=own, format="sglang")
+    native, sglang = (
+        by_engine("eagle3", config=own),
+        by_engine("eagle3", config=own, format="sglang"),
+    )
     assert native["vLLM"].options and "--format sglang" in native["SGLang"].note
     assert sglang["SGLang"].options["speculative-num-draft-tokens"] == 6
     assert "one layer too early" in sglang["vLLM"].note and sglang["vLLM"].options is None
-    assert by_engine("eagle3", folder="d", config=own, format="speculators")["vLLM"].command == "vllm serve d"
+    assert (
+        by_engine("eagle3", folder="d", config=own, format="speculators")["vLLM"].command
+        == "vllm serve d"
+    )
 
 
 def test_what_engines_do_not_serve_of_block_drafters_is_said(tiny_model) -> None:
@@ -77,9 +88,12 @@ def test_what_engines_do_not_serve_of_block_drafters_is_said(tiny_model) -> None
 
 
 def test_heads_bound_the_drafts(tiny_model) -> None:
-    assert by_engine("medusa", config=config(tiny_model, "medusa", num_heads=3), tokens=7)["vLLM"].options[
-        "num_speculative_tokens"
-    ] == 3  # fmt: skip
+    assert (
+        by_engine("medusa", config=config(tiny_model, "medusa", num_heads=3), tokens=7)[
+            "vLLM"
+        ].options["num_speculative_tokens"]
+        == 3
+    )
 
 
 def test_what_sglang_lacks_is_said(tiny_model) -> None:

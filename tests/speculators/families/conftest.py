@@ -1,4 +1,5 @@
-"""Every family of drafters, small and random: what the contract tests run over. A new family adds its cases here."""
+"""Every family of drafters, small and random: what the contract tests run over. A new family adds
+its cases here."""
 
 from __future__ import annotations
 
@@ -13,9 +14,15 @@ from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 
 OPT = {
-    "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 24,
-    "max_position_embeddings": 256, "init_std": 0.2, "dropout": 0.0,
-}  # fmt: skip
+    "hidden_size": 24,
+    "ffn_dim": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 24,
+    "max_position_embeddings": 256,
+    "init_std": 0.2,
+    "dropout": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -27,11 +34,17 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     architecture: str = "llama"
     taps: tuple[int, ...] = ()
-    noise: float = 0.3  # on every parameter; less where no norm keeps states at a size that float32 compares well at
+    # on every parameter; less where no norm keeps states at a size that float32 compares well at
+    noise: float = 0.3
 
 
 CASES: dict[str, Case] = {
-    "dflash": Case("dflash", {"num_layers": 2, "block_size": 5, "mask_token_id": 100}, {"block_size": 5}, taps=(1, 2)),
+    "dflash": Case(
+        "dflash",
+        {"num_layers": 2, "block_size": 5, "mask_token_id": 100},
+        {"block_size": 5},
+        taps=(1, 2),
+    ),
     "dflash, causal, window, reduced, qwen3": Case(
         "dflash",
         {
@@ -114,7 +127,10 @@ CASES: dict[str, Case] = {
         "draft_model", options={"from_target": [0, 1]}, architecture="gemma3", noise=0.05
     ),
     "draft_model, another architecture": Case(
-        "draft_model", options={"config": {"model_type": "opt", **OPT}}, architecture="qwen2", noise=0.1
+        "draft_model",
+        options={"config": {"model_type": "opt", **OPT}},
+        architecture="qwen2",
+        noise=0.1,
     ),
     "eagle": Case("eagle", options={"init": "pass_through"}, noise=0.12),
     "eagle, HASS, gemma3": Case(
@@ -131,12 +147,19 @@ CASES: dict[str, Case] = {
     "eagle3, two taps": Case("eagle3", {"draft_vocab_size": 40}, taps=(1, 2)),
     "eagle3, whole vocabulary, gemma3": Case("eagle3", architecture="gemma3", taps=(0, 3)),
     "eagle3, two layers": Case("eagle3", {"num_layers": 2, "draft_vocab_size": 40}, taps=(1, 2, 3)),
-    "eagle3, 3.1 fc_norm, qwen3": Case("eagle3", {"fc_norm": True, "norm_output": True}, {}, "qwen3", (1, 2, 3)),
+    "eagle3, 3.1 fc_norm, qwen3": Case(
+        "eagle3", {"fc_norm": True, "norm_output": True}, {}, "qwen3", (1, 2, 3)
+    ),
     "eagle3, 3.1 norm_before_fc": Case(
-        "eagle3", {"norm_before_fc": True, "norm_before_residual": True}, architecture="gemma3", taps=(1, 2, 3)
+        "eagle3",
+        {"norm_before_fc": True, "norm_before_residual": True},
+        architecture="gemma3",
+        taps=(1, 2, 3),
     ),
     "eagle3, window": Case("eagle3", {"draft_vocab_size": 40, "sliding_window": 4}, taps=(1, 2, 3)),
-    "eagle3, two layers, window": Case("eagle3", {"num_layers": 2, "sliding_window": 3}, {}, "qwen3", (2,)),
+    "eagle3, two layers, window": Case(
+        "eagle3", {"num_layers": 2, "sliding_window": 3}, {}, "qwen3", (2,)
+    ),
     "eagle3, qk_norm": Case("eagle3", {"qk_norm": True, "draft_vocab_size": 40}, taps=(1, 2, 3)),
     "eagle3, own embeddings, four taps": Case(
         "eagle3", {"own_embeddings": True}, {"own_embeddings": True}, "qwen3", (0, 1, 2, 3)
@@ -145,7 +168,9 @@ CASES: dict[str, Case] = {
     "medusa, two blocks, no bias": Case(
         "medusa", {"num_heads": 4, "num_layers": 2, "fc_bias": False}, architecture="qwen3"
     ),
-    "medusa, one projection": Case("medusa", {"num_heads": 3, "shared_lm_head": True}, architecture="qwen2"),
+    "medusa, one projection": Case(
+        "medusa", {"num_heads": 3, "shared_lm_head": True}, architecture="qwen2"
+    ),
     "mlp": Case("mlp", options={"unroll_steps": 3}),
     "mlp, four heads, tied, scaled, gemma3": Case(
         "mlp",
@@ -161,17 +186,28 @@ CASES: dict[str, Case] = {
         taps=(1, 2, 3),
     ),
     "peagle, window": Case(
-        "peagle", {"num_depths": 4, "mask_token_id": 100, "sliding_window": 5}, {"own_embeddings": False}, taps=(1, 2)
+        "peagle",
+        {"num_depths": 4, "mask_token_id": 100, "sliding_window": 5},
+        {"own_embeddings": False},
+        taps=(1, 2),
     ),
     "peagle, two layers, own embeddings, fc_norm": Case(
         "peagle",
-        {"num_depths": 4, "mask_token_id": 100, "num_layers": 2, "own_embeddings": True, "fc_norm": True},
+        {
+            "num_depths": 4,
+            "mask_token_id": 100,
+            "num_layers": 2,
+            "own_embeddings": True,
+            "fc_norm": True,
+        },
         {},
         "qwen3",
         (1, 2),
     ),
     "mtp": Case("mtp"),
-    "mtp, the state before the norm, qwen3": Case("mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)),
+    "mtp, the state before the norm, qwen3": Case(
+        "mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)
+    ),
     "mtp, gemma3": Case("mtp", architecture="gemma3"),
     "mtp, layer of deepseek_v3": Case("mtp", architecture="deepseek_v3"),
 }

@@ -1,8 +1,8 @@
-"""Block drafters against a plain reference, and what is theirs alone: anchors, kept chains, whole blocks.
+"""Block drafters against a plain reference, and what is theirs alone: anchors, kept chains, whole
+blocks.
 
-The reference is written from the published description, slot by slot and head by head, over the exported tensors under
-their names in the file; it shares no code with the families.
-"""
+The reference is written from the published description, slot by slot and head by head, over the
+exported tensors under their names in the file; it shares no code with the families."""
 
 from __future__ import annotations
 
@@ -26,8 +26,15 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
 from tests.speculators.families.test_contract import draft_logits, trainer
 
-WHOLE = ["dflash", "dflash, causal, window, reduced, qwen3", "dspark", "dspark, gated, fill in, reduced",
-         "dspark, rnn, no confidence, qwen3", "dspark, causal, window, gemma3", "dflash2"]  # fmt: skip
+WHOLE = [
+    "dflash",
+    "dflash, causal, window, reduced, qwen3",
+    "dspark",
+    "dspark, gated, fill in, reduced",
+    "dspark, rnn, no confidence, qwen3",
+    "dspark, causal, window, gemma3",
+    "dflash2",
+]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,7 +55,8 @@ class Reference:
         self.w, self.t, self.c = load_file(folder / "model.safetensors"), target, config
 
     def block(self, taps: Tensor, anchor_id: int, k: int) -> list[Tensor]:
-        """taps [a, n·H] of the positions before the anchor -> normed states of the predicting slots, k x [H]."""
+        """taps [a, n·H] of the positions before the anchor -> normed states of the predicting
+        slots, k x [H]."""
         c, w, a = self.c, self.w, len(taps)
         context = [rms(w["fc.weight"] @ g, w["hidden_norm.weight"], c.rms_norm_eps) for g in taps]
         Q = k + (0 if c.sample_from_anchor else 1)
@@ -57,7 +65,9 @@ class Reference:
         for layer in range(c.num_layers):
             p = f"layers.{layer}."
             u = [rms(s, w[p + "input_layernorm.weight"], c.rms_norm_eps) for s in x]
-            x = self.around(p + "attention_conv", x, u, lambda u, p=p: self.attend(p, context, u, a))
+            x = self.around(
+                p + "attention_conv", x, u, lambda u, p=p: self.attend(p, context, u, a)
+            )
             u = [rms(s, w[p + "post_attention_layernorm.weight"], c.rms_norm_eps) for s in x]
             x = self.around(p + "mlp_conv", x, u, lambda u, p=p: [self.mlp(p, s) for s in u])
         x = [rms(s, w["norm.weight"], c.rms_norm_eps) for s in x]
@@ -93,7 +103,11 @@ class Reference:
             return (w[f"{p}self_attn.{name}_proj.weight"] @ s).view(heads, d)
 
         def key(s: Tensor, position: int) -> Tensor:
-            k = rms(project("k", s, c.num_key_value_heads), w[p + "self_attn.k_norm.weight"], c.rms_norm_eps)
+            k = rms(
+                project("k", s, c.num_key_value_heads),
+                w[p + "self_attn.k_norm.weight"],
+                c.rms_norm_eps,
+            )
             return torch.stack([rotated(head, position, theta) for head in k])
 
         sources = [*context, *u]  # at positions 0 .. a - 1, a ..
@@ -101,17 +115,24 @@ class Reference:
         values = [project("v", s, c.num_key_value_heads) for s in sources]
         out = []
         for j, s in enumerate(u):
-            q = rms(project("q", s, c.num_attention_heads), w[p + "self_attn.q_norm.weight"], c.rms_norm_eps)
+            q = rms(
+                project("q", s, c.num_attention_heads),
+                w[p + "self_attn.q_norm.weight"],
+                c.rms_norm_eps,
+            )
             seen = [
-                i for i in range(len(sources))
+                i
+                for i in range(len(sources))
                 if (i < a or not c.is_causal or i <= a + j)
                 and (c.sliding_window is None or a + j - i < c.sliding_window)
-            ]  # fmt: skip
+            ]
             heads = []
             for h in range(c.num_attention_heads):
                 g = h // (c.num_attention_heads // c.num_key_value_heads)
                 turned = rotated(q[h], a + j, theta)
-                scores = torch.tensor([float(turned @ keys[i][g]) / math.sqrt(d) for i in seen]).softmax(0)
+                scores = torch.tensor(
+                    [float(turned @ keys[i][g]) / math.sqrt(d) for i in seen]
+                ).softmax(0)
                 heads.append(sum(scores[n] * values[i][g] for n, i in enumerate(seen)))
             out.append(w[p + "self_attn.o_proj.weight"] @ torch.cat(heads))
         return out
@@ -134,7 +155,9 @@ class Reference:
                     e = torch.sigmoid(w["markov_head.gate_proj.weight"] @ torch.cat([h, e])) * e
                 elif c.markov_head_type == "rnn":
                     carry = carry if len(carry) else torch.zeros(r)
-                    g, new, out = (w["markov_head.joint_proj.weight"] @ torch.cat([carry, e, h])).view(3, r)
+                    g, new, out = (
+                        w["markov_head.joint_proj.weight"] @ torch.cat([carry, e, h])
+                    ).view(3, r)
                     carry = torch.sigmoid(g) * carry + (1 - torch.sigmoid(g)) * torch.tanh(new)
                     e = torch.tanh(out)
                 logits = logits + w["markov_head.markov_w2.weight"] @ e
@@ -142,16 +165,24 @@ class Reference:
                 scores = {}
                 for token in logits.argsort(descending=True)[: c.selector_top_k].tolist():
                     s = "candidate_selector."
-                    left = w[s + "predecessor_codebook"][y] * (w[s + "hidden_projection.weight"] @ h)
-                    scores[token] = float(logits[token]) + float(left @ w[s + "successor_codebook"][token])
-                logits = torch.tensor([scores.get(token, -math.inf) for token in range(len(logits))])
+                    left = w[s + "predecessor_codebook"][y] * (
+                        w[s + "hidden_projection.weight"] @ h
+                    )
+                    scores[token] = float(logits[token]) + float(
+                        left @ w[s + "successor_codebook"][token]
+                    )
+                logits = torch.tensor(
+                    [scores.get(token, -math.inf) for token in range(len(logits))]
+                )
             found.append(logits.softmax(-1))
         return found
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @torch.no_grad()
-def test_drafts_are_those_of_a_plain_reference(name, all_cases, make_drafter, tiny_model, tmp_path) -> None:
+def test_drafts_are_those_of_a_plain_reference(
+    name, all_cases, make_drafter, tiny_model, tmp_path
+) -> None:
     """q of every draft, to 1e-4, and the tokens of a greedy chain."""
     case = all_cases[name]
     target, drafter = make_drafter(case, tiny_model(case.architecture))
@@ -175,10 +206,15 @@ def test_drafts_are_those_of_a_plain_reference(name, all_cases, make_drafter, ti
     assert (own if to_target is None else to_target[own]).tolist() == greedy
 
 
-@pytest.mark.parametrize("name", ["dspark", "dspark, gated, fill in, reduced", "dspark, causal, window, gemma3"])
+@pytest.mark.parametrize(
+    "name", ["dspark", "dspark, gated, fill in, reduced", "dspark, causal, window, gemma3"]
+)
 @torch.no_grad()
-def test_confidences_of_drafts_are_those_of_training(name, all_cases, make_drafter, tiny_model) -> None:
-    """`draft_steps` gives that of the state that `unroll` has on the same text: w·[h; W1[y]] + b, or w·h + b."""
+def test_confidences_of_drafts_are_those_of_training(
+    name, all_cases, make_drafter, tiny_model
+) -> None:
+    """`draft_steps` gives that of the state that `unroll` has on the same text: w·[h; W1[y]] + b,
+    or w·h + b."""
     case = all_cases[name]
     target, drafter = make_drafter(case, tiny_model(case.architecture))
     ids, anchor, depth = torch.randint(3, 90, (1, 16)), 6, drafter.max_depth
@@ -188,8 +224,12 @@ def test_confidences_of_drafts_are_those_of_training(name, all_cases, make_draft
     expected = []
     for step in drafter.unroll(features, depth):
         assert torch.equal(drafter.confidence(step.hidden), step.hidden[:, : len(w)] @ w + b)
-        expected.append(drafter.confidence(step.hidden)[(step.anchor_index == anchor).nonzero().item()])
-    inputs = DraftInput(RaggedCache(1, 64), 0, 1, ids[:, 1 : anchor + 2], features.taps[:, : anchor + 1], None, [7])
+        expected.append(
+            drafter.confidence(step.hidden)[(step.anchor_index == anchor).nonzero().item()]
+        )
+    inputs = DraftInput(
+        RaggedCache(1, 64), 0, 1, ids[:, 1 : anchor + 2], features.taps[:, : anchor + 1], None, [7]
+    )
     steps, found, token = drafter.freeze().draft_steps(inputs, depth), [], None
     for k in range(depth):
         found.append(steps.send(token).confidence[0])
@@ -216,15 +256,20 @@ def trained(name: str, all_cases, make_drafter, tiny_model, **options) -> Drafte
 
 
 def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny_model) -> None:
-    """The blocks of a row are drawn anew for another seed, and are the same beside other rows and in longer batches."""
+    """The blocks of a row are drawn anew for another seed, and are the same beside other rows and
+    in longer batches."""
     drafter = trained("dflash", all_cases, make_drafter, tiny_model, anchors_per_row=6)
 
     def drawn(seeds: list[int], row: int) -> list[int]:
         slots, _, kept, _ = drafter._terms(batch(seeds), 4)
         return slots[row][kept[row]].tolist()
 
-    assert drawn([7, 3], 0) == drawn([7], 0) == drawn([1, 2, 7], 2) and drawn([7], 0) != drawn([3], 0)
-    assert len(drawn([7], 0)) == 6 and min(drawn([7], 0)) >= 7  # the anchor x_{t+1} is supervised itself
+    assert drawn([7, 3], 0) == drawn([7], 0) == drawn([1, 2, 7], 2) and drawn([7], 0) != drawn(
+        [3], 0
+    )
+    assert (
+        len(drawn([7], 0)) == 6 and min(drawn([7], 0)) >= 7
+    )  # the anchor x_{t+1} is supervised itself
     assert drafter.count_terms(batch([7]), 4)[0] == 6
     drafter.eval()
     assert drafter.count_terms(batch([7]), 4)[0] == 32  # every slot with a term
@@ -241,7 +286,8 @@ def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny
 
 
 def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model) -> None:
-    """Slots of chains that were left out are dropped on the way; the states of the others do not change."""
+    """Slots of chains that were left out are dropped on the way; the states of the others do not
+    change."""
     from speculators.families import autoregressive
     from tests.speculators.families.test_contract import packed
 
@@ -266,11 +312,18 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
 @pytest.mark.parametrize("name", ["dspark", "eagle3"])
 @pytest.mark.parametrize(
     "sections",
-    [{"loss": {"e2e_tv": 1.0}}, {"loss": {"cross_entropy": 0.1, "e2e_tv": 1.0}}, {"position_weights": {"d_pace": 0.5}}],
+    [
+        {"loss": {"e2e_tv": 1.0}},
+        {"loss": {"cross_entropy": 0.1, "e2e_tv": 1.0}},
+        {"position_weights": {"d_pace": 0.5}},
+    ],
     ids=["e2e_tv", "mixed", "d_pace"],
 )
-def test_losses_of_chains_are_lowered(name, sections, all_cases, make_drafter, tiny_model, tmp_path) -> None:
-    """By training of a block family and of another; without `position_weights` e2e_tv is a share between 0 and 1."""
+def test_losses_of_chains_are_lowered(
+    name, sections, all_cases, make_drafter, tiny_model, tmp_path
+) -> None:
+    """By training of a block family and of another; without `position_weights` e2e_tv is a share
+    between 0 and 1."""
     case = all_cases[name]
     run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=25, **sections)
     losses = [record["loss"] for record in run.run().history]
@@ -289,12 +342,15 @@ def test_losses_of_chains_are_lowered(name, sections, all_cases, make_drafter, t
     ],
 )
 def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts) -> None:
-    """A recipe that says nothing of unroll_steps leaves no depth untrained that serving would accept."""
+    """A recipe that says nothing of unroll_steps leaves no depth untrained that serving would
+    accept."""
     assert family_class(family).options.model_validate(shape).unroll_steps == drafts
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "peagle"])
-def test_more_drafts_than_trained_are_refused_by_name(name, all_cases, make_drafter, tiny_model) -> None:
+def test_more_drafts_than_trained_are_refused_by_name(
+    name, all_cases, make_drafter, tiny_model
+) -> None:
     case = all_cases[name]
     model = tiny_model(case.architecture, max_position_embeddings=64)
     _, drafter = make_drafter(case, model)
@@ -302,8 +358,11 @@ def test_more_drafts_than_trained_are_refused_by_name(name, all_cases, make_draf
         make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=drafter.max_depth + 1)
 
 
-def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(all_cases, make_drafter, tiny_model) -> None:
-    """In a block that is not causal every draft depends on the number of slots: it is the same for every row."""
+def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(
+    all_cases, make_drafter, tiny_model
+) -> None:
+    """In a block that is not causal every draft depends on the number of slots: it is the same for
+    every row."""
     case = all_cases["dflash"]
     model = tiny_model(case.architecture, max_position_embeddings=64)
     model.generation_config.eos_token_id = None
@@ -313,6 +372,13 @@ def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(all_cas
 
     def accepted(prompts, lengths) -> list[list[int]]:
         params = [SamplingParams(temperature=0, max_tokens=n) for n in lengths]
-        return [list(o.metrics.accepted_per_round) for o in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            list(o.metrics.accepted_per_round)
+            for o in llm.generate(prompts, params, use_tqdm=False)
+        ]
 
-    assert accepted(prompts, [18, 18])[0] == accepted(prompts[:1], [18])[0] == accepted(prompts, [18, 3])[0]
+    assert (
+        accepted(prompts, [18, 18])[0]
+        == accepted(prompts[:1], [18])[0]
+        == accepted(prompts, [18, 3])[0]
+    )

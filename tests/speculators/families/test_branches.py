@@ -1,4 +1,5 @@
-"""Every family on rows with branches: training replays what was drafted where verification rejected it."""
+"""Every family on rows with branches: training replays what was drafted where verification rejected
+it."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ def rollout(seed: int, prompt: int, accepted: list[int], drafted: int) -> Rollou
 @pytest.mark.slow
 @torch.no_grad()
 def test_unroll_replays_what_was_drafted(case, world: World) -> None:
-    """The q of a rejected round is the one the runtime drafts with when it takes the logged drafts, at every depth of
-    the round; so is the target's state that each depth must match. Other slots follow the text."""
+    """The q of a rejected round is the one the runtime drafts with when it takes the logged drafts,
+    at every depth of the round; so is the target's state that each depth must match. Other slots
+    follow the text."""
     target, drafter = world
     depths = min(DEPTHS, drafter.max_depth or DEPTHS)
     texts = [rollout(1, 4, [0, 2, depths, 1, 0], depths), rollout(2, 3, [1, 0, 0], depths)]
@@ -48,7 +50,9 @@ def test_unroll_replays_what_was_drafted(case, world: World) -> None:
     rejected, start = 0, 0
     for text in sorted(texts, key=lambda each: -len(each.output_ids)):  # as they are packed
         ids = torch.tensor([*text.prompt_ids, *text.output_ids])
-        forks = {each.length - 2: each for each in text.rounds if each.accepted < len(each.drafts) - 1}
+        forks = {
+            each.length - 2: each for each in text.rounds if each.accepted < len(each.drafts) - 1
+        }
         for slot in range(len(text.prompt_ids) - 1, len(ids) - 2):
             here = forks.get(slot)
             read = list(here.drafts) if here else ids[slot + 2 :].tolist()
@@ -61,18 +65,23 @@ def test_unroll_replays_what_was_drafted(case, world: World) -> None:
                 if not len(where):
                     continue
                 expected = logits[step.depth][where][0].softmax(-1)
-                torch.testing.assert_close(q[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    q[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4
+                )
                 _, last = target(torch.cat([ids[: slot + 2], forced[: step.depth]])[None])
                 matched = features.last_hidden[0, step.target_index[where][0]]
                 torch.testing.assert_close(matched, last[0, -1], atol=1e-4, rtol=1e-4)
                 rejected += here is not None and step.depth > here.accepted
         start = next((i for i in range(start, len(row)) if row.segment_ids[i] == 1), len(row))
-    assert rejected == sum(max(depths - 1 - n, 0) for text in texts for n in (r.accepted for r in text.rounds))
+    assert rejected == sum(
+        max(depths - 1 - n, 0) for text in texts for n in (r.accepted for r in text.rounds)
+    )
 
 
 @torch.no_grad()
 def test_a_snapshot_drafts_alike_and_shares_the_target(world: World) -> None:
-    """It is a copy: training the original does not change it, and the original goes on as it was."""
+    """It is a copy: training the original does not change it, and the original goes on as it
+    was."""
     target, drafter = world
     drafter.train()
     snapshot = drafter.snapshot(torch.float32)
@@ -82,8 +91,12 @@ def test_a_snapshot_drafts_alike_and_shares_the_target(world: World) -> None:
     ids = torch.randint(3, 100, (9,), generator=torch.Generator().manual_seed(4))
     forced = torch.tensor([5, 6, 7])
     drafted = draft_logits(world, ids, 5, 3, forced)
-    torch.testing.assert_close(draft_logits((target, snapshot), ids, 5, 3, forced), drafted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        draft_logits((target, snapshot), ids, 5, 3, forced), drafted, atol=1e-5, rtol=1e-4
+    )
     for parameter in drafter.trainable_parameters():
         parameter.zero_()
-    torch.testing.assert_close(draft_logits((target, snapshot), ids, 5, 3, forced), drafted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        draft_logits((target, snapshot), ids, 5, 3, forced), drafted, atol=1e-5, rtol=1e-4
+    )
     assert {p.dtype for p in drafter.snapshot(torch.bfloat16).parameters()} == {torch.bfloat16}

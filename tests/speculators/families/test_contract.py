@@ -1,4 +1,5 @@
-"""What every family owes: training and drafting are the same maths, exports reload to it, the runtime stays lossless.
+"""What every family owes: training and drafting are the same maths, exports reload to it, the
+runtime stays lossless.
 
 Runs over the cases of conftest.py; what is special about a family is tested in a file of its own.
 """
@@ -44,7 +45,9 @@ def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
     source = torch.Generator().manual_seed(2)
     ids = torch.randint(3, vocab, (sum(lengths) + 3,), generator=source)
     positions = torch.cat([torch.arange(n) for n in (*lengths, 3)])
-    segments = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)])
+    segments = torch.cat(
+        [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)]
+    )
     return {
         "input_ids": ids[None],
         "position_ids": positions[None],
@@ -53,13 +56,18 @@ def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
     }
 
 
-def read(drafter: Drafter, taps: torch.Tensor | None, last: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def read(
+    drafter: Drafter, taps: torch.Tensor | None, last: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     return taps if drafter.reads_taps else None, last if drafter.reads_last_hidden else None
 
 
 @torch.no_grad()
-def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor) -> torch.Tensor:
-    """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the drafted tokens."""
+def draft_logits(
+    world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor
+) -> torch.Tensor:
+    """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the
+    drafted tokens."""
     target, drafter = world
     taps, last = target(ids[None, : anchor + 1])
     cache, seen, first = RaggedCache(1, 64), [], drafter.first_token
@@ -78,24 +86,32 @@ def draft_logits(world: World, ids: torch.Tensor, anchor: int, k: int, forced: t
             inputs = DraftInput(cache, 0, 1, next_ids, *features, [count])
             drafter.draft(inputs, depth, sample) if depth else drafter.append(inputs)
     spelt = getattr(drafter, "token_map", None)
-    held = slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
+    held = (
+        slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
+    )
     assert cache.lengths[0] == held  # speculative slots are rolled back
     return torch.stack(seen)
 
 
 @torch.no_grad()
-def all_logits(drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS) -> list[torch.Tensor]:
+def all_logits(
+    drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS
+) -> list[torch.Tensor]:
     return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
 
 
 @pytest.mark.slow
 def test_unroll_equals_draft(world: World) -> None:
-    """On the same prefix training and drafting give the same q, at every slot, depth and document."""
+    """On the same prefix training and drafting give the same q, at every slot, depth and
+    document."""
     assert_unroll_equals_draft(world, packed([9, 6]))
 
 
-def assert_unroll_equals_draft(world: World, batch: dict[str, torch.Tensor], drafted: Any = None) -> None:
-    """`drafted`: bool [V], the tokens that the drafter can draft; None: all. Terms behind others are passed over."""
+def assert_unroll_equals_draft(
+    world: World, batch: dict[str, torch.Tensor], drafted: Any = None
+) -> None:
+    """`drafted`: bool [V], the tokens that the drafter can draft; None: all. Terms behind others
+    are passed over."""
     target, drafter = world
     features = target.features(**batch)
     with torch.no_grad():
@@ -115,11 +131,17 @@ def assert_unroll_equals_draft(world: World, batch: dict[str, torch.Tensor], dra
             got = draft_logits(world, ids, anchor, DEPTHS, forced)
             for step in steps:
                 where = (step.anchor_index == offset + anchor).nonzero().flatten()
-                assert len(where) == (anchor + step.depth + 2 < length)  # a term exists where its token does
-                before = ids[anchor + 2 : anchor + 2 + step.depth]  # the drafts this one stands behind
+                assert len(where) == (
+                    anchor + step.depth + 2 < length
+                )  # a term exists where its token does
+                before = ids[
+                    anchor + 2 : anchor + 2 + step.depth
+                ]  # the drafts this one stands behind
                 if len(where) and torch.equal(before, forced[: len(before)]):
                     expected = logits[step.depth][where][0].softmax(-1)
-                    torch.testing.assert_close(got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4)
+                    torch.testing.assert_close(
+                        got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4
+                    )
                     assert step.target_index[where] == offset + anchor + step.depth + 1
                     compared += step.depth > 0
         offset += length
@@ -137,7 +159,9 @@ def test_a_unit_of_depth_matters(world: World) -> None:
 def test_ragged_rows_draft_as_alone(world: World) -> None:
     """A row's drafts do not depend on its neighbours or their lengths."""
     lengths = [5, 9, 7]
-    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    rows = [
+        torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths
+    ]
     assert_ragged_rows_draft_as_alone(world, rows)
 
 
@@ -221,7 +245,8 @@ def test_export_reloads_to_the_same_outputs(world: World, tmp_path: Path) -> Non
 
 
 def test_public_layout_is_read_back(world: World, tmp_path: Path) -> None:
-    """Without a word of ours in config.json, as other tools write it, the folder is the same drafter."""
+    """Without a word of ours in config.json, as other tools write it, the folder is the same
+    drafter."""
     target, drafter = world
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
@@ -249,7 +274,10 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
     for gone in (sorted(weights.keys() - {"t2d"})[third::3] for third in range(3)):
         said = refused({name: tensor for name, tensor in weights.items() if name not in gone})
         assert [name for name in gone if f"{name} is missing" not in said] == []
-    said = refused(weights | {name: torch.zeros(len(tensor) + 1, *tensor.shape[1:]) for name, tensor in whole.items()})
+    said = refused(
+        weights
+        | {name: torch.zeros(len(tensor) + 1, *tensor.shape[1:]) for name, tensor in whole.items()}
+    )
     assert [name for name in whole if f"{name} has shape" not in said] == []
     said = refused(weights | {name: tensor * float("nan") for name, tensor in whole.items()})
     assert [name for name in whole if f"{name} holds values that are not finite" not in said] == []
@@ -267,7 +295,9 @@ def test_greedy_text_is_the_targets(case, make_drafter, tiny_model, rows: int) -
     model.generation_config.eos_token_id = None
     _, drafter = make_drafter(case, model)
     prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
-    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows)
+    llm = make_llm(
+        model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=rows
+    )
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -290,18 +320,25 @@ def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, mo
 
 
 def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) -> None:
-    """Two conversations of two turns, two responses at a time: computed whole, reusing, and with too little memory."""
+    """Two conversations of two turns, two responses at a time: computed whole, reusing, and with
+    too little memory."""
     model.generation_config.eos_token_id = None
     drafter.freeze()
 
     def written(**options: Any) -> tuple[list[Any], LLM]:
-        llm = make_llm(model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options)
+        llm = make_llm(
+            model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options
+        )
         params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=8), []
         histories = [[3 + (i * i + first) % 90 for i in range(12)] for first in (0, 40)]
         for _ in range(2):
-            outputs = llm.generate([{"prompt_token_ids": list(history)} for history in histories], params, False)
+            outputs = llm.generate(
+                [{"prompt_token_ids": list(history)} for history in histories], params, False
+            )
             for history, output in zip(histories, outputs, strict=True):
-                found.append(([o.token_ids for o in output.outputs], output.metrics.accepted_per_round))
+                found.append(
+                    ([o.token_ids for o in output.outputs], output.metrics.accepted_per_round)
+                )
                 history += [*output.outputs[1].token_ids, 5, 6]
         return found, llm
 
@@ -318,7 +355,8 @@ PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts
 
 @pytest.mark.slow
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
-    """χ² of the joint of the first tokens under the token rule, against the target's exact probabilities."""
+    """χ² of the joint of the first tokens under the token rule, against the target's exact
+    probabilities."""
     few = {"draft_vocab_size": 3, "mask_token_id": 3, "selector_top_k": 2}
     shape = dict(case.shape) | {name: value for name, value in few.items() if name in case.shape}
     small = replace(case, shape=shape)
@@ -330,11 +368,17 @@ def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_mod
 def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     """`model` has VOCAB tokens."""
     model.generation_config.eos_token_id = None
-    params = SamplingParams(temperature=1.5, max_tokens=WRITTEN, n=SAMPLES)  # so that no text is rare
+    params = SamplingParams(
+        temperature=1.5, max_tokens=WRITTEN, n=SAMPLES
+    )  # so that no text is rare
     llm = make_llm(
-        model, drafter=drafter.freeze(), num_speculative_tokens=2, seed=11, max_num_seqs=500,
+        model,
+        drafter=drafter.freeze(),
+        num_speculative_tokens=2,
+        seed=11,
+        max_num_seqs=500,
         max_num_batched_tokens=8000,
-    )  # fmt: skip
+    )
     (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
     codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([VOCAB**2, VOCAB, 1])
     observed = torch.bincount(codes, minlength=VOCAB**WRITTEN).double()
@@ -348,16 +392,22 @@ def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
     rare = expected < 5
     counts = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
     keep = counts[1] > 0
-    statistic, freedom = float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()), int(keep.sum()) - 1
+    statistic, freedom = (
+        float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()),
+        int(keep.sum()) - 1,
+    )
     assert freedom > 8
-    tail = torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double())
+    tail = torch.special.gammaincc(
+        torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()
+    )
     assert float(tail) > 1e-5, (statistic, freedom)
     assert llm.get_metrics().num_accepted_tokens > 45
 
 
 @pytest.mark.slow
 def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model) -> None:
-    """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts of the run."""
+    """Replay of the drafted run's own greedy text counts exactly the rounds and the accepted drafts
+    of the run."""
     model = tiny_model(case.architecture, max_position_embeddings=128)
     model.generation_config.eos_token_id = None
     target, drafter = make_drafter(case, model)
@@ -394,31 +444,51 @@ def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: An
             "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
             "drafter": {"unroll_steps": 4, **case.options},
             "training": {
-                "steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
+                "steps": steps,
+                "batch_size": 2,
+                "learning_rate": 1e-2,
+                "save_every": 2,
+                "mixed_precision": "no",
             },
             **sections,
         }
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     drafter.initialise_from(target, recipe.drafter)
     return Trainer(
-        recipe, target, drafter, rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a"
-    )  # fmt: skip
+        recipe,
+        target,
+        drafter,
+        rows(),
+        accelerator=Accelerator(cpu=True),
+        folder=folder,
+        fingerprint="a",
+    )
 
 
 @pytest.mark.slow
-def test_training_lowers_the_loss_and_moves_every_parameter(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+def test_training_lowers_the_loss_and_moves_every_parameter(
+    case, make_drafter, tiny_model, tmp_path: Path
+) -> None:
     run = trainer(make_drafter, case, tiny_model(case.architecture), tmp_path, steps=12)
-    before = {name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad}
+    before = {
+        name: p.detach().clone() for name, p in run.drafter.named_parameters() if p.requires_grad
+    }
     history = run.run().history
     assert np.mean([r["loss"] for r in history[-3:]]) < np.mean([r["loss"] for r in history[:3]])
-    still = [name for name, p in run.drafter.named_parameters() if name in before and torch.equal(p, before[name])]
+    still = [
+        name
+        for name, p in run.drafter.named_parameters()
+        if name in before and torch.equal(p, before[name])
+    ]
     assert not still
     assert all(p.requires_grad is False for p in run.target.parameters())
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_ends_with_the_same_weights(case, make_drafter, tiny_model, tmp_path: Path) -> None:
+def test_killed_and_started_again_ends_with_the_same_weights(
+    case, make_drafter, tiny_model, tmp_path: Path
+) -> None:
     model = tiny_model(case.architecture)
     whole = trainer(make_drafter, case, model, tmp_path / "whole")
     whole.run()
@@ -441,4 +511,6 @@ def test_every_family_has_a_case(all_cases) -> None:
     assert {case.family for case in all_cases.values()} == set(FAMILIES)
     for name in FAMILIES:
         cls = family_class(name)
-        assert cls.reads_taps or cls.reads_last_hidden or cls.first_token == 0  # tokens alone, from the first one on
+        assert (
+            cls.reads_taps or cls.reads_last_hidden or cls.first_token == 0
+        )  # tokens alone, from the first one on

@@ -1,4 +1,5 @@
-"""What is special about EAGLE-1: its maths, its noise, HASS's detached states, its start, and heads from elsewhere."""
+"""What is special about EAGLE-1: its maths, its noise, HASS's detached states, its start, and heads
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def make(model, seed: int = 1, **shape) -> tuple[FrozenTarget, Eagle]:
     return target, drafter.eval()
 
 
-def features_of(target: FrozenTarget, rows: int = 2, tokens: int = 24, seed: int = 0) -> TargetFeatures:
+def features_of(
+    target: FrozenTarget, rows: int = 2, tokens: int = 24, seed: int = 0
+) -> TargetFeatures:
     source = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, target.vocab_size, (rows, tokens), generator=source)
     places = torch.arange(tokens).expand(rows, -1)
@@ -75,7 +78,8 @@ def recipe(**drafter):
 
 @torch.no_grad()
 def test_depth_0_is_transformers_layer_without_its_first_norm(tiny_model):
-    """fc over [embedding; state] in this order, one Llama layer whose input is not normed, and the target's head."""
+    """fc over [embedding; state] in this order, one Llama layer whose input is not normed, and the
+    target's head."""
     model = tiny_model("llama", rope_parameters=LLAMA3_ROPE)
     target, drafter = make(model)
     f = features_of(target)
@@ -89,7 +93,9 @@ def test_depth_0_is_transformers_layer_without_its_first_norm(tiny_model):
     T = x.shape[1]
     mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
     expected = layer(
-        x, attention_mask=mask, position_embeddings=LlamaRotaryEmbedding(config)(x, f.position_ids[:, :-1])
+        x,
+        attention_mask=mask,
+        position_embeddings=LlamaRotaryEmbedding(config)(x, f.position_ids[:, :-1]),
     )
     (step,) = drafter.unroll(f, 1)
     torch.testing.assert_close(step.hidden, expected[:, :-1].flatten(0, 1), atol=1e-5, rtol=1e-4)
@@ -100,15 +106,23 @@ def test_there_is_no_norm_before_the_first_layer_nor_after_the_last(tiny_model):
     _, drafter = make(tiny_model("llama"), num_layers=2)
     names = set(drafter.state_dict())
     assert "layers.1.input_layernorm.weight" in names
-    assert not names & {"layers.0.input_layernorm.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight"}
+    assert not names & {
+        "layers.0.input_layernorm.weight",
+        "norm.weight",
+        "lm_head.weight",
+        "embed_tokens.weight",
+    }
     assert drafter.head_parameters() == [] and drafter.draft_to_target is None
 
 
 @pytest.mark.parametrize(
     "shape, field",
-    [({"draft_vocab_size": 40}, "draft_vocab_size"), ({"qk_norm": True}, "qk_norm"),
-     ({"hidden_size": 48, "own_embeddings": True}, "hidden_size")],
-)  # fmt: skip
+    [
+        ({"draft_vocab_size": 40}, "draft_vocab_size"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"hidden_size": 48, "own_embeddings": True}, "hidden_size"),
+    ],
+)
 def test_shapes_that_the_format_has_not_are_refused(tiny_model, shape, field):
     with pytest.raises(ConfigError, match=field):
         make(tiny_model("llama"), **shape)
@@ -156,20 +170,27 @@ def test_noise_follows_from_the_state_that_checkpoints_hold(tiny_model):
 
 
 def gradient_through_the_chain(drafter: Eagle, f: TargetFeatures) -> torch.Tensor:
-    """Of the depth-1 states with respect to the target's, with attention silenced: what went through depth 0."""
+    """Of the depth-1 states with respect to the target's, with attention silenced: what went
+    through depth 0."""
     for layer in drafter.layers:
         layer.self_attn.o_proj.weight.data.zero_()
     f = replace(f, last_hidden=f.last_hidden.clone().requires_grad_())
     *_, last = drafter.unroll(f, 2)
-    return torch.autograd.grad(last.hidden.sum(), f.last_hidden, allow_unused=True, materialize_grads=True)[0]
+    return torch.autograd.grad(
+        last.hidden.sum(), f.last_hidden, allow_unused=True, materialize_grads=True
+    )[0]
 
 
 def test_detached_depths_pass_values_but_no_gradient(tiny_model):
     target, drafter = make(tiny_model("llama"))
     f = features_of(target)
     with torch.no_grad():
-        attached = [step.hidden for step in drafter.prepare_training(options(detach=False)).unroll(f, 3)]
-        detached = [step.hidden for step in drafter.prepare_training(options(detach=True)).unroll(f, 3)]
+        attached = [
+            step.hidden for step in drafter.prepare_training(options(detach=False)).unroll(f, 3)
+        ]
+        detached = [
+            step.hidden for step in drafter.prepare_training(options(detach=True)).unroll(f, 3)
+        ]
     assert all(torch.equal(a, b) for a, b in zip(attached, detached))
     assert not gradient_through_the_chain(drafter, f).any()
     drafter.prepare_training(options(detach=False))
@@ -180,7 +201,11 @@ def test_published_defaults():
     plain = recipe()
     assert plain.loss == {"smooth_l1": 1.0, "forward_kl": 0.1}
     assert (plain.training.learning_rate, plain.training.max_grad_norm) == (3e-5, 0.5)
-    assert (plain.drafter.unroll_steps, plain.drafter.feature_noise, plain.drafter.detach) == (1, 0.1, False)
+    assert (plain.drafter.unroll_steps, plain.drafter.feature_noise, plain.drafter.detach) == (
+        1,
+        0.1,
+        False,
+    )
     assert "qk_norm" not in recipe_class("eagle").model_fields["drafter"].annotation.model_fields
 
 
@@ -188,7 +213,9 @@ def test_published_defaults():
 
 
 @torch.no_grad()
-def acceptance(target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: int = 3) -> list[float]:
+def acceptance(
+    target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: int = 3
+) -> list[float]:
     """Σ min(p, q) of each depth, over all slots."""
     found = []
     for step in drafter.eval().unroll(f, depths):
@@ -199,7 +226,8 @@ def acceptance(target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: 
 
 @pytest.fixture(scope="module")
 def conversations() -> tuple[FrozenTarget, RowFeatures]:
-    """The embedded target, and its features of some thirty packed rows of demonstration conversations."""
+    """The embedded target, and its features of some thirty packed rows of demonstration
+    conversations."""
     target = FrozenTarget.from_pretrained(str(EMBEDDED), dtype=torch.float32)
     data = DataSection.model_validate({"train": [quickstart("train", 72)], "max_length": 256})
     tokenizer = conversation_tokenizer(data, AutoTokenizer.from_pretrained(EMBEDDED))
@@ -213,7 +241,9 @@ def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
     what stands in its slot already."""
     target, rows = conversations
     indices = range(len(rows.rows))
-    fit_to, held_out = ([rows.of([i]) for i in indices if (i % 4 == 0) == held] for held in (False, True))
+    fit_to, held_out = (
+        [rows.of([i]) for i in indices if (i % 4 == 0) == held] for held in (False, True)
+    )
 
     def start(init: str | None, **given) -> list[float]:
         torch.manual_seed(0)
@@ -227,7 +257,9 @@ def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
     shallow, deep = (start("least_squares", unroll_steps=steps) for steps in (1, 3))
     assert max(unlearned) < 0.02 and max(passing) < 0.1, (unlearned, passing)
     assert shallow[0] > 0.25 and min(deep) > 0.25, (shallow, deep)
-    assert shallow[0] > deep[0] and deep[2] > shallow[2]  # each is fitted to the depths that are trained
+    assert (
+        shallow[0] > deep[0] and deep[2] > shallow[2]
+    )  # each is fitted to the depths that are trained
 
 
 def test_only_a_fitted_start_asks_for_features(tiny_model):
@@ -240,14 +272,17 @@ def test_only_a_fitted_start_asks_for_features(tiny_model):
 
 @torch.no_grad()
 def test_passing_through_starts_as_the_targets_last_word(tiny_model):
-    """The guess of the next state is nearly the state itself; own embeddings are what the target's module gives."""
+    """The guess of the next state is nearly the state itself; own embeddings are what the target's
+    module gives."""
     target, drafter = make(tiny_model("gemma3"), own_embeddings=True)
     drafter.initialise_from(target, options(init="pass_through"))
     f = features_of(target)
     (step,) = drafter.unroll(f, 1)
     passed = f.last_hidden.flatten(0, 1)[step.anchor_index]
     assert torch.nn.functional.cosine_similarity(step.hidden, passed, dim=-1).mean() > 0.8
-    assert torch.equal(drafter.embed_tokens(f.input_ids), target.embed_tokens(f.input_ids))  # scaled, in Gemma
+    assert torch.equal(
+        drafter.embed_tokens(f.input_ids), target.embed_tokens(f.input_ids)
+    )  # scaled, in Gemma
 
 
 # ---------------------------------------------------------------------- heads from elsewhere
@@ -266,7 +301,10 @@ def published(folder: Path, drop: tuple[str, ...] = (), **fields) -> dict:
 def test_the_export_is_vllms_layout(tiny_model, tmp_path):
     _, drafter = make(tiny_model("llama"))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    tensors, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors, fields = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     layer = "layers.0."
     assert {name: list(t.shape) for name, t in tensors.items()} == {
         "fc.weight": [32, 64],
@@ -279,7 +317,12 @@ def test_the_export_is_vllms_layout(tiny_model, tmp_path):
         layer + "mlp.down_proj.weight": [32, 48],
         layer + "post_attention_layernorm.weight": [32],
     }
-    wanted = {"architectures": ["EagleLlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "bias": False}
+    wanted = {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "bias": False,
+    }
     assert {name: fields[name] for name in wanted} == wanted
 
 
@@ -341,7 +384,9 @@ def test_embeddings_that_came_with_a_head_are_trained_only_if_asked_for(tiny_mod
     assert head.prepare_training(options(own_embeddings=True)).embed_tokens.weight.requires_grad
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "lm_head.weight", "layers.0.input_layernorm.weight", "fc.bias"])
+@pytest.mark.parametrize(
+    "name", ["norm.weight", "lm_head.weight", "layers.0.input_layernorm.weight", "fc.bias"]
+)
 def test_what_vllm_refuses_or_drops_is_refused(tiny_model, tmp_path, name):
     target, drafter = make(tiny_model("llama"))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)

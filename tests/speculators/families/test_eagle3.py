@@ -38,9 +38,13 @@ def test_strict_reload_names_every_fault(head, tmp_path):
     assert "norm.weight is missing" in broken(lambda t: t.pop("norm.weight"))
     assert "d2t is missing" in broken(lambda t: t.pop("d2t"))
     assert "fc.bias is unexpected" in broken(lambda t: t.update({"fc.bias": torch.zeros(3)}))
-    assert "expected [40, 32]" in broken(lambda t: t.update({"lm_head.weight": torch.zeros(41, 32)}))
+    assert "expected [40, 32]" in broken(
+        lambda t: t.update({"lm_head.weight": torch.zeros(41, 32)})
+    )
     assert "offsets" in broken(lambda t: t.update({"d2t": t["d2t"] + torch.arange(40)}))
-    assert "not finite" in broken(lambda t: t.update({"norm.weight": torch.full((32,), float("nan"))}))
+    assert "not finite" in broken(
+        lambda t: t.update({"norm.weight": torch.full((32,), float("nan"))})
+    )
     both = broken(lambda t: (t.pop("norm.weight"), t.pop("fc.weight")))
     assert "fc.weight is missing" in both and "norm.weight is missing" in both
 
@@ -63,19 +67,29 @@ def test_failed_export_leaves_the_old_one(head, tmp_path, monkeypatch):
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     before = (folder / "model.safetensors").read_bytes()
     full = OSError("disk full")
-    monkeypatch.setattr("speculators.export.layouts.base.save_file", lambda *a, **k: (_ for _ in ()).throw(full))
+    monkeypatch.setattr(
+        "speculators.export.layouts.base.save_file", lambda *a, **k: (_ for _ in ()).throw(full)
+    )
     with pytest.raises(OSError, match="disk full"):
         export_drafter(drafter, folder, dtype=torch.float32)
-    assert (folder / "model.safetensors").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    assert (folder / "model.safetensors").read_bytes() == before and len(
+        list(tmp_path.iterdir())
+    ) == 1
 
 
 def test_published_heads_without_our_fields_are_read(make_drafter, all_cases, tiny_model, tmp_path):
-    """Public EAGLE-3 heads name no tap layers: the convention [2, n/2, n-3] of the paper's code is used."""
+    """Public EAGLE-3 heads name no tap layers: the convention [2, n/2, n-3] of the paper's code is
+    used."""
     case = replace(all_cases["eagle3"], taps=tuple(default_tap_layers(3)))
     _, drafter = make_drafter(case, tiny_model("llama"))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
-    for field in ("draftsmith", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "rope_parameters"):
+    for field in (
+        "draftsmith",
+        "eagle_aux_hidden_state_layer_ids",
+        "num_aux_hidden_states",
+        "rope_parameters",
+    ):
         fields.pop(field)
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_drafter_config(folder, 3).tap_layers == tuple(default_tap_layers(3))
@@ -92,7 +106,9 @@ def test_kernels_and_chunks_of_scores_give_the_same_gradient(head, monkeypatch):
 
     def gradients() -> list[torch.Tensor]:
         drafter.zero_grad()
-        sum(drafter.head(s.hidden).float().logsumexp(-1).sum() for s in drafter.unroll(features, 3)).backward()
+        sum(
+            drafter.head(s.hidden).float().logsumexp(-1).sum() for s in drafter.unroll(features, 3)
+        ).backward()
         return [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
     whole = gradients()

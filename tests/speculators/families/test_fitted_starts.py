@@ -39,7 +39,9 @@ def told(conversations) -> list[tuple[list[int], list[int]]]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     found = []
     for conversation in conversations:
-        out = tokenizer.apply_chat_template(conversation.messages, return_assistant_tokens_mask=True, return_dict=True)
+        out = tokenizer.apply_chat_template(
+            conversation.messages, return_assistant_tokens_mask=True, return_dict=True
+        )
         ids, marks = out["input_ids"], out["assistant_masks"]
         last = len(ids) - 1 - next(i for i, mark in enumerate(reversed(marks)) if mark)
         begin = next(i for i in range(last, -1, -1) if not marks[i]) + 1
@@ -68,12 +70,15 @@ def features_of(target, prompt, answer):
 
 def head(target, *, fitted_to=None, seed=0, **shape) -> Eagle3:
     torch.manual_seed(seed)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=target.tap_layers, **(SHAPE | shape)))
+    drafter = Eagle3(
+        config_for_target(target, "eagle3", tap_layers=target.tap_layers, **(SHAPE | shape))
+    )
     return drafter.attach(target).initialise_from(target, features=fitted_to).eval()
 
 
 def accepted_by_depth(target, drafter, held_out) -> list[float]:
-    """Greedy acceptance of each of four depths, given the text before, over all anchors of the held-out features."""
+    """Greedy acceptance of each of four depths, given the text before, over all anchors of the
+    held-out features."""
     hits, asked = torch.zeros(4), torch.zeros(4)
     for f in held_out:
         for step in drafter.unroll(f, 4):
@@ -94,7 +99,10 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, feat
 
 def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
-    again = [features_of(target, *text) for text in told(conversations("train", 8, seed=9, workloads=["rewrite"]))]
+    again = [
+        features_of(target, *text)
+        for text in told(conversations("train", 8, seed=9, workloads=["rewrite"]))
+    ]
     with torch.no_grad():
         drafter = head(target, fitted_to=features)
         with_copying = accepted_by_depth(target, drafter, again)
@@ -120,7 +128,9 @@ def test_the_last_group_of_heads_copies(target, features):
 def test_every_shape_of_head_can_be_fitted(target, features, held_out, shape):
     with torch.no_grad():
         plain = accepted_by_depth(target, head(target, **shape), held_out[:3])
-        fitted = accepted_by_depth(target, head(target, fitted_to=features[:16], **shape), held_out[:3])
+        fitted = accepted_by_depth(
+            target, head(target, fitted_to=features[:16], **shape), held_out[:3]
+        )
     if "draft_vocab_size" not in shape:  # whose ids nobody has chosen here
         assert fitted[0] > 1.5 * plain[0], (plain, fitted)
     assert all(torch.isfinite(torch.tensor(fitted)))
@@ -133,9 +143,13 @@ def test_the_same_seed_fits_the_same_weights(target, features):
 
 def test_terms_are_slots_with_a_term_at_every_depth(target, features):
     drafter = head(target)
-    taps, states, embeds = eagle3_start._terms(drafter, target, features[:3], target.final_norm_weight)
+    taps, states, embeds = eagle3_start._terms(
+        drafter, target, features[:3], target.final_norm_weight
+    )
     longest = eagle3_start.DEPTHS + 1
-    shallow, deep = (sum(int(valid_terms(f, shift).sum()) for f in features[:3]) for shift in (2, longest))
+    shallow, deep = (
+        sum(int(valid_terms(f, shift).sum()) for f in features[:3]) for shift in (2, longest)
+    )
     assert deep - 9 <= len(taps) < shallow  # those before the response have a term at depth 0 only
     assert len(states) == len(embeds) == longest and all(len(y) == len(taps) for y in states)
 
@@ -171,7 +185,9 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     torch.manual_seed(0)
     kind = family_class(family)
     shape = {"num_layers": 2, "num_key_value_heads": 4, "block_size": 5, "mask_token_id": 4} | shape
-    drafter = kind(config_for_target(target, family, tap_layers=target.tap_layers, **shape)).attach(target)
+    drafter = kind(config_for_target(target, family, tap_layers=target.tap_layers, **shape)).attach(
+        target
+    )
     return drafter.initialise_from(target, kind.options(init=init), fitted_to).eval()
 
 
@@ -187,15 +203,20 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     ],
     ids=str,
 )
-def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(target, features, held_out, family, shape):
+def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(
+    target, features, held_out, family, shape
+):
     with torch.no_grad():
         plain = accepted_by_depth(target, block(target, family, init="taps", **shape), held_out)
-        fitted = accepted_by_depth(target, block(target, family, fitted_to=features, **shape), held_out)
+        fitted = accepted_by_depth(
+            target, block(target, family, fitted_to=features, **shape), held_out
+        )
     assert all(f > 2 * p and f > 0.1 for f, p in zip(fitted, plain, strict=True)), (plain, fitted)
 
 
 def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
-    """A vanilla Markov head makes slots behind the first better; the first already reads that token."""
+    """A vanilla Markov head makes slots behind the first better; the first already reads that
+    token."""
     with torch.no_grad():
         drafter = block(target, "dspark", fitted_to=features, num_layers=1)
         fitted = accepted_by_depth(target, drafter, held_out)
@@ -209,7 +230,14 @@ def test_blocks_that_cannot_be_fitted_are_refused(target, features):
     with pytest.raises(ConfigError, match="responses of more than 4 tokens"):
         block(target, "dflash", fitted_to=silent)
     with pytest.raises(ConfigError, match="hidden_size"):
-        block(target, "dflash", fitted_to=features[:2], hidden_size=128, num_attention_heads=4, head_dim=32)
+        block(
+            target,
+            "dflash",
+            fitted_to=features[:2],
+            hidden_size=128,
+            num_attention_heads=4,
+            head_dim=32,
+        )
 
 
 def test_a_map_of_low_rank_is_the_best_on_its_inputs():

@@ -1,4 +1,5 @@
-"""Formats: every family in every format it has reads back to the same drafter, and what was trained with is kept."""
+"""Formats: every family in every format it has reads back to the same drafter, and what was trained
+with is kept."""
 
 from __future__ import annotations
 
@@ -23,20 +24,30 @@ from speculators.target.frozen_target import FrozenTarget
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64, "rope_theta": 50000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 50000.0,
     },
     "yarn": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
-        "beta_fast": 32.0, "beta_slow": 1.0,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
     },
-}  # fmt: skip
+}
 
 
 def logits(target: FrozenTarget, drafter: Drafter) -> list[torch.Tensor]:
     ids = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(3))
     places = torch.arange(24)[None]
-    features = target.features(ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
+    features = target.features(
+        ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+    )
     with torch.no_grad():
         return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, 3)]
 
@@ -51,8 +62,11 @@ def assert_same(target: FrozenTarget, folder: Path, drafter: Drafter) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", FORMATS)
-def test_every_format_reads_back_to_the_same_drafter(case, make_drafter, tiny_model, tmp_path, format_) -> None:
-    """Written, read strictly, written again in vLLM's own format from that folder alone, and read again."""
+def test_every_format_reads_back_to_the_same_drafter(
+    case, make_drafter, tiny_model, tmp_path, format_
+) -> None:
+    """Written, read strictly, written again in vLLM's own format from that folder alone, and read
+    again."""
     target, drafter = make_drafter(case, tiny_model(case.architecture))
     if format_ not in formats_of(case.family):
         with pytest.raises(ConfigError, match=f"this family is written as .*{'vllm'}"):
@@ -65,7 +79,9 @@ def test_every_format_reads_back_to_the_same_drafter(case, make_drafter, tiny_mo
             export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_)
         return
     told = {"target": {"name_or_path": "org/target", "architectures": ["X"]}}
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_, provenance=told)
+    folder = export_drafter(
+        drafter, tmp_path / "head", dtype=torch.float32, format=format_, provenance=told
+    )
     assert_same(target, folder, drafter)
     if case.family != "draft_model":
         assert_same(target, redress(folder, tmp_path / "again"), drafter)
@@ -77,7 +93,8 @@ def test_every_format_reads_back_to_the_same_drafter(case, make_drafter, tiny_mo
 
 
 def test_at_least_one_case_of_every_table_is_written(all_cases, make_drafter, tiny_model) -> None:
-    """The test above passes over drafters that a format refuses; no table may be left out that way."""
+    """The test above passes over drafters that a format refuses; no table may be left out that
+    way."""
     written = set()
     for case in all_cases.values():
         _, drafter = make_drafter(case, tiny_model(case.architecture))
@@ -97,7 +114,9 @@ def head(make_drafter, case_of, tiny_model, family: str = "eagle3", taps=(1, 2),
     return make_drafter(case_of(family, shape, taps=taps), tiny_model("llama", num_hidden_layers=4))
 
 
-def test_taps_are_numbered_as_each_engine_numbers_them(make_drafter, case_of, tiny_model, tmp_path) -> None:
+def test_taps_are_numbered_as_each_engine_numbers_them(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
     _, drafter = head(make_drafter, case_of, tiny_model)
     fields = {}
     for name in ("vllm", "sglang"):
@@ -109,7 +128,8 @@ def test_taps_are_numbered_as_each_engine_numbers_them(make_drafter, case_of, ti
 
 
 def test_sglang_names_and_zeros(make_drafter, case_of, tiny_model, tmp_path) -> None:
-    """A later layer's input norm has another name there, and EAGLE-1's fc a bias, which would be random if left out."""
+    """A later layer's input norm has another name there, and EAGLE-1's fc a bias, which would be
+    random if left out."""
     _, two = head(make_drafter, case_of, tiny_model, num_layers=2)
     folder = export_drafter(two, tmp_path / "two", dtype=torch.float32, format="sglang")
     names = set(load_file(folder / "model.safetensors"))
@@ -118,7 +138,9 @@ def test_sglang_names_and_zeros(make_drafter, case_of, tiny_model, tmp_path) -> 
     folder = export_drafter(one, tmp_path / "one", dtype=torch.float32, format="sglang")
     tensors = load_file(folder / "model.safetensors")
     assert tensors["fc.bias"].abs().sum() == 0
-    save_file(tensors | {"fc.bias": torch.ones_like(tensors["fc.bias"])}, folder / "model.safetensors")
+    save_file(
+        tensors | {"fc.bias": torch.ones_like(tensors["fc.bias"])}, folder / "model.safetensors"
+    )
     with pytest.raises(CheckpointError, match=r"fc\.bias is not zero"):
         load_drafter(folder, target)
 
@@ -143,16 +165,29 @@ def test_what_sglang_would_run_as_something_else_is_refused(
     assert not (tmp_path / "head").exists()
 
 
-def test_sglang_cannot_tap_the_output_of_the_last_layer(make_drafter, case_of, tiny_model, tmp_path) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model, "dflash", (1, 4), block_size=4, mask_token_id=100)
-    with pytest.raises(ConfigError, match=r"export format sglang: tap_layers \[1, 4\].* last one, 4"):
+def test_sglang_cannot_tap_the_output_of_the_last_layer(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
+    _, drafter = head(
+        make_drafter, case_of, tiny_model, "dflash", (1, 4), block_size=4, mask_token_id=100
+    )
+    with pytest.raises(
+        ConfigError, match=r"export format sglang: tap_layers \[1, 4\].* last one, 4"
+    ):
         export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="sglang")
 
 
-def test_the_speculators_format_names_its_target(make_drafter, case_of, tiny_model, tmp_path) -> None:
+def test_the_speculators_format_names_its_target(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
     target, drafter = head(make_drafter, case_of, tiny_model, norm_output=True, fc_norm=True)
-    told = {"target": {"name_or_path": "org/target", "architectures": ["L"]}, "num_speculative_tokens": 3}
-    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators", provenance=told)
+    told = {
+        "target": {"name_or_path": "org/target", "architectures": ["L"]},
+        "num_speculative_tokens": 3,
+    }
+    folder = export_drafter(
+        drafter, tmp_path / "a", dtype=torch.float32, format="speculators", provenance=told
+    )
     fields = json.loads((folder / "config.json").read_text())
     own = fields["speculators_config"]
     assert own["verifier"] == {"name_or_path": "org/target", "architectures": ["L"]}
@@ -187,9 +222,23 @@ CHAINS = {"num_depths": 4, "mask_token_id": 100}
     [
         ("dflash", {**BLOCK, "is_causal": True}, 4),
         ("dflash", {**BLOCK, "sliding_window": 4}, 4),
-        ("dflash2", {**BLOCK, "conv_group_size": 8, "selector_rank": 8, "is_causal": True, "sliding_window": 4}, 4),
+        (
+            "dflash2",
+            {
+                **BLOCK,
+                "conv_group_size": 8,
+                "selector_rank": 8,
+                "is_causal": True,
+                "sliding_window": 4,
+            },
+            4,
+        ),
         ("dspark", {**SPARK, "draft_vocab_size": 40}, 5),
-        ("dspark", {**SPARK, "is_causal": True, "sliding_window": 4, "sample_from_anchor": False}, 4),
+        (
+            "dspark",
+            {**SPARK, "is_causal": True, "sliding_window": 4, "sample_from_anchor": False},
+            4,
+        ),
         ("peagle", {**CHAINS, "qk_norm": True, "norm_before_residual": True}, 4),
     ],
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
@@ -197,11 +246,14 @@ CHAINS = {"num_depths": 4, "mask_token_id": 100}
 def test_the_speculators_format_of_block_drafters(
     make_drafter, case_of, tiny_model, tmp_path, family, shape, drafts
 ) -> None:
-    """As vLLM reads it, and read back without a word of ours; the drafts of a round are those that were trained."""
+    """As vLLM reads it, and read back without a word of ours; the drafts of a round are those that
+    were trained."""
     target, drafter = head(make_drafter, case_of, tiny_model, family, **shape)
     folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
     fields = json.loads((folder / "config.json").read_text())
-    taps = fields.get("eagle_aux_hidden_state_layer_ids" if family == "peagle" else "aux_hidden_state_layer_ids")
+    taps = fields.get(
+        "eagle_aux_hidden_state_layer_ids" if family == "peagle" else "aux_hidden_state_layer_ids"
+    )
     assert taps == [1, 2] and fields["mask_token_id"] == 100
     assert fields["speculators_model_type"] == fields["speculators_config"]["algorithm"] == family
     assert fields["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafts
@@ -211,7 +263,9 @@ def test_the_speculators_format_of_block_drafters(
     del fields["draftsmith"]
     (folder / "config.json").write_text(json.dumps(fields))
     found = inspect_folder(folder, target)
-    assert found.sound and found.config is not None and found.config == read_drafter_config(folder, 4)
+    assert (
+        found.sound and found.config is not None and found.config == read_drafter_config(folder, 4)
+    )
     assert_same(target, folder, drafter)
 
 
@@ -233,8 +287,11 @@ def test_what_the_speculators_format_cannot_say_is_refused(
         export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="speculators")
 
 
-def test_defaults_of_the_speculators_format_are_vllms(make_drafter, case_of, tiny_model, tmp_path) -> None:
-    """Not said: a block is bidirectional and dspark's first slot predicts nothing, unlike in vLLM's own format."""
+def test_defaults_of_the_speculators_format_are_vllms(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
+    """Not said: a block is bidirectional and dspark's first slot predicts nothing, unlike in vLLM's
+    own format."""
     shape = {**SPARK, "sample_from_anchor": False}
     _, drafter = head(make_drafter, case_of, tiny_model, "dspark", **shape)
     folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
@@ -247,11 +304,16 @@ def test_defaults_of_the_speculators_format_are_vllms(make_drafter, case_of, tin
     fields["speculators_model_type"] = "mtp"
     del fields["draftsmith"]
     (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"speculators_model_type is 'mtp'; of this format eagle3, .* are read"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"speculators_model_type is 'mtp'; of this format eagle3, .* are read",
+    ):
         read_drafter_config(folder, 4)
 
 
-def test_full_layers_that_vllm_makes_causal_are_warned_of(make_drafter, case_of, tiny_model, tmp_path) -> None:
+def test_full_layers_that_vllm_makes_causal_are_warned_of(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
     """As the speculators library writes a block that it trains bidirectionally."""
     target, drafter = head(make_drafter, case_of, tiny_model, "dflash", **BLOCK, is_causal=True)
     folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
@@ -268,7 +330,9 @@ def test_full_layers_that_vllm_makes_causal_are_warned_of(make_drafter, case_of,
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "mtp"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("format_", ["vllm", "speculators", "sglang"])
-def test_rotary_scaling_comes_from_the_target_and_back(tiny_model, tmp_path, family, scaling, format_) -> None:
+def test_rotary_scaling_comes_from_the_target_and_back(
+    tiny_model, tmp_path, family, scaling, format_
+) -> None:
     if format_ not in formats_of(family):
         pytest.skip("this family has no such format")
     model = tiny_model("llama", rope_parameters=dict(SCALINGS[scaling]), num_hidden_layers=4)
@@ -277,10 +341,16 @@ def test_rotary_scaling_comes_from_the_target_and_back(tiny_model, tmp_path, fam
     assert {**config.rope_parameters, **SCALINGS[scaling]} == config.rope_parameters
     torch.manual_seed(0)
     drafter = family_class(family)(config).attach(target).eval()
-    assert_same(target, export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_), drafter)
+    assert_same(
+        target,
+        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_),
+        drafter,
+    )
 
 
-def test_a_field_that_was_lost_or_changed_is_named(make_drafter, case_of, tiny_model, tmp_path) -> None:
+def test_a_field_that_was_lost_or_changed_is_named(
+    make_drafter, case_of, tiny_model, tmp_path
+) -> None:
     """No shape tells of these, and no engine notices."""
     target, drafter = head(make_drafter, case_of, tiny_model, head_dim=16)
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
@@ -312,13 +382,20 @@ def test_another_precision_survives_the_way_between_formats(
     first = export_drafter(drafter, tmp_path / "first", dtype=dtype)
     again = redress(redress(first, tmp_path / "second", format=format_), tmp_path / "third")
     a, b = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    assert a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
 
 
 def test_transformers_keeps_a_window(make_drafter, case_of, tiny_model, tmp_path) -> None:
-    """Both engines read the fields through transformers' Qwen3Config, which drops a window that is not switched on."""
+    """Both engines read the fields through transformers' Qwen3Config, which drops a window that is
+    not switched on."""
     shape = {"block_size": 4, "mask_token_id": 100, "num_layers": 2}
     for window in (None, 8):
-        _, drafter = head(make_drafter, case_of, tiny_model, "dflash", sliding_window=window, **shape)
+        _, drafter = head(
+            make_drafter, case_of, tiny_model, "dflash", sliding_window=window, **shape
+        )
         folder = export_drafter(drafter, tmp_path / str(window), dtype=torch.float32)
-        assert Qwen3Config(**json.loads((folder / "config.json").read_text())).sliding_window == window
+        assert (
+            Qwen3Config(**json.loads((folder / "config.json").read_text())).sliding_window == window
+        )

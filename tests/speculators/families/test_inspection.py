@@ -1,4 +1,5 @@
-"""Broken folders: every fault is named, one does not hide another, and what vLLM makes of it is said."""
+"""Broken folders: every fault is named, one does not hide another, and what vLLM makes of it is
+said."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 
 @pytest.fixture
 def broken(make_drafter, case_of, tiny_model, tmp_path):
-    """`broken(change, family, …)`: a folder whose config and tensors were changed, inspected for its target."""
+    """`broken(change, family, …)`: a folder whose config and tensors were changed, inspected for
+    its target."""
 
     def make(
         change: Change | None = None,
@@ -49,7 +51,9 @@ def broken(make_drafter, case_of, tiny_model, tmp_path):
             change(fields, tensors)
         (folder / "config.json").write_text(json.dumps(fields))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return inspect_folder(folder, (against or target) if compared else None, tokenizer=tokenizer)
+        return inspect_folder(
+            folder, (against or target) if compared else None, tokenizer=tokenizer
+        )
 
     return make
 
@@ -82,55 +86,142 @@ def full(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
 EAGLE3: dict[str, tuple[Change, str, str, str]] = {  # change -> kind, what vLLM does, words
     "no d2t": (lambda c, t: t.pop("d2t"), "missing_d2t", SWALLOWS, "d2t is missing"),
     "no norm": (lambda c, t: t.pop("norm.weight"), "missing_norm", SWALLOWS, "norm.weight"),
-    "no hidden_norm": (lambda c, t: t.pop("midlayer.hidden_norm.weight"), "missing_norm", SWALLOWS, "hidden_norm"),
+    "no hidden_norm": (
+        lambda c, t: t.pop("midlayer.hidden_norm.weight"),
+        "missing_norm",
+        SWALLOWS,
+        "hidden_norm",
+    ),
     "no fc": (lambda c, t: t.pop("fc.weight"), "missing_tensor", SWALLOWS, "fc.weight"),
     "no taps": (lambda c, t: c.pop(TAPS), "missing_taps", SWALLOWS, TAPS),
-    "taps of another number": (lambda c, t: c.update({TAPS: [1, 2]}), "tap_count", REFUSES, "2 tap ids"),
-    "count of taps": (lambda c, t: c.update(num_aux_hidden_states=2), "tap_count", REFUSES, "states is 2"),
-    "taps beyond": (lambda c, t: c.update({TAPS: [1, 2, 9]}), "taps_out_of_range", CRASHES, "[9] outside 0..5"),
-    "a bias": (lambda c, t: t.update({"fc.bias": torch.ones(32)}), "dropped_bias", SWALLOWS, "fc.bias"),
-    "another vocabulary": (lambda c, t: c.update(vocab_size=120), "wrong_vocabulary", CRASHES, "120"),
+    "taps of another number": (
+        lambda c, t: c.update({TAPS: [1, 2]}),
+        "tap_count",
+        REFUSES,
+        "2 tap ids",
+    ),
+    "count of taps": (
+        lambda c, t: c.update(num_aux_hidden_states=2),
+        "tap_count",
+        REFUSES,
+        "states is 2",
+    ),
+    "taps beyond": (
+        lambda c, t: c.update({TAPS: [1, 2, 9]}),
+        "taps_out_of_range",
+        CRASHES,
+        "[9] outside 0..5",
+    ),
+    "a bias": (
+        lambda c, t: t.update({"fc.bias": torch.ones(32)}),
+        "dropped_bias",
+        SWALLOWS,
+        "fc.bias",
+    ),
+    "another vocabulary": (
+        lambda c, t: c.update(vocab_size=120),
+        "wrong_vocabulary",
+        CRASHES,
+        "120",
+    ),
     "d2t of the whole vocabulary": (full, "zero_d2t", REFUSES, "d2t"),
     "prefix": (lambda c, t: rename(t), "prefix", REFUSES, "model."),
     "no head": (lambda c, t: t.pop("lm_head.weight"), "missing_lm_head", SWALLOWS, "lm_head"),
-    "NaN": (lambda c, t: t["norm.weight"].mul_(float("nan")), "not_finite", SWALLOWS, "norm.weight"),
-    "infinite": (lambda c, t: t["fc.weight"].view(-1)[:1].fill_(float("inf")), "not_finite", SWALLOWS, "fc.weight"),
-    "few positions": (lambda c, t: c.update(max_position_embeddings=64), "short_positions", SWALLOWS, "64"),
+    "NaN": (
+        lambda c, t: t["norm.weight"].mul_(float("nan")),
+        "not_finite",
+        SWALLOWS,
+        "norm.weight",
+    ),
+    "infinite": (
+        lambda c, t: t["fc.weight"].view(-1)[:1].fill_(float("inf")),
+        "not_finite",
+        SWALLOWS,
+        "fc.weight",
+    ),
+    "few positions": (
+        lambda c, t: c.update(max_position_embeddings=64),
+        "short_positions",
+        SWALLOWS,
+        "64",
+    ),
     "rope": (
-        lambda c, t: c.update(rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-        "rope", SWALLOWS, "rope_theta 500.0, the target's 10000.0",
+        lambda c, t: c.update(
+            rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+        ),
+        "rope",
+        SWALLOWS,
+        "rope_theta 500.0, the target's 10000.0",
     ),
     "rope scaling": (
-        lambda c, t: c.update(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-        "rope", SWALLOWS, "factor 2.0",
+        lambda c, t: c.update(
+            rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+        ),
+        "rope",
+        SWALLOWS,
+        "factor 2.0",
     ),
     "architecture": (
-        lambda c, t: c.update(architectures=["LlamaForCausalLMEagle"]), "architecture", REFUSES, "CausalLMEagle",
+        lambda c, t: c.update(architectures=["LlamaForCausalLMEagle"]),
+        "architecture",
+        REFUSES,
+        "CausalLMEagle",
     ),
-    "a stray tensor": (lambda c, t: t.update({"extra.weight": torch.ones(3)}), "unexpected_tensor", REFUSES, "extra"),
-    "a shape": (lambda c, t: t.update({"norm.weight": torch.ones(31)}), "shape", REFUSES, "norm.weight has shape"),
+    "a stray tensor": (
+        lambda c, t: t.update({"extra.weight": torch.ones(3)}),
+        "unexpected_tensor",
+        REFUSES,
+        "extra",
+    ),
+    "a shape": (
+        lambda c, t: t.update({"norm.weight": torch.ones(31)}),
+        "shape",
+        REFUSES,
+        "norm.weight has shape",
+    ),
     "ids for offsets": (
-        lambda c, t: t["d2t"].add_(torch.arange(40)), "d2t_ids", SWALLOWS, "offsets",
+        lambda c, t: t["d2t"].add_(torch.arange(40)),
+        "d2t_ids",
+        SWALLOWS,
+        "offsets",
     ),
     "zeros": (lambda c, t: t["fc.weight"].zero_(), "all_zero", SWALLOWS, "fc.weight"),
-    "a missing field": (lambda c, t: c.pop("intermediate_size"), "field", REFUSES, "intermediate_size"),
-    "partial rotation": (lambda c, t: c.update(partial_rotary_factor=0.5), "field", REFUSES, "partial_rotary_factor"),
+    "a missing field": (
+        lambda c, t: c.pop("intermediate_size"),
+        "field",
+        REFUSES,
+        "intermediate_size",
+    ),
+    "partial rotation": (
+        lambda c, t: c.update(partial_rotary_factor=0.5),
+        "field",
+        REFUSES,
+        "partial_rotary_factor",
+    ),
     "head_dim": (lambda c, t: c.update(head_dim=16), "shape", REFUSES, "q_proj"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "kind", "vllm", "words"), EAGLE3.values(), ids=EAGLE3.keys())
 def test_every_fault_of_an_eagle3_folder_is_named(broken, change, kind, vllm, words) -> None:
     found = broken(change)
     if kind == "shape" and words == "q_proj":
-        assert {"shape"} == {each.kind for each in found.faults} and any(words in each.what for each in found.faults)
+        assert {"shape"} == {each.kind for each in found.faults} and any(
+            words in each.what for each in found.faults
+        )
         return
     assert_names(found, kind, vllm, words)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 5, "mask_token_id": 100},
-    "dflash2": {"num_layers": 1, "block_size": 5, "mask_token_id": 100, "conv_group_size": 8, "selector_rank": 8},
+    "dflash2": {
+        "num_layers": 1,
+        "block_size": 5,
+        "mask_token_id": 100,
+        "conv_group_size": 8,
+        "selector_rank": 8,
+    },
     "dspark": {"num_layers": 1, "block_size": 4, "mask_token_id": 100, "markov_rank": 8},
     "peagle": {"num_depths": 4, "mask_token_id": 100, "own_embeddings": True},
 }
@@ -139,7 +230,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_window_that_vllm_would_not_give_is_named(broken) -> None:
     found = broken(lambda c, t: c.update(sliding_window=64))
     assert_names(found, "window_ignored", SWALLOWS, "sliding_window is 64")
-    assert not broken(lambda c, t: c.update(sliding_window=64, layer_types=["sliding_attention"])).faults
+    assert not broken(
+        lambda c, t: c.update(sliding_window=64, layer_types=["sliding_attention"])
+    ).faults
     unused = {"sliding_window": 64, "use_sliding_window": False, "layer_types": ["full_attention"]}
     assert not broken(lambda c, t: c.update(unused)).faults
 
@@ -152,7 +245,9 @@ def section(**values: Any) -> Change:
     """A change of `dflash_config`; None takes a field away."""
 
     def change(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
-        c["dflash_config"] = {k: v for k, v in {**c["dflash_config"], **values}.items() if v is not None}
+        c["dflash_config"] = {
+            k: v for k, v in {**c["dflash_config"], **values}.items() if v is not None
+        }
 
     return change
 
@@ -162,7 +257,9 @@ def both(*changes: Change) -> Change:
 
 
 def nested(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
-    c["dflash_config"] = {name: c.pop(name) for name in ("markov_rank", "block_size")} | {"causal": False}
+    c["dflash_config"] = {name: c.pop(name) for name in ("markov_rank", "block_size")} | {
+        "causal": False
+    }
 
 
 def no_is_causal(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
@@ -171,72 +268,226 @@ def no_is_causal(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
 
 # family, its shape if another one, change -> kind, what vLLM and SGLang do, words
 BLOCK: dict[str, tuple[str, dict[str, Any] | None, Change, str, str, str | None, str]] = {
-    "no fc": ("dflash", None, lambda c, t: t.pop("fc.weight"), "missing_tensor", SWALLOWS, SWALLOWS, "fc.weight"),
+    "no fc": (
+        "dflash",
+        None,
+        lambda c, t: t.pop("fc.weight"),
+        "missing_tensor",
+        SWALLOWS,
+        SWALLOWS,
+        "fc.weight",
+    ),
     "no hidden_norm": (
-        "dspark", None, lambda c, t: t.pop("hidden_norm.weight"), "missing_norm", SWALLOWS, SWALLOWS, "hidden_norm",
+        "dspark",
+        None,
+        lambda c, t: t.pop("hidden_norm.weight"),
+        "missing_norm",
+        SWALLOWS,
+        SWALLOWS,
+        "hidden_norm",
     ),
     "no convolution": (
-        "dflash2", None, lambda c, t: t.pop("layers.0.mlp_conv.base_kernel"), "missing_tensor", SWALLOWS, SWALLOWS,
+        "dflash2",
+        None,
+        lambda c, t: t.pop("layers.0.mlp_conv.base_kernel"),
+        "missing_tensor",
+        SWALLOWS,
+        SWALLOWS,
         "mlp_conv",
     ),
     "no mask_hidden": (
-        "peagle", None, lambda c, t: t.pop("mask_hidden"), "missing_mask_hidden", REFUSES, None, "mask_hidden",
+        "peagle",
+        None,
+        lambda c, t: t.pop("mask_hidden"),
+        "missing_mask_hidden",
+        REFUSES,
+        None,
+        "mask_hidden",
     ),
     "no confidence": (
-        "dspark", None, lambda c, t: [t.pop(n) for n in list(t) if "confidence" in n], "missing_confidence", SWALLOWS,
-        REFUSES, "confidence_head.proj",
+        "dspark",
+        None,
+        lambda c, t: [t.pop(n) for n in list(t) if "confidence" in n],
+        "missing_confidence",
+        SWALLOWS,
+        REFUSES,
+        "confidence_head.proj",
     ),
-    "no d2t": ("dspark", REDUCED, lambda c, t: t.pop("d2t"), "missing_d2t", REFUSES, SWALLOWS, "d2t"),
+    "no d2t": (
+        "dspark",
+        REDUCED,
+        lambda c, t: t.pop("d2t"),
+        "missing_d2t",
+        REFUSES,
+        SWALLOWS,
+        "d2t",
+    ),
     "no head": (
-        "dspark", REDUCED, lambda c, t: t.pop("lm_head.weight"), "missing_lm_head", REFUSES, SWALLOWS, "lm_head",
+        "dspark",
+        REDUCED,
+        lambda c, t: t.pop("lm_head.weight"),
+        "missing_lm_head",
+        REFUSES,
+        SWALLOWS,
+        "lm_head",
     ),
     "another width": (
-        "dflash", None, lambda c, t: c.update(target_hidden_size=64), "other_width", HARMLESS, REFUSES, "64",
+        "dflash",
+        None,
+        lambda c, t: c.update(target_hidden_size=64),
+        "other_width",
+        HARMLESS,
+        REFUSES,
+        "64",
     ),
     "prefix": ("dflash", None, lambda c, t: rename(t), "prefix", REFUSES, HARMLESS, "model."),
     "architecture": (
-        "dflash2", None, lambda c, t: c.update(architectures=["DFlashModel"]), "architecture", REFUSES, REFUSES,
+        "dflash2",
+        None,
+        lambda c, t: c.update(architectures=["DFlashModel"]),
+        "architecture",
+        REFUSES,
+        REFUSES,
         "DFlash2DraftModel",
     ),
-    "mask beyond": ("dflash", None, section(mask_token_id=400), "mask_token_range", CRASHES, REFUSES, "400"),
+    "mask beyond": (
+        "dflash",
+        None,
+        section(mask_token_id=400),
+        "mask_token_range",
+        CRASHES,
+        REFUSES,
+        "400",
+    ),
     "mask beyond, at the top": (
-        "dspark", None, lambda c, t: c.update(mask_token_id=400), "mask_token_range", CRASHES, REFUSES, "400",
+        "dspark",
+        None,
+        lambda c, t: c.update(mask_token_id=400),
+        "mask_token_range",
+        CRASHES,
+        REFUSES,
+        "400",
     ),
     "mask beyond, of chains": (
-        "peagle", None, lambda c, t: c.update(mask_token_id=-1), "mask_token_range", CRASHES, None, "-1",
+        "peagle",
+        None,
+        lambda c, t: c.update(mask_token_id=-1),
+        "mask_token_range",
+        CRASHES,
+        None,
+        "-1",
     ),
-    "no mask": ("dflash", None, section(mask_token_id=None), "field", REFUSES, None, "mask_token_id"),
+    "no mask": (
+        "dflash",
+        None,
+        section(mask_token_id=None),
+        "field",
+        REFUSES,
+        None,
+        "mask_token_id",
+    ),
     "blocks": ("dflash", None, section(block_size=16), "block_size", SWALLOWS, SWALLOWS, "16"),
     "causal below alone": (
-        "dflash", None, both(no_is_causal, section(causal=True)), "causal_disagrees", SWALLOWS, SWALLOWS,
+        "dflash",
+        None,
+        both(no_is_causal, section(causal=True)),
+        "causal_disagrees",
+        SWALLOWS,
+        SWALLOWS,
         "is_causal",
     ),
-    "causal twice": ("dflash2", None, section(causal=True), "causal_disagrees", SWALLOWS, SWALLOWS, "causal True"),
-    "another layout": ("dflash", None, section(sample_from_anchor=True), "slot_layout", REFUSES, SWALLOWS, "_anchor"),
+    "causal twice": (
+        "dflash2",
+        None,
+        section(causal=True),
+        "causal_disagrees",
+        SWALLOWS,
+        SWALLOWS,
+        "causal True",
+    ),
+    "another layout": (
+        "dflash",
+        None,
+        section(sample_from_anchor=True),
+        "slot_layout",
+        REFUSES,
+        SWALLOWS,
+        "_anchor",
+    ),
     "a window lost": (
-        "dflash", WINDOW, lambda c, t: c.pop("use_sliding_window"), "window_dropped", REFUSES, REFUSES, "window is 4",
+        "dflash",
+        WINDOW,
+        lambda c, t: c.pop("use_sliding_window"),
+        "window_dropped",
+        REFUSES,
+        REFUSES,
+        "window is 4",
     ),
-    "taps beyond": ("dflash", None, section(target_layer_ids=[0, 1, 5]), "taps_out_of_range", CRASHES, CRASHES, "[5]"),
+    "taps beyond": (
+        "dflash",
+        None,
+        section(target_layer_ids=[0, 1, 5]),
+        "taps_out_of_range",
+        CRASHES,
+        CRASHES,
+        "[5]",
+    ),
     "taps twice": (
-        "dspark", None, lambda c, t: c.update({TAPS: [0, 1, 2]}), "tap_ids_disagree", SWALLOWS, SWALLOWS, "[0, 1, 2]",
+        "dspark",
+        None,
+        lambda c, t: c.update({TAPS: [0, 1, 2]}),
+        "tap_ids_disagree",
+        SWALLOWS,
+        SWALLOWS,
+        "[0, 1, 2]",
     ),
-    "below dflash_config": ("dspark", None, nested, "nested_fields", REFUSES, REFUSES, "markov_rank"),
+    "below dflash_config": (
+        "dspark",
+        None,
+        nested,
+        "nested_fields",
+        REFUSES,
+        REFUSES,
+        "markov_rank",
+    ),
     "few positions": (
-        "dflash", None, lambda c, t: c.update(max_position_embeddings=64), "short_positions", SWALLOWS, SWALLOWS, "64",
+        "dflash",
+        None,
+        lambda c, t: c.update(max_position_embeddings=64),
+        "short_positions",
+        SWALLOWS,
+        SWALLOWS,
+        "64",
     ),
     "rope": (
-        "dspark", None,
-        lambda c, t: c.update(rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-        "rope", SWALLOWS, SWALLOWS, "500.0",
+        "dspark",
+        None,
+        lambda c, t: c.update(
+            rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+        ),
+        "rope",
+        SWALLOWS,
+        SWALLOWS,
+        "500.0",
     ),
     "a vocabulary of its own for a selector": (
-        "dflash2", None, lambda c, t: c.update(draft_vocab_size=40), "field", REFUSES, None, "draft_vocab_size",
+        "dflash2",
+        None,
+        lambda c, t: c.update(draft_vocab_size=40),
+        "field",
+        REFUSES,
+        None,
+        "draft_vocab_size",
     ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("family", "shape", "change", "kind", "vllm", "sglang", "words"), BLOCK.values(), ids=BLOCK)
-def test_every_fault_of_a_block_drafter_is_named(broken, family, shape, change, kind, vllm, sglang, words) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape", "change", "kind", "vllm", "sglang", "words"), BLOCK.values(), ids=BLOCK
+)
+def test_every_fault_of_a_block_drafter_is_named(
+    broken, family, shape, change, kind, vllm, sglang, words
+) -> None:
     found = broken(change, family, shape or SHAPES[family])
     if kind == "missing_confidence":  # a weight and a bias
         assert kinds(found) == {kind} and {each.vllm for each in found.faults} == {vllm}
@@ -257,7 +508,11 @@ def test_more_drafts_than_were_trained(broken, family) -> None:
 
 def test_a_mask_that_is_not_said_and_what_sglang_does_not_serve_are_only_warned_of(broken) -> None:
     found = broken(both(no_is_causal, section(causal=None)), "dflash", SHAPES["dflash"])
-    assert kinds(found) == {"causal_implied"} and found.sound and "bidirectional" in found.faults[0].what
+    assert (
+        kinds(found) == {"causal_implied"}
+        and found.sound
+        and "bidirectional" in found.faults[0].what
+    )
     found = broken(both(no_is_causal, section(causal=None)), "dflash", WINDOW)
     assert kinds(found) == {"causal_implied"} and "causal" in found.faults[0].what
     found = broken(section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"])
@@ -271,19 +526,35 @@ def test_a_block_drafter_for_a_deeper_target(broken, tiny_model, published) -> N
     shallow = FrozenTarget(tiny_model("llama", num_hidden_layers=3))
     late = broken(None, "dflash", SHAPES["dflash"], published=published, against=shallow)
     assert kinds(late) == {"wrong_depth", "late_taps"}
-    beyond = broken(section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"], against=shallow)
+    beyond = broken(
+        section(target_layer_ids=[0, 1, 4]), "dflash", SHAPES["dflash"], against=shallow
+    )
     assert kinds(beyond) == {"wrong_depth", "taps_out_of_range"}
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("is_causal", True), ("block_size", 9), ("sliding_window", 4)], ids=lambda v: str(v)
+    ("field", "value"),
+    [("is_causal", True), ("block_size", 9), ("sliding_window", 4)],
+    ids=lambda v: str(v),
 )
 def test_a_block_that_was_trained_otherwise_is_named(broken, field, value) -> None:
     """Where the folder says what was trained; no tensor tells."""
-    window = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True} if field == "sliding_window" else {}
+    window = (
+        {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+        if field == "sliding_window"
+        else {}
+    )
     name = {"is_causal": "causal"}.get(field, field)
-    change = both(lambda c, t: c.update({field: value, **window}), section(**({} if window else {name: value})))
-    assert_names(broken(change, "dflash", SHAPES["dflash"], published=False), "changed_field", SWALLOWS, field)
+    change = both(
+        lambda c, t: c.update({field: value, **window}),
+        section(**({} if window else {name: value})),
+    )
+    assert_names(
+        broken(change, "dflash", SHAPES["dflash"], published=False),
+        "changed_field",
+        SWALLOWS,
+        field,
+    )
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -311,13 +582,22 @@ def test_a_sound_folder_has_no_fault(case, make_drafter, tiny_model, tmp_path) -
     """Of any family, with and without a word of ours in config.json; and what it is is told."""
     target, drafter = make_drafter(case, tiny_model(case.architecture))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    dropped = {"dropped_bias"} if getattr(drafter.config, "fc_bias", False) and case.family == "eagle" else set()
+    dropped = (
+        {"dropped_bias"}
+        if getattr(drafter.config, "fc_bias", False) and case.family == "eagle"
+        else set()
+    )
     for _ in range(2):
         found = inspect_folder(folder, target)
         assert {each.kind for each in found.faults if not each.warning} == dropped, found.faults
         assert found.family == case.family and found.config == drafter.config
-        values = {name: t.numel() for name, t in drafter.state_dict().items() if name != "target_ids"}
-        assert found.parameters in (sum(values.values()), sum(p.numel() for p in drafter.parameters()))
+        values = {
+            name: t.numel() for name, t in drafter.state_dict().items() if name != "target_ids"
+        }
+        assert found.parameters in (
+            sum(values.values()),
+            sum(p.numel() for p in drafter.parameters()),
+        )
         fields = json.loads((folder / "config.json").read_text())
         fields.pop("draftsmith", None)
         (folder / "config.json").write_text(json.dumps(fields))
@@ -332,7 +612,14 @@ def test_one_fault_does_not_hide_the_next(broken) -> None:
         t["fc.bias"] = torch.ones(32)
         t["lm_head.weight"][0] = float("nan")
 
-    expected = {"architecture", "tap_count", "missing_taps", "missing_d2t", "missing_norm", "dropped_bias"}
+    expected = {
+        "architecture",
+        "tap_count",
+        "missing_taps",
+        "missing_d2t",
+        "missing_norm",
+        "dropped_bias",
+    }
     assert kinds(broken(change)) == expected | {"not_finite", "short_positions"}
 
 
@@ -390,7 +677,9 @@ def test_other_families(broken, family) -> None:
     assert kinds(weights) == set()
     name = next(name for name in weights.headers if "norm" not in name)
     verdict = {"eagle": SWALLOWS, "mlp": SWALLOWS, "medusa": REFUSES, "mtp": REFUSES}[family]
-    assert_names(broken(lambda c, t: t.pop(name), family), "missing_tensor", verdict, f"{name} is missing")
+    assert_names(
+        broken(lambda c, t: t.pop(name), family), "missing_tensor", verdict, f"{name} is missing"
+    )
 
 
 def test_eagle_heads(broken) -> None:
@@ -401,12 +690,17 @@ def test_eagle_heads(broken) -> None:
         "Eagle",
     )
     assert_names(
-        broken(lambda c, t: t.update({"fc.bias": torch.ones(32)}), "eagle"), "dropped_bias", SWALLOWS, "fc.bias"
+        broken(lambda c, t: t.update({"fc.bias": torch.ones(32)}), "eagle"),
+        "dropped_bias",
+        SWALLOWS,
+        "fc.bias",
     )
     assert_names(
         broken(lambda c, t: t.update({"norm.weight": torch.full((32,), 2.0)}), "eagle"),
-        "unexpected_tensor", REFUSES, "norm.weight",
-    )  # fmt: skip
+        "unexpected_tensor",
+        REFUSES,
+        "norm.weight",
+    )
 
 
 def test_medusa_heads(broken) -> None:
@@ -420,7 +714,12 @@ def test_draft_models(broken) -> None:
     options = {"from_target": {"first": 2}}
     assert kinds(broken(None, "draft_model", options=options)) == set()
     name = "model.layers.1.mlp.up_proj.weight"
-    assert_names(broken(lambda c, t: t.pop(name), "draft_model", options=options), "missing_tensor", REFUSES, name)
+    assert_names(
+        broken(lambda c, t: t.pop(name), "draft_model", options=options),
+        "missing_tensor",
+        REFUSES,
+        name,
+    )
 
 
 def test_pickles_are_named_and_never_opened(broken, monkeypatch) -> None:
@@ -436,7 +735,9 @@ def test_pickles_are_named_and_never_opened(broken, monkeypatch) -> None:
 
 def test_files_that_cannot_be_read(broken, tmp_path) -> None:
     folder = broken().folder
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "gone.safetensors"}})
+    )
     assert kinds(inspect_folder(folder)) == {"missing_file"}
     (folder / "model.safetensors").write_bytes(b"\x00" * 20)
     assert "damaged_file" in kinds(inspect_folder(folder))
@@ -458,5 +759,7 @@ def test_without_a_target_the_files_alone_are_looked_at(broken) -> None:
 
 def test_the_table_of_faults_is_whole() -> None:
     for kind, entry in KINDS.items():
-        assert entry.meaning and entry.todo and entry.vllm in (REFUSES, CRASHES, SWALLOWS, HARMLESS), kind
+        assert (
+            entry.meaning and entry.todo and entry.vllm in (REFUSES, CRASHES, SWALLOWS, HARMLESS)
+        ), kind
         assert entry.then or entry.vllm == HARMLESS, kind

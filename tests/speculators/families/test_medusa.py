@@ -20,7 +20,8 @@ def heads(make_drafter, all_cases, tiny_model):
 
 
 def test_published_names_are_read(heads, tmp_path) -> None:
-    """FasterDecoding's list of modules per head: blocks first, the projection last; sizes are the base model's."""
+    """FasterDecoding's list of modules per head: blocks first, the projection last; sizes are the
+    base model's."""
     target, drafter = heads
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     renamed = {}
@@ -32,7 +33,9 @@ def test_published_names_are_read(heads, tmp_path) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match="add hidden_size and vocab_size of the target"):
         load_drafter(folder, target)
-    (folder / "config.json").write_text(json.dumps(fields | {"hidden_size": 32, "vocab_size": target.vocab_size}))
+    (folder / "config.json").write_text(
+        json.dumps(fields | {"hidden_size": 32, "vocab_size": target.vocab_size})
+    )
     again = load_drafter(folder, target)
     assert again.config == drafter.config
     for name, tensor in drafter.state_dict().items():
@@ -40,18 +43,29 @@ def test_published_names_are_read(heads, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_linear_world_is_solved_before_the_first_step(make_drafter, all_cases, tiny_model, shared) -> None:
-    """States that rotate by one matrix: what head k says is what the target will say k + 1 tokens on."""
+def test_a_linear_world_is_solved_before_the_first_step(
+    make_drafter, all_cases, tiny_model, shared
+) -> None:
+    """States that rotate by one matrix: what head k says is what the target will say k + 1 tokens
+    on."""
     case = all_cases["medusa, one projection" if shared else "medusa"]
     target, drafter = make_drafter(case, tiny_model(case.architecture))
-    turn = torch.eye(32) if shared else torch.linalg.qr(torch.randn(32, 32, generator=torch.manual_seed(0))).Q
+    turn = (
+        torch.eye(32)
+        if shared
+        else torch.linalg.qr(torch.randn(32, 32, generator=torch.manual_seed(0))).Q
+    )
     state, states = torch.randn(1, 32, generator=torch.manual_seed(1)), []
     for _ in range(400):
         states.append(state)
         state = state @ turn + (0.0 if shared else 0.2 * torch.randn(1, 32))
-    last = torch.cat(states)[None] + (torch.randn(1, 400, 1) if shared else 0.0)  # one map serves all only if it is 1
+    last = torch.cat(states)[None] + (
+        torch.randn(1, 400, 1) if shared else 0.0
+    )  # one map serves all only if it is 1
     zeros = torch.zeros(1, 400, dtype=torch.long)
-    features = TargetFeatures(zeros, zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), None, last)
+    features = TargetFeatures(
+        zeros, zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), None, last
+    )
     options = MedusaOptions.model_validate({"num_heads": 3, "init": "least_squares"})
     assert drafter.start_terms(options) >= 8192
     drafter.initialise_from(target, options, [features])

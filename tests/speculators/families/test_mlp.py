@@ -1,4 +1,5 @@
-"""The MLP speculator: the published recurrence, tied tensors in every form they come in, and no more drafts than heads.
+"""The MLP speculator: the published recurrence, tied tensors in every form they come in, and no
+more drafts than heads.
 
 What every family owes is in test_contract.py.
 """
@@ -52,8 +53,11 @@ def every_copy(tensors: dict[str, torch.Tensor], heads: int) -> dict[str, torch.
     return found
 
 
-def published(tensors: dict[str, torch.Tensor], heads: int, scale: bool, state: torch.Tensor, ids: list[int]) -> list:
-    """Logits of each head from a checkpoint's tensors, by the paper's formula: state [H], ids the n tokens read."""
+def published(
+    tensors: dict[str, torch.Tensor], heads: int, scale: bool, state: torch.Tensor, ids: list[int]
+) -> list:
+    """Logits of each head from a checkpoint's tensors, by the paper's formula: state [H], ids the n
+    tokens read."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean() + 1e-6).sqrt()
@@ -62,20 +66,28 @@ def published(tensors: dict[str, torch.Tensor], heads: int, scale: bool, state: 
     state = norm(state) / math.sqrt(2) if scale else state
     logits = []
     for i in range(heads):
-        emb, proj, head = (tensors[f"speculator.{part}.{i}.weight"] for part in ("emb", "proj", "head"))
+        emb, proj, head = (
+            tensors[f"speculator.{part}.{i}.weight"] for part in ("emb", "proj", "head")
+        )
         z = emb[ids[i]] * math.sqrt(1 - weight**2) * math.sqrt(emb.shape[1] / 2)
         mixed = norm(proj @ state * weight + z)
-        state = gelu(mixed * tensors[f"speculator.ln.{i}.weight"] + tensors[f"speculator.ln.{i}.bias"])
+        state = gelu(
+            mixed * tensors[f"speculator.ln.{i}.weight"] + tensors[f"speculator.ln.{i}.bias"]
+        )
         logits.append(head @ state)
     return logits
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_the_export_under_the_published_formula_gives_the_drafted_logits(make, tmp_path: Path, shape) -> None:
+def test_the_export_under_the_published_formula_gives_the_drafted_logits(
+    make, tmp_path: Path, shape
+) -> None:
     target, drafter = make(**shape)
     heads, scale = shape.get("n_predict", 3), shape.get("scale_input", False)
-    tensors = load_file(export_drafter(drafter, tmp_path / "head", dtype=torch.float32) / "model.safetensors")
+    tensors = load_file(
+        export_drafter(drafter, tmp_path / "head", dtype=torch.float32) / "model.safetensors"
+    )
     if shape.get("tie_weights"):
         tensors = every_copy(tensors, heads)
     ids = torch.tensor([[5, 9, 20, 31, 7]])
@@ -85,18 +97,25 @@ def test_the_export_under_the_published_formula_gives_the_drafted_logits(make, t
         seen.append(logits[0])
         return logits.argmax(-1)
 
-    drafted = drafter.draft(DraftInput(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4]), heads, sample)
+    drafted = drafter.draft(
+        DraftInput(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4]), heads, sample
+    )
     read = [7, *drafted[0].tolist()]
-    for got, expected in zip(seen, published(tensors, heads, scale, states[0, 3], read), strict=True):
+    for got, expected in zip(
+        seen, published(tensors, heads, scale, states[0, 3], read), strict=True
+    ):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_half_of_the_last_state_is_the_targets(make) -> None:
-    """What the two weights are for: after n heads half of the state's square is the target's, and shares sum to one."""
+    """What the two weights are for: after n heads half of the state's square is the target's, and
+    shares sum to one."""
     for heads in (1, 3, 7):
         _, drafter = make(n_predict=heads)
         assert math.isclose(drafter.state_weight ** (2 * heads), 0.5)
-        assert math.isclose(drafter.state_weight**2 + drafter.emb_weight**2 * 2 / drafter.config.inner_dim, 1)
+        assert math.isclose(
+            drafter.state_weight**2 + drafter.emb_weight**2 * 2 / drafter.config.inner_dim, 1
+        )
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -112,9 +131,19 @@ def test_tied_tensors_load_from_one_copy_or_all(make, tmp_path: Path) -> None:
     one = load_file(folder / "model.safetensors")
     assert sorted(one) == [
         f"speculator.{name}"
-        for name in ("emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight")
+        for name in (
+            "emb.0.weight",
+            "head.0.weight",
+            "ln.0.bias",
+            "ln.0.weight",
+            "proj.0.weight",
+            "proj.1.weight",
+        )
     ]
-    last = {name.replace("emb.0", "emb.3").replace("proj.1", "proj.2"): tensor for name, tensor in one.items()}
+    last = {
+        name.replace("emb.0", "emb.3").replace("proj.1", "proj.2"): tensor
+        for name, tensor in one.items()
+    }
     for tensors in (one, every_copy(one, 4), last):
         save_file(tensors, folder / "model.safetensors")
         assert read_drafter_config(folder, target.num_layers) == drafter.config
@@ -129,7 +158,9 @@ def test_copies_that_differ_are_refused(make, tmp_path: Path) -> None:
     whole = every_copy(load_file(folder / "model.safetensors"), 4)
     for name in ("speculator.emb.2.weight", "speculator.proj.3.weight", "speculator.ln.1.bias"):
         save_file(whole | {name: whole[name] + 1}, folder / "model.safetensors")
-        with pytest.raises(CheckpointError, match=rf"{folder}: speculator\.\S+ and {name} differ.*tie_weights"):
+        with pytest.raises(
+            CheckpointError, match=rf"{folder}: speculator\.\S+ and {name} differ.*tie_weights"
+        ):
             load_drafter(folder, target)
     stray = {"speculator.emb.4.weight": whole["speculator.emb.0.weight"].clone()}
     save_file(whole | stray, folder / "model.safetensors")
@@ -149,7 +180,8 @@ def test_untied_heads_need_every_tensor(make, tmp_path: Path) -> None:
 
 
 def test_published_fields_are_understood(make, tmp_path: Path) -> None:
-    """inner_dim 0 is the target's width, fields of serving are ignored, and the layers are the target's."""
+    """inner_dim 0 is the target's width, fields of serving are ignored, and the layers are the
+    target's."""
     target, drafter = make()
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = {
@@ -197,7 +229,12 @@ def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
 
 
 def recipe(**sections: Any):
-    required = {"name": "t", "family": "mlp", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
+    required = {
+        "name": "t",
+        "family": "mlp",
+        "target": {"model": "x"},
+        "data": {"train": [{"path": "chats.jsonl"}]},
+    }
     return make_recipe(required | sections)
 
 

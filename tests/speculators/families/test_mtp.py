@@ -1,4 +1,5 @@
-"""Multi-token prediction: the maths of transformers' own layers, modules in their targets' folders, refusals."""
+"""Multi-token prediction: the maths of transformers' own layers, modules in their targets' folders,
+refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.export.convert import write_back
 from speculators.families.mtp import Mtp, MtpConfig
-from speculators.layers.target_layer import BorrowedLayer, layer_fields, pack_experts, unpack_experts
+from speculators.layers.target_layer import (
+    BorrowedLayer,
+    layer_fields,
+    pack_experts,
+    unpack_experts,
+)
 from speculators.registry import build_config, config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.inference.modules import make_llm
@@ -36,11 +42,22 @@ from train.recipe.recipe import recipe_class
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 QWEN3_NEXT = dict(
-    vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, moe_intermediate_size=16, shared_expert_intermediate_size=24, num_experts=4,
-    num_experts_per_tok=2, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
     linear_value_head_dim=8,
-)  # fmt: skip
+)
 
 
 def shaken(module: nn.Module, noise: float = 0.3) -> Any:
@@ -51,7 +68,9 @@ def shaken(module: nn.Module, noise: float = 0.3) -> Any:
     return module.eval()
 
 
-def features(ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = None) -> TargetFeatures:
+def features(
+    ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = None
+) -> TargetFeatures:
     """Of one document, all of it supervised."""
     slots, ones = torch.arange(ids.shape[1])[None], torch.ones_like(ids)
     return TargetFeatures(ids, slots, 0 * ones, ones.bool(), taps, last)
@@ -59,21 +78,28 @@ def features(ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = 
 
 @pytest.fixture
 def native(tiny_model, tmp_path: Path):
-    """`native(architecture, **names)`: a target's folder that carries a random module, in shards of its own."""
+    """`native(architecture, **names)`: a target's folder that carries a random module, in shards of
+    its own."""
 
     def make(architecture: str, **config: Any) -> tuple[Path, FrozenTarget, Mtp]:
         folder = tmp_path / "native"
         model = tiny_model(architecture, **config)
-        model.get_input_embeddings().weight.data[IDS[0, 1]] = 0  # what is read at position 0 is nothing either way
+        model.get_input_embeddings().weight.data[IDS[0, 1]] = (
+            0  # what is read at position 0 is nothing either way
+        )
         model.save_pretrained(folder, max_shard_size="20KB")
         hidden = "residual" if architecture == "qwen2" else "normed"
-        target = FrozenTarget(model, (model.config.num_hidden_layers,) if hidden == "residual" else ())
+        target = FrozenTarget(
+            model, (model.config.num_hidden_layers,) if hidden == "residual" else ()
+        )
         drafter = shaken(Mtp(config_for_target(target, "mtp", hidden_state=hidden)).attach(target))
         alone = export_drafter(drafter, tmp_path / "alone", dtype=torch.float32)
         tensors = load_file(alone / "model.safetensors")
         if architecture == "deepseek_v3":  # as published, embedding and head are there again
             prefix = f"model.layers.{target.num_layers}."
-            tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.data.clone()
+            tensors[f"{prefix}embed_tokens.weight"] = (
+                model.get_input_embeddings().weight.data.clone()
+            )
             tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.data.clone()
         _into_index(folder, tensors)
         fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -92,13 +118,16 @@ def _into_index(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     names = sorted(tensors)
     for i, half in enumerate((names[::2], names[1::2])):
         save_file(
-            {n: tensors[n].contiguous() for n in half}, folder / f"mtp-{i}.safetensors", metadata={"format": "pt"}
+            {n: tensors[n].contiguous() for n in half},
+            folder / f"mtp-{i}.safetensors",
+            metadata={"format": "pt"},
         )
         index["weight_map"] |= dict.fromkeys(half, f"mtp-{i}.safetensors")
     path.write_text(json.dumps(index))
 
 
-# ---------------------------------------------------------------------- the maths, against transformers' own layers
+# ---------------------------------------------------------------------- the maths, against
+# transformers' own layers
 
 
 @torch.no_grad()
@@ -108,11 +137,14 @@ def depth0(drafter: Mtp, seen: TargetFeatures) -> torch.Tensor:
 
 @torch.no_grad()
 def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
-    """[hidden; embedding] through Qwen2's own layer with biases, position 0 blind, the final norm last."""
+    """[hidden; embedding] through Qwen2's own layer with biases, position 0 blind, the final norm
+    last."""
     folder, target, _ = native("qwen2")
     tensors = {}
     for file in folder.glob("mtp-*.safetensors"):
-        tensors |= {name.removeprefix("model.mtp_layers.0."): t for name, t in load_file(file).items()}
+        tensors |= {
+            name.removeprefix("model.mtp_layers.0."): t for name, t in load_file(file).items()
+        }
     drafter = load_drafter(folder, target)
     config = target.model.config
     layer = Qwen2DecoderLayer(config, 0).eval()
@@ -121,7 +153,9 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
     taps, last = target(IDS)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return nn.functional.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps)
+        return nn.functional.rms_norm(
+            x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps
+        )
 
     embeds = target.embed_tokens(IDS[:, 1:])
     embeds[:, 0] = 0
@@ -138,11 +172,14 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
 
 @torch.no_grad()
 def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> None:
-    """transformers' own MTP model of the folder gives the same states; the embedding at position 0 is zero here."""
+    """transformers' own MTP model of the folder gives the same states; the embedding at position 0
+    is zero here."""
     folder, _, _ = native("deepseek_v3")
     target = FrozenTarget.from_pretrained(str(folder), dtype=torch.float32)
     drafter = load_drafter(folder, target)
-    target.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]  # it looks for layer 61 alone
+    target.model._keys_to_ignore_on_load_unexpected = [
+        r"model\.layers\.3.*"
+    ]  # it looks for layer 61 alone
     reference = MtpModel.from_pretrained(target.model)
     _, last = target(IDS)
     T = IDS.shape[1] - 1
@@ -155,11 +192,14 @@ def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> Non
         position_ids=slots,
         past_key_values=None,
     )
-    torch.testing.assert_close(depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4
+    )
 
 
 class Table(nn.Module):
-    """As much of a target as a module asks for: what it "computes" of a token is a row of a table."""
+    """As much of a target as a module asks for: what it "computes" of a token is a row of a
+    table."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -167,7 +207,11 @@ class Table(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.states = nn.Embedding(config.vocab_size, config.hidden_size)
         self.logits = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.hidden_size, self.vocab_size, self.num_layers = config.hidden_size, config.vocab_size, 4
+        self.hidden_size, self.vocab_size, self.num_layers = (
+            config.hidden_size,
+            config.vocab_size,
+            4,
+        )
         self.name_or_path = "table"
 
 
@@ -181,25 +225,39 @@ def qwen3_next(tmp_path: Path) -> tuple[Path, Table, Mtp]:
     folder = export_drafter(drafter, tmp_path / "next", dtype=torch.float32)
     config.architectures = ["Qwen3NextForCausalLM"]
     config.save_pretrained(folder)
-    save_file({"model.layers.0.input_layernorm.weight": torch.zeros(32)}, folder / "model-1.safetensors")
+    save_file(
+        {"model.layers.0.input_layernorm.weight": torch.zeros(32)}, folder / "model-1.safetensors"
+    )
     return folder, target, drafter.attach(target)
 
 
 @torch.no_grad()
 def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
-    """[norm(embedding); norm(hidden)] through the gated attention layer with experts, then the norm; nothing blind."""
+    """[norm(embedding); norm(hidden)] through the gated attention layer with experts, then the
+    norm; nothing blind."""
     folder, target, _ = qwen3_next
     config = read_drafter_config(folder)
-    assert (config.layout, config.hidden_state, config.num_target_layers) == ("qwen3_next", "normed", 4)
+    assert (config.layout, config.hidden_state, config.num_target_layers) == (
+        "qwen3_next",
+        "normed",
+        4,
+    )
     drafter = Mtp(config).attach(target).eval()
     load_weights(drafter, folder)
     tensors = load_file(folder / "model.safetensors")
-    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors and "mtp.layers.0.self_attn.q_norm.weight" in tensors
+    assert (
+        "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors
+        and "mtp.layers.0.self_attn.q_norm.weight" in tensors
+    )
 
     own = AutoConfig.for_model("qwen3_next", **QWEN3_NEXT, layer_types=["full_attention"] * 4)
     own._attn_implementation, own._experts_implementation = "sdpa", "eager"
     layer = Qwen3NextDecoderLayer(own, 0).eval()
-    inside = {n.removeprefix("mtp.layers.0."): t for n, t in tensors.items() if n.startswith("mtp.layers.0.")}
+    inside = {
+        n.removeprefix("mtp.layers.0."): t
+        for n, t in tensors.items()
+        if n.startswith("mtp.layers.0.")
+    }
     layer.load_state_dict(pack_experts(inside))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -209,17 +267,23 @@ def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
 
     last = target.states(IDS)
     embeds = norm(target.embed_tokens(IDS[:, 1:]), "pre_fc_norm_embedding")
-    x = torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1) @ tensors["mtp.fc.weight"].T
+    x = (
+        torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1)
+        @ tensors["mtp.fc.weight"].T
+    )
     T = x.shape[1]
     rotary = Qwen3NextRotaryEmbedding(own)(x, torch.arange(T)[None])
     mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
     expected = norm(layer(x, position_embeddings=rotary, attention_mask=mask), "norm")
-    torch.testing.assert_close(depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4
+    )
 
 
 @torch.no_grad()
 def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
-    """Its targets cannot be run here, so this is the contract's first test over a table of states."""
+    """Its targets cannot be run here, so this is the contract's first test over a table of
+    states."""
     _, target, drafter = qwen3_next
     steps = list(drafter.unroll(features(IDS, target.states(IDS)), 3))
     for anchor in range(IDS.shape[1] - 4):
@@ -231,7 +295,9 @@ def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
 
         upto = slice(0, anchor + 1)
         last = target.states(IDS[:, upto])
-        drafter.draft(DraftInput(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1]), 3, sample)
+        drafter.draft(
+            DraftInput(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1]), 3, sample
+        )
         for step, logits in zip(steps, seen, strict=True):
             expected = drafter.head(step.hidden[step.anchor_index == anchor])[0]
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -243,29 +309,46 @@ def test_a_target_of_qwen3_next_writes_the_same_with_a_module_of_its_kind(tiny_m
     assert drafter.config.layout == "qwen3_next"
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     plain, drafting = make_llm(target), make_llm(target, drafter=drafter, num_speculative_tokens=2)
-    texts = [llm.generate({"prompt_token_ids": [5, 9, 11, 42]}, params, False)[0] for llm in (plain, drafting)]
+    texts = [
+        llm.generate({"prompt_token_ids": [5, 9, 11, 42]}, params, False)[0]
+        for llm in (plain, drafting)
+    ]
     assert texts[0].outputs[0].token_ids == texts[1].outputs[0].token_ids
 
 
-def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(tiny_model, tmp_path: Path) -> None:
-    """transformers drops `mtp.*` on load. It is read all the same, trained, exported, written back; and it drafts."""
+def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(
+    tiny_model, tmp_path: Path
+) -> None:
+    """transformers drops `mtp.*` on load. It is read all the same, trained, exported, written back;
+    and it drafts."""
     model = tiny_model("qwen3_next")
     whole = tmp_path / "whole"
     model.save_pretrained(whole)
     target = FrozenTarget(model)
     carried = shaken(Mtp(config_for_target(target, "mtp")), 0.1)
-    module = load_file(export_drafter(carried, tmp_path / "module", dtype=torch.float32) / "model.safetensors")
-    save_file(load_file(whole / "model.safetensors") | module, whole / "model.safetensors", metadata={"format": "pt"})
+    module = load_file(
+        export_drafter(carried, tmp_path / "module", dtype=torch.float32) / "model.safetensors"
+    )
+    save_file(
+        load_file(whole / "model.safetensors") | module,
+        whole / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
     target = FrozenTarget.from_pretrained(str(whole))
     recipe = recipe_class("mtp").model_validate(
         {
-            "name": "t", "family": "mtp", "target": {"model": str(whole)}, "drafter": {"init_from": "target"},
+            "name": "t",
+            "family": "mtp",
+            "target": {"model": str(whole)},
+            "drafter": {"init_from": "target"},
             "data": {"train": [{"path": "chats.jsonl"}]},
         }
-    )  # fmt: skip
+    )
     drafter = make_drafter(recipe, drafter_config(recipe, target), target, None, None, tmp_path)
-    assert all(torch.equal(p, drafter.get_parameter(name)) for name, p in carried.named_parameters())
+    assert all(
+        torch.equal(p, drafter.get_parameter(name)) for name, p in carried.named_parameters()
+    )
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": IDS[0, :n].tolist()} for n in (4, 9)]
     plain = [o.outputs[0].token_ids for o in make_llm(target).generate(prompts, params, False)]
@@ -276,7 +359,10 @@ def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(tiny_model,
     for _ in range(15):
         steps = drafter.unroll(f, 2)
         labels = ids.flatten()
-        loss = sum(nn.functional.cross_entropy(drafter.head(s.hidden), labels[s.target_index + 1]) for s in steps)
+        loss = sum(
+            nn.functional.cross_entropy(drafter.head(s.hidden), labels[s.target_index + 1])
+            for s in steps
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -285,7 +371,9 @@ def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(tiny_model,
 
     head = export_drafter(drafter.eval(), tmp_path / "head", dtype=torch.float32)
     served = write_back(head, whole, tmp_path / "served")
-    assert set(load_file(served / "model.safetensors")) == set(load_file(whole / "model.safetensors"))
+    assert set(load_file(served / "model.safetensors")) == set(
+        load_file(whole / "model.safetensors")
+    )
     target = FrozenTarget.from_pretrained(str(served))
     llm = make_llm(target, drafter=load_drafter(served, target), num_speculative_tokens=2)
     outputs = llm.generate(prompts, params, False)
@@ -313,7 +401,10 @@ def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> N
 
 @torch.no_grad()
 def test_experts_see_one_token_at_a_time(tiny_model) -> None:
-    for config in (tiny_model("deepseek_v3").config, AutoConfig.for_model("qwen3_next", **QWEN3_NEXT)):
+    for config in (
+        tiny_model("deepseek_v3").config,
+        AutoConfig.for_model("qwen3_next", **QWEN3_NEXT),
+    ):
         torch.manual_seed(0)
         layer = BorrowedLayer(layer_fields(config))
         for parameter in layer.parameters():
@@ -327,7 +418,10 @@ def test_experts_see_one_token_at_a_time(tiny_model) -> None:
 
 
 def test_experts_are_packed_as_they_were_unpacked() -> None:
-    state = {"a.experts.gate_up_proj": torch.randn(3, 8, 5), "a.experts.down_proj": torch.randn(3, 5, 4)}
+    state = {
+        "a.experts.gate_up_proj": torch.randn(3, 8, 5),
+        "a.experts.down_proj": torch.randn(3, 5, 4),
+    }
     state["a.gate.weight"] = torch.randn(3, 5)
     apart = unpack_experts(state)
     assert apart["a.experts.2.up_proj.weight"].shape == (4, 5) and len(apart) == 10
@@ -339,8 +433,11 @@ def test_experts_are_packed_as_they_were_unpacked() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "deepseek_v3"])
-def test_a_module_is_read_from_its_targets_folder_and_written_back(native, tmp_path: Path, architecture: str) -> None:
-    """Only the module's tensors are read; in the target's copy only they change, and everything loads again."""
+def test_a_module_is_read_from_its_targets_folder_and_written_back(
+    native, tmp_path: Path, architecture: str
+) -> None:
+    """Only the module's tensors are read; in the target's copy only they change, and everything
+    loads again."""
     folder, target, original = native(architecture)
     config = read_drafter_config(folder)
     assert config == original.config
@@ -353,20 +450,28 @@ def test_a_module_is_read_from_its_targets_folder_and_written_back(native, tmp_p
     merged = write_back(export, folder, tmp_path / "merged")
 
     def every(where: Path) -> dict[str, torch.Tensor]:
-        return {name: t for file in where.glob("*.safetensors") for name, t in load_file(file).items()}
+        return {
+            name: t for file in where.glob("*.safetensors") for name, t in load_file(file).items()
+        }
 
     before, after, trained = every(folder), every(merged), every(export)
-    assert set(before) == set(after) and {p.name for p in folder.iterdir()} == {p.name for p in merged.iterdir()}
+    assert set(before) == set(after) and {p.name for p in folder.iterdir()} == {
+        p.name for p in merged.iterdir()
+    }
     for name, tensor in after.items():
         assert torch.equal(tensor, trained.get(name, before[name])), name
-    again = load_drafter(merged, FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers))
+    again = load_drafter(
+        merged, FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers)
+    )
     for name, parameter in drafter.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name)), name
     with pytest.raises(CheckpointError, match="target itself"):
         write_back(export, folder, folder)
     with pytest.raises(CheckpointError, match="no tensor of the same shape for"):
         write_back(
-            export, export_drafter(shaken(drafter), tmp_path / "export", dtype=torch.float32).parent, tmp_path / "x"
+            export,
+            export_drafter(shaken(drafter), tmp_path / "export", dtype=torch.float32).parent,
+            tmp_path / "x",
         )
 
 
@@ -388,7 +493,9 @@ def test_init_from_target(native, architecture: str) -> None:
 
     config = drafter_config(recipe(), target)
     drafter = make_drafter(recipe(), config, target, None, None, folder)
-    assert all(torch.equal(p, drafter.get_parameter(name)) for name, p in original.named_parameters())
+    assert all(
+        torch.equal(p, drafter.get_parameter(name)) for name, p in original.named_parameters()
+    )
     assert recipe().drafter.unroll_steps == 3 and recipe().drafter.step_decay == 0.6
     assert recipe().training.learning_rate == 5e-5
     with pytest.raises(ConfigError, match=r"drafter.layout: the recipe says qwen3_next"):
@@ -412,10 +519,13 @@ def test_foreign_folders_are_refused_by_name(native, tmp_path: Path) -> None:
 
 
 def test_another_target_is_refused(tiny_model, tmp_path: Path) -> None:
-    """vLLM builds the layer from the target's config, so a module of other sizes would be another one there."""
+    """vLLM builds the layer from the target's config, so a module of other sizes would be another
+    one there."""
     target = FrozenTarget(tiny_model("llama"))
     folder = export_drafter(
-        shaken(Mtp(config_for_target(target, "mtp")).attach(target)), tmp_path / "head", dtype=torch.float32
+        shaken(Mtp(config_for_target(target, "mtp")).attach(target)),
+        tmp_path / "head",
+        dtype=torch.float32,
     )
     for name, other in dict(intermediate_size=64, rms_norm_eps=1e-3, num_key_value_heads=4).items():
         with pytest.raises(ConfigError, match=f"{name} is .* follows the target's configuration"):
@@ -423,7 +533,9 @@ def test_another_target_is_refused(tiny_model, tmp_path: Path) -> None:
     turned = {"rope_type": "default", "rope_theta": 5e5}
     with pytest.raises(ConfigError, match="rope_parameters is"):
         load_drafter(folder, FrozenTarget(tiny_model("llama", rope_parameters=turned)))
-    partial = FrozenTarget(tiny_model("phi3", rope_parameters={**turned, "partial_rotary_factor": 0.5}))
+    partial = FrozenTarget(
+        tiny_model("phi3", rope_parameters={**turned, "partial_rotary_factor": 0.5})
+    )
     with pytest.raises(ConfigError, match="rotates 0.5 of each head"):
         config_for_target(partial, "mtp")
 
@@ -452,7 +564,9 @@ def test_configs_that_contradict_themselves_are_refused(tiny_model) -> None:
 @pytest.mark.parametrize("hidden_state", ["normed", "residual"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek_v3"])
 @torch.no_grad()
-def test_a_new_module_passes_the_targets_state_through(tiny_model, architecture: str, hidden_state: str) -> None:
+def test_a_new_module_passes_the_targets_state_through(
+    tiny_model, architecture: str, hidden_state: str
+) -> None:
     """Before any training its states are near the target's, in direction and in size."""
     target = FrozenTarget(tiny_model(architecture), (3,) if hidden_state == "residual" else ())
     torch.manual_seed(0)
@@ -466,7 +580,9 @@ def test_a_new_module_passes_the_targets_state_through(tiny_model, architecture:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
-def test_frequencies_and_router_biases_stay_float32(tiny_model, tmp_path: Path, architecture: str) -> None:
+def test_frequencies_and_router_biases_stay_float32(
+    tiny_model, tmp_path: Path, architecture: str
+) -> None:
     """What is not a weight keeps its precision, in memory and in the export."""
     target = FrozenTarget(tiny_model(architecture).to(torch.bfloat16))
     drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))

@@ -1,4 +1,5 @@
-"""Heads without attention: a slot is worked on exactly as long as a term of it is to come, in training and drafting."""
+"""Heads without attention: a slot is worked on exactly as long as a term of it is to come, in
+training and drafting."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class Independent(SlotwiseDrafter):
 
     def __init__(self) -> None:
         sizes = dict(hidden_size=WIDTH, target_hidden_size=WIDTH, num_target_layers=1)
-        super().__init__(DrafterConfig(family="toy", vocab_size=VOCAB, draft_vocab_size=VOCAB, **sizes))
+        super().__init__(
+            DrafterConfig(family="toy", vocab_size=VOCAB, draft_vocab_size=VOCAB, **sizes)
+        )
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTHS))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, VOCAB) for _ in range(DEPTHS))
         self.asked: list[int] = []  # slots of each depth
@@ -46,7 +49,8 @@ class Recurrent(Independent):
 
 @pytest.fixture
 def features():
-    """Two rows: documents of 9 and 4 tokens with a prompt between two responses; one of 7, padded."""
+    """Two rows: documents of 9 and 4 tokens with a prompt between two responses; one of 7,
+    padded."""
     torch.manual_seed(3)
     segments = torch.tensor([[0] * 9 + [1] * 4, [0] * 7 + [-1] * 6])
     mask = segments >= 0
@@ -66,10 +70,14 @@ def test_every_term_once_and_no_slot_without_a_term_to_come(features, kind) -> N
     steps = list(drafter.unroll(features, DEPTHS))
     ids, states = features.input_ids.flatten(), features.last_hidden.flatten(0, 1)
     valid = torch.stack([valid_terms(features, depth + 2).flatten() for depth in range(DEPTHS)])
-    assert not torch.equal(valid[1] | valid[0], valid[0])  # a later depth has terms where depth 0 has none
+    assert not torch.equal(
+        valid[1] | valid[0], valid[0]
+    )  # a later depth has terms where depth 0 has none
     for step in steps:
         anchors = valid[step.depth].nonzero().flatten()
-        assert torch.equal(step.anchor_index, anchors) and torch.equal(step.target_index, anchors + step.depth + 1)
+        assert torch.equal(step.anchor_index, anchors) and torch.equal(
+            step.target_index, anchors + step.depth + 1
+        )
         state = states[anchors]
         if kind is Recurrent:
             state = state + sum(ids[anchors + 1 + d] for d in range(step.depth + 1))[:, None]

@@ -1,5 +1,5 @@
-"""Every family drafts trees: the logits after each draft are those of a chain of the tokens that lead to it, and what
-comes out of the runtime is the target's own."""
+"""Every family drafts trees: the logits after each draft are those of a chain of the tokens that
+lead to it, and what comes out of the runtime is the target's own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def chains(drafter, target, texts, paths, depth):
 
 @torch.no_grad()
 def test_a_tree_is_as_many_chains(world):
-    """Two rows of different length, a tree of three levels in which siblings and cousins must not see each other."""
+    """Two rows of different length, a tree of three levels in which siblings and cousins must not
+    see each other."""
     target, drafter = world
     texts = [[5, 9, 2, 7, 11, 3], [4, 8, 15]]
     levels = [
@@ -53,7 +54,9 @@ def test_a_tree_is_as_many_chains(world):
     paths: list[list[list[int]]] = [[[]], [[]]]
     grown, visible, last = [], None, [[[]], [[]]]
     for tokens, parents in levels:
-        last = [[[*last[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)] for b in range(2)]
+        last = [
+            [[*last[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)] for b in range(2)
+        ]
         for b in range(2):
             paths[b] += last[b]
         index = torch.tensor(parents)
@@ -77,7 +80,9 @@ def test_a_tree_is_as_many_chains(world):
     longest = max(counts)
     taps = None if taps is None else taps[:, :longest]
     token_ids = ids[:, first : first + longest]
-    drafter.draft_tree(DraftInput(cache, 0, 2, token_ids, taps, last_hidden[:, :longest], counts), deepest, grow)
+    drafter.draft_tree(
+        DraftInput(cache, 0, 2, token_ids, taps, last_hidden[:, :longest], counts), deepest, grow
+    )
     assert cache.lengths == counts  # the drafts are rolled back
     by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
     wanted = chains(drafter, target, texts, paths, deepest)
@@ -95,12 +100,24 @@ def test_text_is_the_targets(world, tree, temperature):
     target, drafter = world
     if drafter.max_depth is not None and drafter.max_depth < tree.depth:
         pytest.skip("fewer heads than levels")
-    llm = make_llm(target, drafter=drafter, tree=tree, draft_sample_method="greedy", max_num_seqs=5, max_model_len=64)
+    llm = make_llm(
+        target,
+        drafter=drafter,
+        tree=tree,
+        draft_sample_method="greedy",
+        max_num_seqs=5,
+        max_model_len=64,
+    )
     prompts = [{"prompt_token_ids": ids} for ids in ([3, 5], [7], [1, 2, 3, 4, 5], [9, 8], [6] * 7)]
-    params = [SamplingParams(temperature=temperature, max_tokens=10, seed=i, ignore_eos=True) for i in range(5)]
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=10, seed=i, ignore_eos=True)
+        for i in range(5)
+    ]
     drafted = llm.generate(prompts, params, use_tqdm=False)
     alone = llm.generate(prompts, params, use_tqdm=False, speculate=False)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in alone]
     counters = llm.get_metrics()
     assert counters.num_draft_tokens > counters.num_drafts
-    assert 1 <= len(counters.num_accepted_tokens_per_pos) <= tree.depth  # the best places may all be shallow
+    assert (
+        1 <= len(counters.num_accepted_tokens_per_pos) <= tree.depth
+    )  # the best places may all be shallow

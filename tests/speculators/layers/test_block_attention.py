@@ -9,7 +9,9 @@ from speculators.layers import block_attention as module
 from speculators.layers.block_attention import Blocks, block_attention, explicit_block_attention
 
 B, A, Q, T, D, HEADS, GROUPS = 2, 9, 5, 50, 16, 4, 2
-SEGMENTS = torch.tensor([[0] * 20 + [1] * 30, [0] * 10 + [1] * 25 + [-1] * 15])  # the second ends with padding
+SEGMENTS = torch.tensor(
+    [[0] * 20 + [1] * 30, [0] * 10 + [1] * 25 + [-1] * 15]
+)  # the second ends with padding
 POSITIONS = torch.tensor([[*range(20), *range(30)], [*range(10), *range(25), *[0] * 15]])
 # The second row has fewer blocks, and one that comes first again.
 LAST = torch.tensor([[0, 3, 4, 18, 21, 30, 31, 40, 48], [5, 1, 12, 20, 30, 33, -1, -1, -1]])
@@ -24,7 +26,9 @@ def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     """Query, own keys and values, keys and values of the context."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(HEADS, A * Q), *[(GROUPS, A * Q)] * 2, *[(GROUPS, T)] * 2]
-    return [torch.randn(B, n, t, D, generator=generator).to(dtype).requires_grad_() for n, t in sizes]
+    return [
+        torch.randn(B, n, t, D, generator=generator).to(dtype).requires_grad_() for n, t in sizes
+    ]
 
 
 def with_gradients(attend, given: list[torch.Tensor], where: Blocks) -> list[torch.Tensor]:
@@ -37,7 +41,8 @@ def with_gradients(attend, given: list[torch.Tensor], where: Blocks) -> list[tor
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 40])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_gives_what_scores_give(monkeypatch, causal, window, run_queries):
-    """Windows of 1 and 3 leave slots of a block without a context, as rows with fewer blocks leave whole ones."""
+    """Windows of 1 and 3 leave slots of a block without a context, as rows with fewer blocks leave
+    whole ones."""
     monkeypatch.setattr(module, "RUN_QUERIES", run_queries)
     found, wanted = (
         with_gradients(attend, tensors(torch.float32), blocks(causal, window))

@@ -1,4 +1,5 @@
-"""Frozen linear layers: the same numbers as the layers they stand for, until these may change again."""
+"""Frozen linear layers: the same numbers as the layers they stand for, until these may change
+again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ SHAPES = [(1, 16), (3, 16), (4, 16), (0, 16), (1, 1, 16), (2, 3, 16), (1, 0, 16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_answers_as_the_layer_does(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> None:
+def test_it_answers_as_the_layer_does(
+    dtype: torch.dtype, shape: tuple[int, ...], bias: bool
+) -> None:
     linear = nn.Linear(16, 24, bias=bias).to(dtype)
     x = torch.randn(shape, dtype=dtype)
     frozen = FrozenLinear(linear)
@@ -30,13 +33,17 @@ def test_several_layers_of_one_input_are_one_product(dtype: torch.dtype) -> None
     linears = [nn.Linear(16, width, bias=False).to(dtype) for width in (8, 24, 4)]
     x = torch.randn(2, 5, 16, dtype=dtype)
     with torch.inference_mode():
-        torch.testing.assert_close(FrozenLinear(*linears)(x), torch.cat([linear(x) for linear in linears], dim=-1))
+        torch.testing.assert_close(
+            FrozenLinear(*linears)(x), torch.cat([linear(x) for linear in linears], dim=-1)
+        )
 
 
 def test_a_slice_of_a_larger_buffer_is_read_right() -> None:
     linear, buffer = nn.Linear(16, 8, bias=False).bfloat16(), torch.randn(4, 6, 16).bfloat16()
     with torch.inference_mode():
-        torch.testing.assert_close(FrozenLinear(linear)(buffer[:2, 1:4]), linear(buffer[:2, 1:4].clone()))
+        torch.testing.assert_close(
+            FrozenLinear(linear)(buffer[:2, 1:4]), linear(buffer[:2, 1:4].clone())
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,5 @@
-"""Grouped attention says what the usual one says, wherever it steps in; elsewhere it stays out of the way."""
+"""Grouped attention says what the usual one says, wherever it steps in; elsewhere it stays out of
+the way."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ SHARING = ["llama", "qwen3", "qwen3_sliding", "mistral", "gemma3", "phi3", "mixt
 
 @pytest.mark.parametrize("architecture", [*SHARING, "falcon"])
 def test_a_target_decodes_as_it_reads_at_once(tiny_model, architecture, monkeypatch):
-    """Rows of different lengths and several new tokens, over a cache: the states of one forward over the whole row."""
+    """Rows of different lengths and several new tokens, over a cache: the states of one forward
+    over the whole row."""
     calls = []
     plain = grouped.grouped_attention
 
@@ -69,12 +71,15 @@ def test_a_target_decodes_as_it_reads_at_once(tiny_model, architecture, monkeypa
     _, states = target(new, cache.position_ids(0, 2, 3), cache.mask(0, 2, 3), cache.view(0, 2, 3))
     torch.testing.assert_close(states[0], whole[0, 6:9], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(states[1], whole[1, 4:7], atol=2e-5, rtol=1e-4)
-    assert bool(calls) == (architecture in SHARING)  # Falcon's layers have their own attention, for "sdpa" alone
+    assert bool(calls) == (
+        architecture in SHARING
+    )  # Falcon's layers have their own attention, for "sdpa" alone
     assert target.config._attn_implementation == "sdpa"
 
 
 def test_on_cuda_no_mask_repeats_keys_and_values(tiny_model, monkeypatch, request):
-    """Rows of different lengths and more new tokens than a CPU groups: as on a CPU, and without the repeated copy."""
+    """Rows of different lengths and more new tokens than a CPU groups: as on a CPU, and without the
+    repeated copy."""
     T, lengths = grouped.MOST_QUERIES + 2, (5, 3)
     model = tiny_model("llama")
     model.set_attn_implementation("sdpa")
@@ -85,13 +90,17 @@ def test_on_cuda_no_mask_repeats_keys_and_values(tiny_model, monkeypatch, reques
             request.getfixturevalue("claimed_gpu")
         target, cache = FrozenTarget(model.to(device)), RaggedCache(2, 32, device=device)
         for row, length in enumerate(lengths):
-            target(ids[row : row + 1, :length].to(device), None, None, cache.view(row, row + 1, length))
+            target(
+                ids[row : row + 1, :length].to(device), None, None, cache.view(row, row + 1, length)
+            )
             cache.advance(row, length)
         view, mask = cache.view(0, 2, T), cache.mask(0, 2, T)
         if device == "cuda":
             repeat = "transformers.integrations.sdpa_attention.repeat_kv"
             monkeypatch.setattr(repeat, lambda *_: pytest.fail("repeated"))
-        found[device] = target(ids[:, :T].to(device), cache.position_ids(0, 2, T), mask, view)[1].cpu()
+        found[device] = target(ids[:, :T].to(device), cache.position_ids(0, 2, T), mask, view)[
+            1
+        ].cpu()
         target.close()
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=1e-5, rtol=1e-4)
 
@@ -111,11 +120,15 @@ def test_eager_targets_stay_eager(tiny_model):
         assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("other", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
+@pytest.mark.parametrize(
+    "other", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}]
+)
 def test_anything_it_does_not_know_is_left_to_sdpa(other, monkeypatch):
     handed = []
     monkeypatch.setattr(
-        grouped, "sdpa_attention_forward", lambda *args, **kwargs: handed.append(kwargs) or (None, None)
+        grouped,
+        "sdpa_attention_forward",
+        lambda *args, **kwargs: handed.append(kwargs) or (None, None),
     )
     query, key, value = tensors(1)
     grouped.grouped_attention(Module(), query, key, value, None, scaling=0.3, **other)

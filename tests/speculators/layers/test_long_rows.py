@@ -1,4 +1,5 @@
-"""Long rows: attention text by text and activations computed again give what masks and kept activations give."""
+"""Long rows: attention text by text and activations computed again give what masks and kept
+activations give."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_activations_computed_again_give_the_same_gradients(tiny_model, monkeypa
         drafter.train().checkpoint_activations(recomputes)
         torch.manual_seed(0)
         features = target.features(**batch(target.vocab_size))
-        steps = list(drafter.unroll(features, 3 if drafter.max_depth is None else drafter.max_depth))
+        steps = list(
+            drafter.unroll(features, 3 if drafter.max_depth is None else drafter.max_depth)
+        )
         sum((step.hidden.float() ** 2).sum() / 100 for step in steps).backward()
         gradients.append([p.grad for p in drafter.parameters()])
     assert any(g is not None and g.abs().max() > 0 for g in gradients[0])
@@ -106,8 +109,12 @@ def test_no_more_scores_wait_for_the_backward_pass_than_may(monkeypatch, rows, q
     monkeypatch.setattr(attention, "KEPT_SCORES", 4 * 64 * 64)
     (h, T, d), kept = (4, 64, 8), []
     tensors = [torch.randn(rows, h, n, d, requires_grad=True) for n in (queries, T, T)]
-    asking = PackedQueries(torch.zeros(rows, T, dtype=torch.long), torch.arange(queries).expand(rows, -1))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    asking = PackedQueries(
+        torch.zeros(rows, T, dtype=torch.long), torch.arange(queries).expand(rows, -1)
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         attention.explicit_attention(*tensors, (), asking, 1.0).sum().backward()
     scores = rows * h * queries * T
     assert attention.recomputes_scores(rows, h, queries, T) == (scores > 4 * 64 * 64)

@@ -44,16 +44,23 @@ def test_bfloat16_is_as_close_as_bfloat16_can_be() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_norm_is_the_same_until_it_thaws(dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, norm = torch.randn((2, 3, 32), generator=generator).to(dtype), RMSNorm(32, eps=1e-6).to(dtype)
+    x, norm = (
+        torch.randn((2, 3, 32), generator=generator).to(dtype),
+        RMSNorm(32, eps=1e-6).to(dtype),
+    )
     norm.weight.data.uniform_(-2, 2, generator=generator)
     with torch.inference_mode():
         wanted = norm(x)
     norm.freeze()
     with torch.inference_mode():
-        torch.testing.assert_close(norm(x), wanted, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 2**-6)
+        torch.testing.assert_close(
+            norm(x), wanted, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 2**-6
+        )
         assert norm(x.double()).dtype == torch.float64
     assert norm(x).requires_grad
     norm.weight.data.mul_(2)
     norm.thaw()
     with torch.inference_mode():
-        torch.testing.assert_close(norm(x), 2 * wanted, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 2**-6)
+        torch.testing.assert_close(
+            norm(x), 2 * wanted, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 2**-6
+        )

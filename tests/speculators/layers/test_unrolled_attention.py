@@ -1,4 +1,5 @@
-"""Attention over the depths of an unroll: fused kernels give the values and gradients of explicit scores."""
+"""Attention over the depths of an unroll: fused kernels give the values and gradients of explicit
+scores."""
 
 from __future__ import annotations
 
@@ -20,16 +21,28 @@ DOCUMENTS = {
 
 
 def packed(documents: str, chosen: str) -> PackedQueries:
-    """Queries of all slots, of some in their order, or of some whose last ones only fill the row up."""
+    """Queries of all slots, of some in their order, or of some whose last ones only fill the row
+    up."""
     segments = torch.tensor([[s for s, n in row for _ in range(n)] for row in DOCUMENTS[documents]])
     if chosen == "all":
         return PackedQueries(segments)
-    some = torch.rand(segments.shape, generator=torch.Generator().manual_seed(5)).argsort(1)[:, :13].sort(1).values
-    return PackedQueries(segments, some if chosen == "some" else torch.cat([some[:, 6:], some[:, :6]], 1))
+    some = (
+        torch.rand(segments.shape, generator=torch.Generator().manual_seed(5))
+        .argsort(1)[:, :13]
+        .sort(1)
+        .values
+    )
+    return PackedQueries(
+        segments, some if chosen == "some" else torch.cat([some[:, 6:], some[:, :6]], 1)
+    )
 
 
 def tensors(
-    queries: PackedQueries, depths: int, heads: tuple[int, int] = (4, 2), widths=(8, 8), dtype=torch.float64
+    queries: PackedQueries,
+    depths: int,
+    heads: tuple[int, int] = (4, 2),
+    widths=(8, 8),
+    dtype=torch.float64,
 ) -> list[torch.Tensor]:
     """Query, key and value, the diagonals', and a gradient, as views of slot-major memory."""
     (h, g), (d, v), (B, M), T = heads, widths, queries.slots.shape, queries.segment_ids.shape[1]
@@ -81,7 +94,10 @@ def test_a_window(documents, chosen, window):
 
 def test_a_window_bounds_the_keys_of_a_call():
     queries = PackedQueries(torch.zeros(1, 4096, dtype=torch.long), window=100)
-    assert max(run.keys.stop - run.keys.start for run in queries.runs) < 100 + fused_attention.MASKED_QUERIES
+    assert (
+        max(run.keys.stop - run.keys.start for run in queries.runs)
+        < 100 + fused_attention.MASKED_QUERIES
+    )
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (4, 1)])
@@ -103,10 +119,14 @@ def test_precisions(monkeypatch, dtype, tolerance, short):
 def test_nothing_as_large_as_scores_is_made_or_kept():
     queries = PackedQueries(torch.arange(4).repeat_interleave(64)[None])
     given, kept = tensors(queries, 2), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         results(unrolled_attention, given, queries)
     assert max(kept) == max(x.numel() for x in given) < 256 * 256
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         results(explicit_attention, given, queries)
     assert max(kept) > 256 * 256
 
@@ -118,16 +138,24 @@ def test_activations_computed_again():
     def again(*arguments):
         return checkpoint(unrolled_attention, *arguments, use_reentrant=False)
 
-    for a, b in zip(results(again, given, queries), results(unrolled_attention, given, queries), strict=True):
+    for a, b in zip(
+        results(again, given, queries), results(unrolled_attention, given, queries), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_a_document_in_one_piece_has_no_mask():
     """One call for each, whatever it is as long as; padding sees itself, in calls with a mask."""
     queries = packed("ragged", "all")
-    assert [(run.causal, run.keys.stop - run.keys.start) for run in queries.runs if run.row == 0] == [
-        (True, 7), (True, 1), (True, 11), (False, 4), (False, 1),
-    ]  # fmt: skip
+    assert [
+        (run.causal, run.keys.stop - run.keys.start) for run in queries.runs if run.row == 0
+    ] == [
+        (True, 7),
+        (True, 1),
+        (True, 11),
+        (False, 4),
+        (False, 1),
+    ]
 
 
 class Flash:
@@ -138,7 +166,9 @@ class Flash:
         library.impl("_flash_attention_backward", self.backward, "CPU")
         self.calls = 0
 
-    def probabilities(self, q, k, offsets, scale, lse=None, window_size_left=None, window_size_right=None):
+    def probabilities(
+        self, q, k, offsets, scale, lse=None, window_size_left=None, window_size_right=None
+    ):
         for a, b in pairwise(offsets.tolist()):
             own, keys = q[a:b], k[a:b].repeat_interleave(q.shape[1] // k.shape[1], 1)
             scores = torch.einsum("qhd,khd->hqk", own, keys) * scale
@@ -153,16 +183,42 @@ class Flash:
     def forward(self, q, k, v, offsets, same, longest, _, dropout, causal, debug, *, scale, **rest):
         assert causal and not dropout and offsets is same and longest == offsets.diff().max()
         self.calls += 1
-        out, lse, repeat = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0]), q.shape[1] // k.shape[1]
+        out, lse, repeat = (
+            torch.empty_like(q),
+            q.new_empty(q.shape[1], q.shape[0]),
+            q.shape[1] // k.shape[1],
+        )
         for part, _, _, norm, p in self.probabilities(q, k, offsets, scale, **rest):
             out[part] = torch.einsum("hqk,khd->qhd", p, v[part].repeat_interleave(repeat, 1))
             lse[:, part] = norm
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(0), torch.zeros(0)
 
     def backward(
-        self, grad, q, k, v, out, lse, offsets, same, longest, _, dropout, causal, seed, unused, *, scale, **rest
+        self,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        offsets,
+        same,
+        longest,
+        _,
+        dropout,
+        causal,
+        seed,
+        unused,
+        *,
+        scale,
+        **rest,
     ):
-        dq, dk, dv, repeat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), q.shape[1] // k.shape[1]
+        dq, dk, dv, repeat = (
+            torch.empty_like(q),
+            torch.empty_like(k),
+            torch.empty_like(v),
+            q.shape[1] // k.shape[1],
+        )
         for part, own, keys, _, p in self.probabilities(q, k, offsets, scale, lse, **rest):
             dp = torch.einsum("qhd,khd->hqk", grad[part], v[part].repeat_interleave(repeat, 1))
             ds = p * (dp - (grad[part] * out[part]).sum(-1).t()[..., None]) * scale

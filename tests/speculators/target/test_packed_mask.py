@@ -1,4 +1,5 @@
-"""Branches: what the target says of a token of a branch is what it says of the text up to it with the branch behind."""
+"""Branches: what the target says of a token of a branch is what it says of the text up to it with
+the branch behind."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ BRANCHES = ((2, 3), (7, 1), (8, 4))  # (fork within its document, tokens) of eac
 
 @pytest.fixture
 def row() -> dict[str, torch.Tensor]:
-    """[2, T]: two documents with branches after each, forks at other places in the second; one document, padded."""
+    """[2, T]: two documents with branches after each, forks at other places in the second; one
+    document, padded."""
     source, ids, positions, segments, forks = torch.Generator().manual_seed(5), [], [], [], []
     for segment, length in enumerate(TEXTS):
         start = len(positions)
@@ -39,7 +41,9 @@ def row() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "qwen3_sliding", "gemma2"])
-def test_states_of_a_branch_are_those_of_its_text_with_the_branch_behind(tiny_model, row, architecture) -> None:
+def test_states_of_a_branch_are_those_of_its_text_with_the_branch_behind(
+    tiny_model, row, architecture
+) -> None:
     target = FrozenTarget(tiny_model(architecture), (1, 3))
     features = target.features(**row, loss_mask=row["segment_ids"] >= 0)
     ids, forks, segments = row["input_ids"][0], row["forks"][0], row["segment_ids"][0]

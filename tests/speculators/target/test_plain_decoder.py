@@ -1,4 +1,5 @@
-"""Plain decoders run with few calls: taps and states as transformers computes them, over ragged rows, or not at all."""
+"""Plain decoders run with few calls: taps and states as transformers computes them, over ragged
+rows, or not at all."""
 
 from __future__ import annotations
 
@@ -22,8 +23,12 @@ PLAIN = {
     "llama, biases": {"attention_bias": True, "mlp_bias": True},
     "llama, scaled positions": {
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
         }
     },
     "mistral": {"sliding_window": None},
@@ -33,7 +38,7 @@ PLAIN = {
     "qwen3": {},
     "qwen3, one key head": {"num_key_value_heads": 1},
     "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
-}  # fmt: skip
+}
 TAPS = (0, 1, 3)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
@@ -44,8 +49,8 @@ def target_of(name: str) -> FrozenTarget:
 
 
 def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[torch.Tensor]:
-    """`run` over rows that grow by the pieces, each [rows][tokens], of unequal lengths: taps and states of real
-    tokens."""
+    """`run` over rows that grow by the pieces, each [rows][tokens], of unequal lengths: taps and
+    states of real tokens."""
     found = []
     for piece in pieces:
         width, rows = max(map(len, piece)), len(piece)
@@ -63,7 +68,13 @@ def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[tor
 def test_taps_and_states_are_those_of_the_model(name: str, copies: bool) -> None:
     target = target_of(name)
     long = [3 + 7 * i % 90 for i in range(20)]
-    pieces = [[[5, 9, 11, 42, 7], [90, 33]], [[8], [61]], [long, long[::-1]], [[20, 3, 4], [17, 2, 9]], [[50], [60]]]
+    pieces = [
+        [[5, 9, 11, 42, 7], [90, 33]],
+        [[8], [61]],
+        [long, long[::-1]],
+        [[20, 3, 4], [17, 2, 9]],
+        [[50], [60]],
+    ]
     with torch.inference_mode(copies), torch.no_grad():
         wanted = features(target, RaggedCache(2, 64), pieces)
         plain = plain_decoder(target, copies=copies)
@@ -96,7 +107,8 @@ def test_in_bfloat16_they_agree_within_its_precision() -> None:
         assert isinstance(plain_decoder(target, copies=copies), PlainDecoder)
 
 
-# ---------------------------------------------------------------------- what runs as it is, and says why
+# ---------------------------------------------------------------------- what runs as it is, and
+# says why
 
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(PLAIN)))
@@ -111,7 +123,10 @@ def _other_numbers(model) -> None:
 
 def _replaced(model) -> None:
     attention = model.model.layers[1].self_attn
-    attention.forward = lambda *args, run=attention.forward, **kwargs: (run(*args, **kwargs)[0] * 1.5, None)
+    attention.forward = lambda *args, run=attention.forward, **kwargs: (
+        run(*args, **kwargs)[0] * 1.5,
+        None,
+    )
 
 
 def _quantised(model) -> None:
@@ -125,7 +140,9 @@ CHANGES = {
     "its layers compute something else": _other_numbers,
     "the forward of layers.1.self_attn was replaced": _replaced,
     "up_proj of layer 2 is a Int8Linear": _quantised,
-    "layers.0.mlp has a forward hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None),
+    "layers.0.mlp has a forward hook": (
+        lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    ),
     "attn_implementation is eager": lambda model: model.set_attn_implementation("eager"),
 }
 
@@ -157,9 +174,15 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
     forward, ids = TargetForward(target), torch.arange(3, 9)[None]
     assert forward.is_plain
     attention = target.layers[0].self_attn
-    storages = {getattr(attention, part).weight.untyped_storage().data_ptr() for part in ("q_proj", "k_proj", "v_proj")}
+    storages = {
+        getattr(attention, part).weight.untyped_storage().data_ptr()
+        for part in ("q_proj", "k_proj", "v_proj")
+    }
     assert len(storages) == 1
-    weights = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in target.parameters()}
+    weights = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in target.parameters()
+    }
     assert sum(weights.values()) == sum(each.nbytes for each in target.parameters())
 
     save_file(target.model.state_dict(), tmp_path / "model.safetensors")
@@ -167,14 +190,19 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
     assert all(torch.equal(saved[name], each) for name, each in before.items())
 
     again = TargetForward(target)  # as by a second engine: nothing is moved
-    assert {getattr(attention, part).weight.untyped_storage().data_ptr() for part in ("q_proj", "k_proj")} == storages
+    assert {
+        getattr(attention, part).weight.untyped_storage().data_ptr()
+        for part in ("q_proj", "k_proj")
+    } == storages
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for each in (forward, again):
             each.read_weights()
             assert not each.renew()
-            (found,), (wanted,) = (features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (each, target))
+            (found,), (wanted,) = (
+                features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (each, target)
+            )
             torch.testing.assert_close(found, wanted, **CLOSE)
 
 
@@ -208,7 +236,8 @@ def test_large_projections_are_not_moved(monkeypatch) -> None:
 
 
 needs_packing = pytest.mark.skipif(
-    not frozen_linear.can_pack(torch.zeros(1, dtype=torch.bfloat16)), reason="no packed bfloat16 products on this CPU"
+    not frozen_linear.can_pack(torch.zeros(1, dtype=torch.bfloat16)),
+    reason="no packed bfloat16 products on this CPU",
 )
 
 
@@ -223,7 +252,9 @@ def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None
             for parameter in target.parameters():
                 parameter.add_(change * torch.randn_like(parameter))
             forward.read_weights()
-            found, wanted = (features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target))
+            found, wanted = (
+                features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
+            )
             state = wanted[..., -32:]
             pairs = (found, wanted), (forward.logits(state), target.logits(state))
             assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
@@ -232,4 +263,9 @@ def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None
 @needs_packing
 def test_a_large_target_is_not_packed(monkeypatch) -> None:
     monkeypatch.setattr(frozen_linear, "MOST_PACKED", 1 << 10)
-    assert plain_decoder(FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS), copies=False).packed_bytes == 0
+    assert (
+        plain_decoder(
+            FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS), copies=False
+        ).packed_bytes
+        == 0
+    )

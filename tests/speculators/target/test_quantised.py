@@ -1,4 +1,5 @@
-"""Quantised targets: what transformers loads quantised gives features and is drafted for; the rest is refused."""
+"""Quantised targets: what transformers loads quantised gives features and is drafted for; the rest
+is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def load(model, folder, scheme, **options) -> FrozenTarget:
 
 
 def write(llm) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    return [
+        list(output.outputs[0].token_ids)
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    ]
 
 
 @pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
@@ -54,16 +58,25 @@ def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_pa
     torch.testing.assert_close(taps[..., :32], own.hidden_states[1])
     assert (own.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
     found = plain_decoder(target, copies=False)
-    assert ("BitLinear, not a Linear" in found) if scheme == "bitnet" else not isinstance(found, str)
+    assert (
+        ("BitLinear, not a Linear" in found) if scheme == "bitnet" else not isinstance(found, str)
+    )
 
     options = dict(max_num_seqs=2, max_model_len=64)
     text = write(make_llm(target, **options))
     with torch.no_grad():
         for prompt, written in zip(PROMPTS, text, strict=True):
-            logits = target.model(input_ids=torch.tensor([prompt["prompt_token_ids"] + written])).logits[0]
+            logits = target.model(
+                input_ids=torch.tensor([prompt["prompt_token_ids"] + written])
+            ).logits[0]
             assert logits[-10:-1].argmax(-1).tolist() == written
-    head = Eagle3(config_for_target(target, "eagle3", draft_vocab_size=101, tap_layers=(1, 3))).eval()
-    for drafting in ({"drafter": head, "num_speculative_tokens": 3}, {"proposer": NgramProposer(3, 1, 3)}):
+    head = Eagle3(
+        config_for_target(target, "eagle3", draft_vocab_size=101, tap_layers=(1, 3))
+    ).eval()
+    for drafting in (
+        {"drafter": head, "num_speculative_tokens": 3},
+        {"proposer": NgramProposer(3, 1, 3)},
+    ):
         llm = make_llm(target, **drafting, **options)
         assert write(llm) == text and llm.get_metrics().num_draft_tokens > 0
 
@@ -77,7 +90,9 @@ def test_a_quantised_head_starts_heads_and_passes_no_gradient(tiny_model, tmp_pa
     assert Eagle3(config).initialise_from(target).lm_head.weight.abs().sum() > 0
     with torch.no_grad():
         state = target(torch.arange(5, 16)[None])[1]
-    with pytest.raises(UnsupportedTarget, match="no gradient passes through its quantised output head .BitLinear"):
+    with pytest.raises(
+        UnsupportedTarget, match="no gradient passes through its quantised output head .BitLinear"
+    ):
         target.logits(state.requires_grad_())
 
 
@@ -87,6 +102,8 @@ def test_what_needs_plain_weights_is_refused(tiny_model, tmp_path):
         cut_fields(target.config, [0, 1], "drafter.from_target")
     with pytest.raises(UnsupportedTarget, match="joint: target .* is quantised"):
         JointTarget(target, JointSection())
-    target.model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.zeros(101, 32, dtype=torch.int8)))
+    target.model.set_input_embeddings(
+        torch.nn.Embedding.from_pretrained(torch.zeros(101, 32, dtype=torch.int8))
+    )
     with pytest.raises(UnsupportedTarget, match="its input embedding is quantised"):
         FrozenTarget(target.model)

@@ -1,4 +1,5 @@
-"""FrozenTarget says exactly what the model says, for any architecture, and refuses what it cannot confirm."""
+"""FrozenTarget says exactly what the model says, for any architecture, and refuses what it cannot
+confirm."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def close(a, b, tolerance=1e-5):
 
 
 def reference(model, ids):
-    """What transformers itself says: hidden_states [0..n-1], the final norm's input, last_hidden, logits."""
+    """What transformers itself says: hidden_states [0..n-1], the final norm's input, last_hidden,
+    logits."""
     inside = {}
     decoder = model.get_decoder()
     norm = (decoder.norm if hasattr(decoder, "norm") else decoder.ln_f).register_forward_pre_hook(
@@ -37,7 +39,9 @@ def alone(target, ids):
     outputs = {}
     for tap in target.tap_layers:
         layer = target.layers[tap - 1]
-        keep = lambda module, args, out, tap=tap: outputs.update({tap: out[0] if isinstance(out, tuple) else out})
+        keep = lambda module, args, out, tap=tap: outputs.update(
+            {tap: out[0] if isinstance(out, tuple) else out}
+        )
         layer._forward_hooks[-tap] = keep
     with torch.no_grad():
         last = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
@@ -83,7 +87,8 @@ def test_an_explicit_causal_mask_changes_nothing(tiny_model, any_architecture, i
 
 
 def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
-    """None as mask is enough for rows of equal length, in chunks and token by token, beyond the sliding window."""
+    """None as mask is enough for rows of equal length, in chunks and token by token, beyond the
+    sliding window."""
     model = tiny_model(any_architecture)
     _, last, _ = reference(model, ids)
     target, cache, start = FrozenTarget(model), DynamicCache(), 0
@@ -96,7 +101,8 @@ def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "bloom", "rwkv"])
 def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
-    """Also where states, or attention that takes no masks, would carry one sequence into the next."""
+    """Also where states, or attention that takes no masks, would carry one sequence into the
+    next."""
     model = tiny_model(architecture, **OF_FEATURES_ALONE.get(architecture, {}))
     target = FrozenTarget(model, tap_layers=[1, 3])
     generator = torch.Generator().manual_seed(2)
@@ -180,7 +186,9 @@ def test_taps_twice(tiny_model):
         FrozenTarget(tiny_model("llama"), tap_layers=[1, 1])
 
 
-@pytest.mark.parametrize(("name", "stepwise"), [("qwen3_next", False), ("lfm2", False), ("mamba", True)])
+@pytest.mark.parametrize(
+    ("name", "stepwise"), [("qwen3_next", False), ("lfm2", False), ("mamba", True)]
+)
 def test_recurrent_layers_are_found_by_what_they_give_a_cache(tiny_model, name, stepwise):
     target = FrozenTarget(tiny_model(name))
     assert target.supports_rollback and target.recurrent.stepwise == stepwise
@@ -217,7 +225,14 @@ def test_states_that_are_not_where_they_are_rolled_back_are_noticed(tiny_model):
 
 def test_encoder_decoders_are_refused():
     config = AutoConfig.for_model(
-        "t5", vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+        "t5",
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
     )
     with pytest.raises(UnsupportedTarget, match="encoder-decoder"):
         FrozenTarget(AutoModelForSeq2SeqLM.from_config(config))
@@ -257,7 +272,8 @@ def test_hidden_states_changed_before_the_head_are_refused(tiny_model):
     model = tiny_model("llama")
 
     class Halving(nn.Linear):
-        """An output head that is handed other states than the decoder's, as where a model divides by its width."""
+        """An output head that is handed other states than the decoder's, as where a model divides
+        by its width."""
 
         def __call__(self, hidden):
             return super().__call__(hidden / 2)
@@ -275,7 +291,8 @@ def test_a_sliding_cache_is_refused(tiny_model, ids):
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "gemma2"])
 def test_loading(tiny_model, tmp_path, name, ids):
-    """Tied heads count as present; the attention implementation is chosen by what the architecture has."""
+    """Tied heads count as present; the attention implementation is chosen by what the architecture
+    has."""
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
     target = FrozenTarget.from_pretrained(str(tmp_path), tap_layers=[1], dtype=torch.float32)

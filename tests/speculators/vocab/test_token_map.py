@@ -1,4 +1,5 @@
-"""A draft model with another tokenizer reads and proposes what the target's tokens stand for, byte by byte."""
+"""A draft model with another tokenizer reads and proposes what the target's tokens stand for, byte
+by byte."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators.errors import CheckpointError, ConfigError
@@ -19,12 +29,27 @@ from speculators.vocab.token_map import FILE, TokenMap
 
 TARGET = Path(__file__).parents[3] / "recipes" / "quickstart" / "target"
 CORPUS = [
-    "The quick brown fox jumps over the lazy dog, and the other dogs jump after it: 0123456789 times!",
-    "Ein Mädchen läuft über die Straße; 日本語のテキスト, кошка и собака, naïve café – “quoted” … 🙂",
-    "def add(left, right):\n    return left + right  # two spaces\n\n\tindented with a tab <b>[x]</b> {y}",
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz 'it''s' the thing that they then thought through",
+    (
+        "The quick brown fox jumps over the lazy dog, and the other dogs jump after it: 0123456789"
+        " times!"
+    ),
+    (
+        "Ein Mädchen läuft über die Straße; 日本語のテキスト, кошка и собака, naïve café –"
+        " “quoted” … 🙂"
+    ),
+    (
+        "def add(left, right):\n    return left + right  # two spaces\n\n\tindented with a tab"
+        " <b>[x]</b> {y}"
+    ),
+    (
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz 'it''s' the thing that they then"
+        " thought through"
+    ),
 ]
-TEXT = "The girl thought: läuft the café 🙂\n    return 42  # 日本語, не кошка\n\n\tÀ la carte <|im_start|>"
+TEXT = (
+    "The girl thought: läuft the café 🙂\n    return 42  # 日本語, не кошка\n\n\tÀ la carte"
+    " <|im_start|>"
+)
 
 
 def byte_level(size=400, special=("<|end|>",), added=(), **kwargs):
@@ -34,7 +59,10 @@ def byte_level(size=400, special=("<|end|>",), added=(), **kwargs):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        vocab_size=size,
+        special_tokens=list(special),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken(content, normalized=False) for content in added])
@@ -45,13 +73,20 @@ def sentencepiece(kind="bpe", fallback=True, bos=False):
     """Llama's kind (BPE) or T5's with bytes (Unigram); '<0xNN>' tokens are ordinary ones."""
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=fallback))
-        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+        )
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
         tokenizer.train_from_iterator([line.replace(" ", "▁") for line in CORPUS], trainer)
     else:
         tokenizer = Tokenizer(models.Unigram())
         trainer = trainers.UnigramTrainer(
-            vocab_size=250, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+            vocab_size=250,
+            special_tokens=["<unk>", "<s>", "</s>"],
+            unk_token="<unk>",
+            show_progress=False,
         )
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.train_from_iterator(CORPUS, trainer)
@@ -69,7 +104,9 @@ def sentencepiece(kind="bpe", fallback=True, bos=False):
             fields["model"]["byte_fallback"] = True
     tokenizer = Tokenizer.from_str(json.dumps(fields))
     if bos:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 1)]
+        )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
@@ -99,7 +136,8 @@ def written(found, ids):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_surfaces_join_to_the_text(tokenizer, name):
-    """What the tokens stand for one by one is the text they were made from (up to sentencepiece's leading space)."""
+    """What the tokens stand for one by one is the text they were made from (up to sentencepiece's
+    leading space)."""
     tok, found = tokenizer(name), token_bytes(tokenizer(name), name)
     for text in [*CORPUS, TEXT.replace("<|im_start|>", "")]:
         ids = tok(text, add_special_tokens=False).input_ids
@@ -120,7 +158,9 @@ def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
 def test_shared_tokens_mean_the_same(tokenizer, target, draft):
     a, b = token_bytes(tokenizer(target), "a"), token_bytes(tokenizer(draft), "b")
     made = between(tokenizer(target), tokenizer(draft))
-    assert (made.target_ids.diff() > 0).all() and len(made.draft_ids.unique()) == len(made.draft_ids)
+    assert (made.target_ids.diff() > 0).all() and len(made.draft_ids.unique()) == len(
+        made.draft_ids
+    )
     for mine, theirs in zip(made.target_ids.tolist(), made.draft_ids.tolist()):
         if mine in a.text and theirs in b.text:
             assert a.text[mine] == b.text[theirs]
@@ -180,15 +220,25 @@ def test_special_tokens_meet_added_tokens_of_the_same_content_only():
     target = byte_level(special=("<|end|>", "<|im_start|>", "q", "<x>"))
     draft = byte_level(500, special=("<pad>", "<|end|>"), added=["<x>"])
     made, theirs = between(target, draft), draft.get_vocab()
-    spell = {token: made.spell([target.get_vocab()[token]]) for token in ("<|end|>", "<|im_start|>", "q", "<x>")}
-    assert spell == {"<|end|>": [theirs["<|end|>"]], "<|im_start|>": [], "q": [], "<x>": [theirs["<x>"]]}
+    spell = {
+        token: made.spell([target.get_vocab()[token]])
+        for token in ("<|end|>", "<|im_start|>", "q", "<x>")
+    }
+    assert spell == {
+        "<|end|>": [theirs["<|end|>"]],
+        "<|im_start|>": [],
+        "q": [],
+        "<x>": [theirs["<x>"]],
+    }
     assert b"q" in token_bytes(draft, "it").text.values()
 
 
 def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
     target, draft = tokenizer("byte level"), tokenizer("sentencepiece")
     made, ids = between(target, draft), draft.get_vocab()
-    assert made.spell([target.get_vocab()["A"]]) == [ids["A"]] and ids["<0x41>"] not in made.draft_ids
+    assert (
+        made.spell([target.get_vocab()["A"]]) == [ids["A"]] and ids["<0x41>"] not in made.draft_ids
+    )
     back = between(draft, target)
     assert back.spell([ids["<0x41>"]]) == back.spell([ids["A"]]) == [target.get_vocab()["A"]]
 
@@ -216,13 +266,19 @@ def test_rows_are_the_list_version(tokenizer, opening):
         ids = torch.randint(0, made.vocab_size, shape, generator=generator)
         counts = torch.randint(0, shape[1] + 1, shape[:1], generator=generator)
         begins = torch.rand(shape[0], generator=generator) < 0.5
-        hidden = ids.masked_fill(torch.arange(shape[1]) >= counts[:, None], -1)  # padding may be anything
+        hidden = ids.masked_fill(
+            torch.arange(shape[1]) >= counts[:, None], -1
+        )  # padding may be anything
         spelt, lengths = made.spell_rows(hidden, counts, begins)
         assert spelt.shape == (shape[0], max([1, *lengths.tolist()]))
         for row, count, start, got, length in zip(ids, counts, begins, spelt, lengths):
-            expected = made.opening_ids.tolist() * bool(start and count) + made.spell(row[:count].tolist())
+            expected = made.opening_ids.tolist() * bool(start and count) + made.spell(
+                row[:count].tolist()
+            )
             assert got[:length].tolist() == expected and (got[length:] == 0).all()
-    assert torch.equal(made.spell_rows(ids, counts)[0], made.spell_rows(ids, counts, torch.zeros(0) > 0)[0])
+    assert torch.equal(
+        made.spell_rows(ids, counts)[0], made.spell_rows(ids, counts, torch.zeros(0) > 0)[0]
+    )
 
 
 @pytest.mark.parametrize("opening", [False, True])
@@ -238,7 +294,10 @@ def test_packed_rows_are_each_document_alone(tokenizer, opening):
     for row in range(3):
         got = packed.segment_ids[row]
         for segment in range(5):
-            tokens, mine = ids[row, segments[row] == segment].tolist(), torch.where(got == segment)[0].tolist()
+            tokens, mine = (
+                ids[row, segments[row] == segment].tolist(),
+                torch.where(got == segment)[0].tolist(),
+            )
             expected = made.opening_ids.tolist() * bool(tokens) + made.spell(tokens)
             assert packed.input_ids[row, mine].tolist() == expected
             assert packed.position_ids[row, mine].tolist() == list(range(len(expected)))
@@ -247,7 +306,9 @@ def test_packed_rows_are_each_document_alone(tokenizer, opening):
                 assert end == (mine[len(read) - 1] if read else -1)
         assert (packed.ends[row, segments[row] < 0] == -1).all()
         padding = got < 0
-        assert not packed.input_ids[row, padding].any() and not packed.position_ids[row, padding].any()
+        assert (
+            not packed.input_ids[row, padding].any() and not packed.position_ids[row, padding].any()
+        )
         assert padding.diff().sum() <= 1  # at the end
 
 
@@ -330,13 +391,25 @@ def _edited(decoder=None, pre_tokenizer=None, model=None):
     "make, reason",
     [
         (_wordpiece, "continuing_subword_prefix is '##'"),
-        (lambda: _edited(decoders.ByteLevel(), model=models.BPE(end_of_word_suffix="</w>")), "end_of_word_suffix"),
+        (
+            lambda: _edited(decoders.ByteLevel(), model=models.BPE(end_of_word_suffix="</w>")),
+            "end_of_word_suffix",
+        ),
         (_edited, "no sign stands for a space"),
         (lambda: _edited(decoders.CTC()), "CTC is not a step"),
         (lambda: _edited(decoders.Strip(" ", 1, 0)), "Strip is not a step"),
-        (lambda: _edited(decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])), "after its tokens were joined"),
-        (lambda: _edited(decoders.ByteLevel(), pre_tokenizers.Metaspace()), "turned into tokens by Metaspace"),
-        (lambda: _edited(decoders.Metaspace(), pre_tokenizers.ByteLevel()), "turned into tokens by ByteLevel"),
+        (
+            lambda: _edited(decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])),
+            "after its tokens were joined",
+        ),
+        (
+            lambda: _edited(decoders.ByteLevel(), pre_tokenizers.Metaspace()),
+            "turned into tokens by Metaspace",
+        ),
+        (
+            lambda: _edited(decoders.Metaspace(), pre_tokenizers.ByteLevel()),
+            "turned into tokens by ByteLevel",
+        ),
     ],
 )
 def test_tokens_whose_text_cannot_be_established(tokenizer, make, reason):
@@ -365,11 +438,23 @@ def test_a_model_line_with_more_added_tokens_is_the_same():
 @pytest.mark.parametrize(
     "target, draft, reason",
     [
-        (lambda: byte_level(300), lambda: byte_level(400), r"tokens are only in the draft model's \('.+', '.+', …\)"),
+        (
+            lambda: byte_level(300),
+            lambda: byte_level(400),
+            r"tokens are only in the draft model's \('.+', '.+', …\)",
+        ),
         (lambda: byte_level(400), lambda: byte_level(300), "tokens are only in the target's"),
         (byte_level, lambda: byte_level(401, ("<pad>", "<|end|>")), "'!': 1 and 2"),
-        (lambda: byte_level(added=["<a>"]), lambda: byte_level(added=["<b>"]), "1 ids stand .*400: '<a>' and '<b>'"),
-        (lambda: byte_level(added=["<a>", "<b>"]), lambda: byte_level(added=["<b>"]), "1 of 402 tokens have another"),
+        (
+            lambda: byte_level(added=["<a>"]),
+            lambda: byte_level(added=["<b>"]),
+            "1 ids stand .*400: '<a>' and '<b>'",
+        ),
+        (
+            lambda: byte_level(added=["<a>", "<b>"]),
+            lambda: byte_level(added=["<b>"]),
+            "1 of 402 tokens have another",
+        ),
     ],
 )
 def test_what_differs_is_said(target, draft, reason):

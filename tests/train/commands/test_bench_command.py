@@ -30,7 +30,9 @@ def target(tmp_path_factory, tiny_model) -> Path:
     folder = tmp_path_factory.mktemp("target")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder)
-    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2).save_pretrained(folder)
+    tiny_model(
+        "qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2
+    ).save_pretrained(folder)
     return folder
 
 
@@ -40,21 +42,38 @@ def read(line: str):
 
 def test_flags_are_those_of_vllm():
     found = read(
-        "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench --dataset-path q.jsonl "
-        "--num-prompts 7 --request-rate 2.5 --burstiness 0.5 --max-concurrency 4 --seed 3 --ignore-eos "
-        "--temperature 0 --percentile-metrics ttft,tpot --metric-percentiles 25,99.9 --output-len 9"
+        "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench"
+        " --dataset-path q.jsonl --num-prompts 7 --request-rate 2.5 --burstiness 0.5"
+        " --max-concurrency 4 --seed 3 --ignore-eos --temperature 0 --percentile-metrics ttft,tpot"
+        " --metric-percentiles 25,99.9 --output-len 9"
     )
     assert (found.url, found.route, found.model) == ("http://a:1", "/v1/chat/completions", "m")
-    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignores_eos) == (2.5, 0.5, 4, True)
+    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignores_eos) == (
+        2.5,
+        0.5,
+        4,
+        True,
+    )
     assert (found.num_prompts, found.seed, found.output_len) == (7, 3, 9)
     assert (found.percentile_metrics, found.metric_percentiles) == (("ttft", "tpot"), (25.0, 99.9))
     assert found.body == {"temperature": 0.0} and found.num_warmups is None
-    random = read("--dataset-name random --random-input-len 5 --random-output-len 6 --host ::1 --port 9")
+    random = read(
+        "--dataset-name random --random-input-len 5 --random-output-len 6 --host ::1 --port 9"
+    )
     assert (random.random_input_len, random.random_output_len, random.ignores_eos) == (5, 6, True)
     assert random.url == "http://[::1]:9" and random.request_rate == float("inf")
-    assert read("--dataset-name custom --dataset-path f --custom-output-len -1").custom_output_len == -1
-    compared = read("--dataset-name random --compare -sc {} --model m --concurrencies 1,4 --extra-body {}")
-    assert (compared.speculative_config, compared.concurrencies, compared.together) == ({}, (1, 4), False)
+    assert (
+        read("--dataset-name custom --dataset-path f --custom-output-len -1").custom_output_len
+        == -1
+    )
+    compared = read(
+        "--dataset-name random --compare -sc {} --model m --concurrencies 1,4 --extra-body {}"
+    )
+    assert (compared.speculative_config, compared.concurrencies, compared.together) == (
+        {},
+        (1, 4),
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +90,10 @@ def test_flags_are_those_of_vllm():
         ("--dataset-name random --baseline-url http://a", "--compare"),
         ("--dataset-name random --compare", "--baseline-url"),
         ("--dataset-name random --compare -sc {}", "--model"),
-        ("--dataset-name random --compare --baseline-url http://a --max-concurrency 2", "--concurrencies"),
+        (
+            "--dataset-name random --compare --baseline-url http://a --max-concurrency 2",
+            "--concurrencies",
+        ),
         ("--dataset-name random --compare --baseline-url http://a --serve-args x", "--serve-args"),
         ("--dataset-name demo", "demo"),
         ("--dataset-name custom", "needs --dataset-path"),
@@ -90,7 +112,9 @@ def test_conversations_are_asked_up_to_their_last_answer():
     questions = load_questions(asked, None)
     lines = gzip.decompress((DATA / "test.jsonl.gz").read_bytes()).splitlines()
     rows = [json.loads(line)["messages"] for line in lines]
-    assert [list(question.messages) for question in questions] == [messages[:-1] for messages in rows[:6]]
+    assert [list(question.messages) for question in questions] == [
+        messages[:-1] for messages in rows[:6]
+    ]
     mixed = [asked.model_copy(update={"disable_shuffle": False, "seed": seed}) for seed in (1, 2)]
     assert load_questions(mixed[0], None) != load_questions(mixed[1], None)
 
@@ -114,7 +138,10 @@ def test_no_server_is_said_and_failures_have_an_exit_code():
 def test_a_server_that_does_not_start_says_why(interpreter, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter)
     log = tmp_path / "logs" / "server.log"
-    with pytest.raises(DraftsmithError, match="no such") as caught, started("no such", None, [], log, 60):
+    with (
+        pytest.raises(DraftsmithError, match="no such") as caught,
+        started("no such", None, [], log, 60),
+    ):
         pass
     assert "status 2" in str(caught.value)
     with pytest.raises(ConfigError, match="--port"), started("m", None, ["--port", "5"], log, 60):
@@ -123,32 +150,67 @@ def test_a_server_that_does_not_start_says_why(interpreter, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_one_server_then_off_and_on(target, interpreter, tmp_path, monkeypatch):
-    """Through the command: two servers of a folder, started and stopped; then one measurement, saved."""
+    """Through the command: two servers of a folder, started and stopped; then one measurement,
+    saved."""
     monkeypatch.setattr(sys, "executable", interpreter)
     flags = [*CHATS.split(), "--num-prompts", "4", "--output-len", "40", "--disable-tqdm"]
-    compare = ["--compare", "--model", str(target), "--speculative-config", NGRAM, "--concurrencies", "1,2"]
+    compare = [
+        "--compare",
+        "--model",
+        str(target),
+        "--speculative-config",
+        NGRAM,
+        "--concurrencies",
+        "1,2",
+    ]
     run = CliRunner().invoke(
-        app, ["bench", *compare, *flags, "--temperature", "0", "--result-dir", str(tmp_path)], catch_exceptions=False
+        app,
+        ["bench", *compare, *flags, "--temperature", "0", "--result-dir", str(tmp_path)],
+        catch_exceptions=False,
     )
     assert run.exit_code == 0, run.output
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [level["identical_outputs"] for level in found["levels"]] == [4, 4]
     assert all("spec_decode_num_drafts" in level["on"] for level in found["levels"])
     assert (tmp_path / "comparison.png").stat().st_size > 1000
-    with started(str(target), json.loads(NGRAM), ["--served-model-name", "tiny"], tmp_path / "log", 120) as url:
+    with started(
+        str(target), json.loads(NGRAM), ["--served-model-name", "tiny"], tmp_path / "log", 120
+    ) as url:
         save = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "one.json"]
         one = ["--base-url", url, "--tokenizer", str(target), *flags, *save]
-        run = CliRunner().invoke(app, ["bench", *one, "--request-rate", "50"], catch_exceptions=False)
-        both = ["--compare", "--baseline-url", url + "/v1", "--concurrencies", "2", "--result-filename", "both.json"]
+        run = CliRunner().invoke(
+            app, ["bench", *one, "--request-rate", "50"], catch_exceptions=False
+        )
+        both = [
+            "--compare",
+            "--baseline-url",
+            url + "/v1",
+            "--concurrencies",
+            "2",
+            "--result-filename",
+            "both.json",
+        ]
         again = CliRunner().invoke(app, ["bench", *one, *both], catch_exceptions=False)
     assert (run.exit_code, again.exit_code) == (0, 0), run.output + again.output
-    assert len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1 and (tmp_path / "both.png").exists()
+    assert (
+        len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1
+        and (tmp_path / "both.png").exists()
+    )
     result = json.loads((tmp_path / "one.json").read_text())
     assert result["completed"] == 4 and result["request_rate"] == 50 and "ttfts" not in result
-    assert {"p50_ttft_ms", "p90_tpot_ms", "p99_itl_ms", "mean_e2el_ms", "total_token_throughput"} <= set(result)
+    assert {
+        "p50_ttft_ms",
+        "p90_tpot_ms",
+        "p99_itl_ms",
+        "mean_e2el_ms",
+        "total_token_throughput",
+    } <= set(result)
     assert "TTFT" in run.output and "one.json" in run.output.replace("\n", "")
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from inference.bench.options import read_options; assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from inference.bench.options import read_options; assert 'torch' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

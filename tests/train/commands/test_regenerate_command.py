@@ -1,4 +1,5 @@
-"""`draftsmith regenerate`: ahead of a training, killed and continued, and found by what comes after."""
+"""`draftsmith regenerate`: ahead of a training, killed and continued, and found by what comes
+after."""
 
 from __future__ import annotations
 
@@ -71,15 +72,29 @@ def test_killed_and_continued_it_is_what_this_process_writes(recipe, serving, tm
     assert code == 0, told
     found = lines(tmp_path / "there")
     assert len({line["key"] for line in found}) == len(found) > len(before) >= 15
-    assert call("regenerate", recipe, f"regenerate.cache_dir={tmp_path / 'here'}")[0] == 0  # no endpoints: in process
-    ours = [json.loads(line) for path in (tmp_path / "here").glob("*.jsonl") for line in path.read_text().splitlines()]
-    assert {e["key"]: e["token_ids"] for e in found} == {e["key"]: e["token_ids"] for e in ours if e}
+    assert (
+        call("regenerate", recipe, f"regenerate.cache_dir={tmp_path / 'here'}")[0] == 0
+    )  # no endpoints: in process
+    ours = [
+        json.loads(line)
+        for path in (tmp_path / "here").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert {e["key"]: e["token_ids"] for e in found} == {
+        e["key"]: e["token_ids"] for e in ours if e
+    }
     records = [json.loads(path.read_text()) for path in (tmp_path / "there").glob("*.json")]
-    assert len(records) == 2 and all(record["target"] == str(tmp_path / "target") for record in records)
+    assert len(records) == 2 and all(
+        record["target"] == str(tmp_path / "target") for record in records
+    )
     account = next(record["account"] for record in records if record["turns"] == "all")
     assert account["reused"] >= 15
-    assert account["wanted"] == account["reused"] + account["written"] + sum(account["left_out"].values())
-    told = json.loads((tmp_path / "run" / "regeneration.json").read_text())  # what an export says of it
+    assert account["wanted"] == account["reused"] + account["written"] + sum(
+        account["left_out"].values()
+    )
+    told = json.loads(
+        (tmp_path / "run" / "regeneration.json").read_text()
+    )  # what an export says of it
     assert url not in json.dumps(told) and str(tmp_path) not in json.dumps(told)
 
 
@@ -92,9 +107,13 @@ def test_parts_are_numbered_from_one(recipe):
 @pytest.mark.slow
 def test_what_cannot_be_is_refused(recipe, monkeypatch):
     none = "regenerate.endpoints=[{url: 'http://127.0.0.1:9/v1', api_key_env: NO_SUCH_KEY}]"
-    assert "the environment variable NO_SUCH_KEY holds no key" in refused("regenerate", recipe, none)
+    assert "the environment variable NO_SUCH_KEY holds no key" in refused(
+        "regenerate", recipe, none
+    )
     twice = "regenerate.endpoints=['http://a:1/v1', 'http://a:1/v1/']"
     assert "each address may be given once" in refused("regenerate", recipe, twice)
-    assert "expected a string matching" in refused("regenerate", recipe, "regenerate.endpoints=['a:1']")
+    assert "expected a string matching" in refused(
+        "regenerate", recipe, "regenerate.endpoints=['a:1']"
+    )
     nothing = ["regenerate.enabled=false", "data.validation=[]"]
     assert "nothing is written" in refused("regenerate", recipe, *nothing)

@@ -1,5 +1,5 @@
-"""Damaged data: every line is trained on as it should be, or reported with its place and reason; none is lost or
-counted twice, and nothing stops a run but the bounds its recipe sets."""
+"""Damaged data: every line is trained on as it should be, or reported with its place and reason;
+none is lost or counted twice, and nothing stops a run but the bounds its recipe sets."""
 
 from __future__ import annotations
 
@@ -37,8 +37,18 @@ def tokenizer() -> ConversationTokenizer:
 
 
 def recipe_of(path: Path, tmp_path: Path, regenerate: bool = False, **data) -> Recipe:
-    section = {"train": [{"path": str(path)}], "max_length": MAX_LENGTH, "deduplicate": "off", **data}
-    tree = {"name": "damaged", "output_dir": str(tmp_path / "run"), "target": {"model": str(TARGET)}, "data": section}
+    section = {
+        "train": [{"path": str(path)}],
+        "max_length": MAX_LENGTH,
+        "deduplicate": "off",
+        **data,
+    }
+    tree = {
+        "name": "damaged",
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(TARGET)},
+        "data": section,
+    }
     return make_recipe({**tree, "regenerate": {"enabled": regenerate}})
 
 
@@ -53,24 +63,31 @@ def line_of(origin: str) -> int:
 
 
 def expected(tokenizer: ConversationTokenizer, truth: Truth) -> tuple[list[int], list[str]]:
-    """Tokens of the conversation up to its last answer, written out by hand in the target's format, and the answers."""
+    """Tokens of the conversation up to its last answer, written out by hand in the target's format,
+    and the answers."""
     assert truth.messages is not None
     last = max(i for i, (role, _) in enumerate(truth.messages) if role == "assistant")
     kept = truth.messages[: last + 1]
     ends = {"assistant": ""}  # its template goes straight on after an answer
-    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>{ends.get(role, chr(10))}" for role, said in kept)
+    text = "".join(
+        f"<|im_start|>{role}\n{said}<|im_end|>{ends.get(role, chr(10))}" for role, said in kept
+    )
     ids = tokenizer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids, [f"{said}<|im_end|>" for role, said in kept if role == "assistant"]
 
 
-def check_all(lines: list[tuple[bytes, Truth]], tokenizer: ConversationTokenizer, tmp_path: Path) -> None:
+def check_all(
+    lines: list[tuple[bytes, Truth]], tokenizer: ConversationTokenizer, tmp_path: Path
+) -> None:
     recipe = recipe_of(written(lines, tmp_path), tmp_path, on_bad_row="drop")
     bad = bad_rows(recipe.data, tmp_path / "run")
     examples = training_examples(recipe, bad, tmp_path / "run").examples
     rows, statistics = prepare_rows(examples, tokenizer, max_length=MAX_LENGTH, bad=bad)
     bad.finish()
 
-    listed = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
+    ]
     reported = {line_of(entry["origin"]): entry for entry in listed}
     assert len(reported) == len(listed) == bad.count(), "each is reported once"
     assert bad.read == len(lines)
@@ -118,27 +135,43 @@ def test_with_regeneration_a_row_without_an_answer_is_a_prompt(tokenizer, tmp_pa
     assert set(found.values()) == {1}
     assert {*found, *reported} == set(range(1, len(lines) + 1)) and not {*found} & {*reported}
     for number, (_, truth) in enumerate(lines, 1):
-        answered_anew = truth.kind in ("an empty answer", "nobody answers") or truth.reason in UNPROVED
+        answered_anew = (
+            truth.kind in ("an empty answer", "nobody answers") or truth.reason in UNPROVED
+        )
         assert reported.get(number, "") == ("" if answered_anew else truth.reason), truth
 
 
 # ------------------------------------------------------------------------------------------ bounds
 
 
-GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
-HIDDEN = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "Yes.", "reasoning": "a secret"}]}
+GOOD = {
+    "messages": [
+        {"role": "user", "content": "Say hello."},
+        {"role": "assistant", "content": "Hello."},
+    ]
+}
+HIDDEN = {
+    "messages": [
+        GOOD["messages"][0],
+        {"role": "assistant", "content": "Yes.", "reasoning": "a secret"},
+    ]
+}
 
 
 def rows_file(tmp_path: Path, *lines: object) -> Path:
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
 def prepared(path: Path, tmp_path: Path, tokenizer, **data):
     recipe = recipe_of(path, tmp_path, **data)
     bad = bad_rows(recipe.data, tmp_path / "run")
-    result = prepare_rows(training_examples(recipe, bad, None).examples, tokenizer, max_length=MAX_LENGTH, bad=bad)
+    result = prepare_rows(
+        training_examples(recipe, bad, None).examples, tokenizer, max_length=MAX_LENGTH, bad=bad
+    )
     bad.finish()
     return result[0], bad
 
@@ -148,7 +181,10 @@ def test_damage_stops_nothing_but_a_mask_that_is_not_proved_does(tokenizer, tmp_
     rows, bad = prepared(rows_file(tmp_path, GOOD, "{", GOOD), tmp_path, tokenizer)
     assert (len(rows), bad.count()) == (2, 1)
     path = rows_file(tmp_path, GOOD, HIDDEN)
-    with pytest.raises(DataError, match=r"chats.jsonl:2: turn 2 of 2 .*does not show its reasoning.*on_bad_row: drop"):
+    with pytest.raises(
+        DataError,
+        match=r"chats.jsonl:2: turn 2 of 2 .*does not show its reasoning.*on_bad_row: drop",
+    ):
         prepared(path, tmp_path, tokenizer)
     rows, bad = prepared(path, tmp_path, tokenizer, on_bad_row="drop")
     assert (len(rows), bad.by_reason()) == (1, {"not_shown": 1})
@@ -157,17 +193,27 @@ def test_damage_stops_nothing_but_a_mask_that_is_not_proved_does(tokenizer, tmp_
 def test_bounds_stop_with_what_was_wrong(tokenizer, tmp_path):
     path = rows_file(tmp_path, GOOD, "{", GOOD, "[1]", GOOD)
     assert prepared(path, tmp_path, tokenizer, max_bad_rows=2, max_bad_share=0.4)[1].count() == 2
-    with pytest.raises(DataError, match=r"max_bad_rows: more than 1 bad rows, the last of them .*chats.jsonl:4: exp"):
+    with pytest.raises(
+        DataError,
+        match=r"max_bad_rows: more than 1 bad rows, the last of them .*chats.jsonl:4: exp",
+    ):
         prepared(path, tmp_path, tokenizer, max_bad_rows=1)
-    assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 2, "what was found is not lost"
-    with pytest.raises(DataError, match=r"max_bad_share: 2 of 5 rows \(40.0%\) are bad, more than 39.0%: .*:2: not J"):
+    assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 2, (
+        "what was found is not lost"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"max_bad_share: 2 of 5 rows \(40.0%\) are bad, more than 39.0%: .*:2: not J",
+    ):
         prepared(path, tmp_path, tokenizer, max_bad_share=0.39)
     with pytest.raises(DataError, match="max_bad_rows: more than 0"):
         prepared(path, tmp_path, tokenizer, max_bad_rows=0)
 
 
 def test_a_source_without_a_whole_row_says_why(tmp_path):
-    with pytest.raises(DataError, match=r"holds no examples: all of its 2 rows are bad, .*1 not_json"):
+    with pytest.raises(
+        DataError, match=r"holds no examples: all of its 2 rows are bad, .*1 not_json"
+    ):
         load_sources([Source(path=str(rows_file(tmp_path, "{", "7")))], bad=BadRows())
 
 
@@ -185,7 +231,10 @@ def test_uses_are_counted_apart_and_an_old_list_goes(tmp_path):
     for use in ("train", "validation"):
         bad.begin(use).refuse(BadRow("f:1", "not_json", "x"))
         assert (bad.count(), bad.first()) == (1, "f:1: x")
-    assert [json.loads(line)["use"] for line in (tmp_path / "bad.jsonl").open()] == ["train", "validation"]
+    assert [json.loads(line)["use"] for line in (tmp_path / "bad.jsonl").open()] == [
+        "train",
+        "validation",
+    ]
 
 
 def test_a_bad_row_survives_the_way_between_processes():
@@ -195,8 +244,16 @@ def test_a_bad_row_survives_the_way_between_processes():
 
 def test_the_templates_failures_are_bad_rows_too(tokenizer):
     """Whatever a template raises, another row may go through it."""
-    for statement in ("messages[9].content", "1 // 0", "messages.x.y", "'a' + 1", "raise_exception('no')"):
-        converter = ConversationTokenizer(tokenizer.tokenizer, chat_template="{{ " + statement + " }}")
+    for statement in (
+        "messages[9].content",
+        "1 // 0",
+        "messages.x.y",
+        "'a' + 1",
+        "raise_exception('no')",
+    ):
+        converter = ConversationTokenizer(
+            tokenizer.tokenizer, chat_template="{{ " + statement + " }}"
+        )
         with pytest.raises(BadRow, match="the chat template refuses it"):
             converter.rows(parse_row(GOOD, origin="f:1"))
 
@@ -210,7 +267,11 @@ def test_compressed_files_are_read_by_their_names(tmp_path, kind, packing):
     import pyarrow
 
     path = tmp_path / f"chats{kind}{packing}"
-    text = json.dumps(GOOD) + "\n{\n" + json.dumps(GOOD) if kind == ".jsonl" else json.dumps([GOOD, GOOD])
+    text = (
+        json.dumps(GOOD) + "\n{\n" + json.dumps(GOOD)
+        if kind == ".jsonl"
+        else json.dumps([GOOD, GOOD])
+    )
     with pyarrow.output_stream(str(path), compression="detect") as file:
         file.write(text.encode())
     bad = BadRows()
@@ -220,7 +281,9 @@ def test_compressed_files_are_read_by_their_names(tmp_path, kind, packing):
 
 def test_a_file_that_breaks_off_gives_what_it_has(tmp_path):
     torn = tmp_path / "chats.jsonl.gz"
-    whole = gzip.compress("".join(json.dumps({**GOOD, "n": hash((i, "x"))}) + "\n" for i in range(5000)).encode())
+    whole = gzip.compress(
+        "".join(json.dumps({**GOOD, "n": hash((i, "x"))}) + "\n" for i in range(5000)).encode()
+    )
     torn.write_bytes(whole[: len(whole) // 2])
     items = tmp_path / "chats.json"
     items.write_text(json.dumps([GOOD, GOOD, GOOD])[:-30])
@@ -260,32 +323,53 @@ def test_a_text_of_a_table_that_is_not_utf8_harms_no_other(tmp_path):
     bad = BadRows()
     found = load_sources([Source(path=str(tmp_path / "rows.parquet"))], bad=bad)
     assert [example.prompt for example in found] == ["one", "three"]
-    assert [(e["origin"], e["reason"]) for e in bad.entries] == [(f"{tmp_path / 'rows.parquet'} #1", "not_utf8")]
+    assert [(e["origin"], e["reason"]) for e in bad.entries] == [
+        (f"{tmp_path / 'rows.parquet'} #1", "not_utf8")
+    ]
 
 
-# ------------------------------------------------------------------------------------------ anything at all
+# ------------------------------------------------------------------------------------------
+# anything at all
 
 texts = st.text(st.characters(), max_size=8)  # surrogates among them
 names = st.sampled_from(
-    "messages conversations prompt completion system tools workload role content from value tool_calls function name "
-    "arguments reasoning reasoning_content type text user assistant tool human gpt".split()
+    "messages conversations prompt completion system tools workload role content from value"
+    " tool_calls function name arguments reasoning reasoning_content type text user assistant tool"
+    " human gpt".split()
 )
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | texts | names
 anything = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | texts, inner, max_size=5), max_leaves=20
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | texts, inner, max_size=5),
+    max_leaves=20,
 )
-calls = st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": texts, "arguments": anything}) | anything})
+calls = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": texts, "arguments": anything}) | anything}
+)
 turns = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | anything, "content": texts | anything},
-    optional={"tool_calls": st.lists(calls, max_size=2) | anything, "reasoning": texts | anything, "name": anything},
+    {
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]) | anything,
+        "content": texts | anything,
+    },
+    optional={
+        "tool_calls": st.lists(calls, max_size=2) | anything,
+        "reasoning": texts | anything,
+        "name": anything,
+    },
 )
 likely_rows = st.fixed_dictionaries(
-    {"messages": st.lists(turns, max_size=4) | anything}, optional={"tools": anything, "system": texts | anything}
+    {"messages": st.lists(turns, max_size=4) | anything},
+    optional={"tools": anything, "system": texts | anything},
 )
 columns = st.sampled_from(
-    [None, Columns(messages="content"), Columns(user="prompt", assistant="completion", system="system"),
-     Columns(prompt="text"), Columns(user="from", input="value", assistant="user", reasoning="text", tools="tools")]
-)  # fmt: skip
+    [
+        None,
+        Columns(messages="content"),
+        Columns(user="prompt", assistant="completion", system="system"),
+        Columns(prompt="text"),
+        Columns(user="from", input="value", assistant="user", reasoning="text", tools="tools"),
+    ]
+)
 
 
 def or_bad(make):
@@ -297,11 +381,17 @@ def or_bad(make):
 
 
 @settings(max_examples=150, deadline=None)
-@given(row=likely_rows | anything, columns=columns, field=st.sampled_from(["auto", "messages", "completion"]))
+@given(
+    row=likely_rows | anything,
+    columns=columns,
+    field=st.sampled_from(["auto", "messages", "completion"]),
+)
 @pytest.mark.slow
 def test_property_a_row_is_an_example_or_a_bad_row(row, columns, field):
     found = or_bad(lambda: parse_row(row, origin="f:1", columns=columns, field=field))
-    assert isinstance(found, Example) or (found.reason in REASONS and str(found).startswith("f:1: "))
+    assert isinstance(found, Example) or (
+        found.reason in REASONS and str(found).startswith("f:1: ")
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -319,7 +409,11 @@ def test_property_an_example_has_rows_and_a_prompt_or_is_bad(tokenizer, row):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.binary(max_size=12) | anything.map(lambda value: json.dumps(value).encode()), max_size=6))
+@given(
+    st.lists(
+        st.binary(max_size=12) | anything.map(lambda value: json.dumps(value).encode()), max_size=6
+    )
+)
 def test_property_every_line_that_is_not_blank_is_one_row(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
     path.write_bytes(b"\n".join(lines))

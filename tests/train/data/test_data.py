@@ -1,7 +1,8 @@
-"""Masks cover what the assistant must write and nothing else, in real template styles; packing is lossless.
+"""Masks cover what the assistant must write and nothing else, in real template styles; packing is
+lossless.
 
-The templates are written for these tests in the style of well-known ones, with the difficulty of each kept.
-"""
+The templates are written for these tests in the style of well-known ones, with the difficulty of
+each kept."""
 
 from __future__ import annotations
 
@@ -20,14 +21,32 @@ from speculators.errors import DataError
 from tests.quickstart_data import source as quickstart
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import TokenRow, collate, conversation_tokenizer, fit_rows, pack, prepare_rows
+from train.data.packing import (
+    TokenRow,
+    collate,
+    conversation_tokenizer,
+    fit_rows,
+    pack,
+    prepare_rows,
+)
 from train.data.sources import Example, load_sources, parse_row
 from train.recipe.data_sections import DataSection, Source
 
 SPECIAL = [
-    "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "[/INST]", "<|begin_of_text|>",
-    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>",
-]  # fmt: skip
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<bos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 
 # ChatML whose markers leave the end-of-turn token out, as many published templates do.
 CHATML_MARKED = (
@@ -35,9 +54,9 @@ CHATML_MARKED = (
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHATML_MARKED_CLOSED = CHATML_MARKED.replace("{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}").replace(
-    "{% endgeneration %}", "<|im_end|>\n{% endgeneration %}"
-)
+CHATML_MARKED_CLOSED = CHATML_MARKED.replace(
+    "{% endif %}<|im_end|>\n", "<|im_end|>\n{% endif %}"
+).replace("{% endgeneration %}", "<|im_end|>\n{% endgeneration %}")
 CHATML = CHATML_MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LLAMA3 = (
     "<|begin_of_text|>{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
@@ -49,50 +68,51 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 MISTRAL = (
-    "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}"
-    "{% endfor %}"
+    "<s>{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{"
+    " raise_exception('roles must alternate user/assistant') }}{% endif %}{% if m.role == 'user'"
+    " %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
 # The system prompt stands before the *last* user turn (Mistral v0.3): every new turn moves it.
 MISTRAL_MOVING_SYSTEM = (
-    "{% set system = messages[0].content %}{% set turns = messages[1:] %}"
-    "{% set last = turns | selectattr('role', 'equalto', 'user') | list | last %}"
-    "<s>{% for m in turns %}{% if m.role == 'user' %}[INST] {% if m is sameas last %}{{ system }}\n\n"
-    "{% endif %}{{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% set system = messages[0].content %}{% set turns = messages[1:] %}{% set last = turns |"
+    " selectattr('role', 'equalto', 'user') | list | last %}<s>{% for m in turns %}{% if m.role =="
+    " 'user' %}[INST] {% if m is sameas last %}{{ system }}\n\n{% endif %}{{ m.content }} [/INST]{%"
+    " else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
 # Thoughts stay only after the last user turn, and the answers there always have a block for them.
 QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% set thought = m.reasoning_content or '' %}{% set answer = m.content %}{% if '</think>' in answer %}"
-    "{% set thought = answer.split('</think>')[0].split('<think>')[-1].strip() %}"
-    "{% set answer = answer.split('</think>')[-1].lstrip() %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ answer }}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last"
+    " = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if"
+    " m.role == 'assistant' %}{% set thought = m.reasoning_content or '' %}{% set answer ="
+    " m.content %}{% if '</think>' in answer %}{% set thought ="
+    " answer.split('</think>')[0].split('<think>')[-1].strip() %}{% set answer ="
+    " answer.split('</think>')[-1].lstrip() %}{% endif %}{% if loop.index0 > ns.last %}<think>\n{{"
+    " thought }}\n</think>\n\n{% endif %}{{ answer }}{% else %}{{ m.content }}{% endif"
+    " %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if"
+    " enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # Thoughts are dropped everywhere, yet the generation prompt opens one (DeepSeek-R1).
 R1 = (
-    "<s>{% for m in messages %}{% if m.role == 'assistant' %}Assistant: {{ m.content.split('</think>')[-1] }}"
-    "</s>{% else %}User: {{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant: <think>\n{% endif %}"
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}Assistant: {{"
+    " m.content.split('</think>')[-1] }}</s>{% else %}User: {{ m.content }}{% endif %}{% endfor"
+    " %}{% if add_generation_prompt %}Assistant: <think>\n{% endif %}"
 )
 GEMMA = (
-    "<bos>{% for m in messages %}{% if m.role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    "<bos>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not"
+    " supported') }}{% endif %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role"
+    " }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt"
+    " %}<start_of_turn>model\n{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with merges across spaces and line ends, so that boundaries can be got wrong."""
+    """Byte-level BPE with merges across spaces and line ends, so that boundaries can be got
+    wrong."""
     bpe = Tokenizer(models.BPE())
-    pieces = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pieces = (
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")  # as Llama 3 and Qwen split
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -113,14 +133,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def chat(*turns: str, system: str | None = None) -> Example:
     """user, assistant, user, ... in turn."""
     messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages += [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
+    ]
     return parse_row({"messages": messages}, origin="chats.jsonl:7")
 
 
 def supervised(tokenizer, row: TokenRow) -> list[str]:
     """The decoded stretches under the mask."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]])))
-    return [tokenizer.decode(row.input_ids[a:b], skip_special_tokens=False) for a, b in edges.reshape(-1, 2)]
+    return [
+        tokenizer.decode(row.input_ids[a:b], skip_special_tokens=False)
+        for a, b in edges.reshape(-1, 2)
+    ]
 
 
 def rows_of(tokenizer, template: str, example: Example, **options) -> list[TokenRow]:
@@ -156,7 +181,9 @@ def test_system_prompt_and_unanswered_last_question_are_context_only(tokenizer, 
     assert "and you?" not in tokenizer.decode(row.input_ids)
 
 
-words = st.text("abc XYZ.,:;!?-+é中🙂{}<>|\n\t", min_size=1, max_size=12).map(str.strip).filter(bool)
+words = (
+    st.text("abc XYZ.,:;!?-+é中🙂{}<>|\n\t", min_size=1, max_size=12).map(str.strip).filter(bool)
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -169,7 +196,9 @@ def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, pairs, s
 
 def test_marked_and_verified_prefix_agree(tokenizer):
     example = chat("hello", "fine", "really?", "yes\n\nreally", system="be brief")
-    (marked,), (prefix,) = (rows_of(tokenizer, template, example) for template in (CHATML_MARKED, CHATML))
+    (marked,), (prefix,) = (
+        rows_of(tokenizer, template, example) for template in (CHATML_MARKED, CHATML)
+    )
     assert np.array_equal(marked.input_ids, prefix.input_ids)
     assert np.array_equal(marked.loss_mask, prefix.loss_mask)
 
@@ -186,11 +215,17 @@ def test_prompt_ids_are_what_the_row_begins_with(tokenizer):
     prompt, (row,) = converter.prompt_ids(example), converter.rows(example)
     assert row.input_ids[: len(prompt)].tolist() == prompt
     assert tokenizer.decode(row.input_ids[len(prompt) :]) == "better<|eot_id|>"
-    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, "an open question is its own prompt"
+    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, (
+        "an open question is its own prompt"
+    )
 
 
 def test_tools_and_tool_calls(tokenizer):
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+    }
     row = {
         "tools": json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]),
         "messages": [
@@ -204,12 +239,15 @@ def test_tools_and_tool_calls(tokenizer):
     (found,) = rows_of(tokenizer, LLAMA3, example)
     called = '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>'
     assert supervised(tokenizer, found) == [called, "It is 3.<|eot_id|>"]
-    assert tokenizer.decode(found.input_ids).count('"add"') == 2, "the schema of the tool is in the prompt"
+    assert tokenizer.decode(found.input_ids).count('"add"') == 2, (
+        "the schema of the tool is in the prompt"
+    )
     with pytest.raises(DataError, match=r"turn 2 of 4 .*does not show its tool call add"):
         rows_of(tokenizer, CHATML, example)
 
 
-# ------------------------------------------------------------------------------------------ rewritten history
+# ------------------------------------------------------------------------------------------
+# rewritten history
 
 
 def conversation(*turns: tuple[str, str]) -> Example:
@@ -226,11 +264,14 @@ def test_history_that_loses_thoughts_is_fanned_out(tokenizer):
     first, second = rows_of(tokenizer, QWEN3, parse_row({"messages": messages}, origin="x"))
     assert supervised(tokenizer, first) == ["<think>\ngreet\n</think>\n\nhi<|im_end|>"]
     assert supervised(tokenizer, second) == ["<think>\npart\n</think>\n\nsee you<|im_end|>"]
-    assert "greet" not in tokenizer.decode(second.input_ids), "the context is what the target will see"
+    assert "greet" not in tokenizer.decode(second.input_ids), (
+        "the context is what the target will see"
+    )
 
 
 def test_fan_out_keeps_turns_together_that_are_not_rewritten(tokenizer):
-    """After one user turn, a tool call and the final answer both keep their thoughts: one row for both."""
+    """After one user turn, a tool call and the final answer both keep their thoughts: one row for
+    both."""
     example = conversation(
         ("user", "hello"),
         ("assistant", "<think>\na\n</think>\n\nhi"),
@@ -247,8 +288,12 @@ def test_fan_out_keeps_turns_together_that_are_not_rewritten(tokenizer):
 
 
 def test_template_variables_reach_the_template(tokenizer):
-    (row,) = rows_of(tokenizer, QWEN3, chat("hello", "hi"), template_kwargs={"enable_thinking": False})
-    assert supervised(tokenizer, row) == ["hi<|im_end|>"], "the empty thought belongs to the generation prompt"
+    (row,) = rows_of(
+        tokenizer, QWEN3, chat("hello", "hi"), template_kwargs={"enable_thinking": False}
+    )
+    assert supervised(tokenizer, row) == ["hi<|im_end|>"], (
+        "the empty thought belongs to the generation prompt"
+    )
 
 
 def test_moving_system_prompt_is_fanned_out(tokenizer):
@@ -258,7 +303,8 @@ def test_moving_system_prompt_is_fanned_out(tokenizer):
     assert all(tokenizer.decode(row.input_ids).count("be brief") == 1 for row in rows)
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------
+# refusals
 
 MARKS_NOTHING = CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
 
@@ -266,15 +312,31 @@ with_system = chat("hi", "yes", system="be brief")
 quoted = r"chats.jsonl:7: turn 2 of 2 \(assistant: 'ok, yes'\): "
 REFUSALS = {
     "prompt opens a thought": (R1, chat("hi", "ok, yes"), quoted + ".*generation prompt"),
-    "thoughts dropped": (R1, chat("hi", "<think>hm</think>yes"), r"turn 2 of 2 .*does not show its text"),
+    "thoughts dropped": (
+        R1,
+        chat("hi", "<think>hm</think>yes"),
+        r"turn 2 of 2 .*does not show its text",
+    ),
     "no system role": (GEMMA, with_system, r"refuses it: System role not supported"),
     "alternation": (MISTRAL, with_system, r"refuses it: roles must alternate"),
     "no assistant": (CHATML, chat("hi"), r"chats.jsonl:7: the conversation has no assistant turn"),
-    "merged boundary": (CHATML, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of the prompt"),
-    "merged boundary, marked": (CHATML_MARKED, chat("hi", "\nyes"), r"turn 2 of 2 .*changes the tokens of"),
+    "merged boundary": (
+        CHATML,
+        chat("hi", "\nyes"),
+        r"turn 2 of 2 .*changes the tokens of the prompt",
+    ),
+    "merged boundary, marked": (
+        CHATML_MARKED,
+        chat("hi", "\nyes"),
+        r"turn 2 of 2 .*changes the tokens of",
+    ),
     "nothing marked": (MARKS_NOTHING, chat("hi", "yes"), r"turn 2 of 2 .*its mask is empty"),
     "nothing to learn": (CHATML, chat("hi", " "), r"turn 2 of 2 \(assistant: ' '\): it is empty"),
-    "assistant first": (CHATML, conversation(("assistant", "hi")), r"x: turn 1 of 1 .*nothing prompts it"),
+    "assistant first": (
+        CHATML,
+        conversation(("assistant", "hi")),
+        r"x: turn 1 of 1 .*nothing prompts it",
+    ),
 }
 
 
@@ -297,39 +359,54 @@ def test_lost_reasoning_is_an_error_unless_dropped(tokenizer):
     assert supervised(tokenizer, row) == ["b<|im_end|>"]
 
 
-# Hermes' and Qwen's way: calls are JSON in tags, results are the user's; thoughts in tags wherever they are given.
+# Hermes' and Qwen's way: calls are JSON in tags, results are the user's; thoughts in tags wherever
+# they are given.
 HERMES = (
-    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
-    "{% else %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}{% for m"
+    " in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content"
+    " }}</tool_response>{% else %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>{{"
+    " m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for c in m.tool_calls"
+    " %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}<|im_end|>\n{%"
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Llama 3's way: calls under another key, results of a role of their own, thoughts before the answer without a tag.
+# Llama 3's way: calls under another key, results of a role of their own, thoughts before the answer
+# without a tag.
 IPYTHON = (
-    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
-    "<|end_header_id|>\n\n{% if m.reasoning %}({{ m.reasoning }}) {% endif %}{{ m.content | trim }}"
-    '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
-    "{% endfor %}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role =="
+    " 'tool' else m.role }}<|end_header_id|>\n\n{% if m.reasoning %}({{ m.reasoning }}) {% endif"
+    ' %}{{ m.content | trim }}{% for c in m.tool_calls %}{"name": "{{ c.function.name }}",'
+    ' "parameters": {{ c.function.arguments | tojson }}}{% endfor %}<|eot_id|>{% endfor %}{% if'
+    " add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 TOOL_TALK = {
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
     "messages": [
         {"role": "user", "content": "1 + 2?"},
-        {"role": "assistant", "content": "", "reasoning": "ask", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning": "ask",
+            "tool_calls": [
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1}'},
+                }
+            ],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "1"},
         {"role": "assistant", "content": "It is 3.", "reasoning_content": "easy"},
     ],
-}  # fmt: skip
+}
 ANSWERS = {
     HERMES: [
         '<think>ask</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
         "<think>easy</think>It is 3.<|im_end|>",
     ],
-    IPYTHON: ['(ask) {"name": "add", "parameters": {"a": 1}}<|eot_id|>', "(easy) It is 3.<|eot_id|>"],
+    IPYTHON: [
+        '(ask) {"name": "add", "parameters": {"a": 1}}<|eot_id|>',
+        "(easy) It is 3.<|eot_id|>",
+    ],
 }
 
 
@@ -339,32 +416,45 @@ def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(token
     (row,) = rows_of(tokenizer, template, example)
     assert supervised(tokenizer, row) == ANSWERS[template]
     prompt = ConversationTokenizer(tokenizer, chat_template=template).prompt_ids(example)
-    assert row.input_ids[: len(prompt)].tolist() == prompt, "serving sends the calls and their results"
+    assert row.input_ids[: len(prompt)].tolist() == prompt, (
+        "serving sends the calls and their results"
+    )
     assert not row.loss_mask[: len(prompt)][-10:].any()
 
 
 def test_the_template_and_its_thinking_mode_are_told(tokenizer):
     """Data rendered otherwise is told by other facts."""
-    quiet = ConversationTokenizer(tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False})
+    quiet = ConversationTokenizer(
+        tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False}
+    )
     facts = quiet.template_facts()
-    assert facts["chat_template_kwargs"] == {"enable_thinking": False} and len(facts["chat_template_sha256"]) == 64
+    assert (
+        facts["chat_template_kwargs"] == {"enable_thinking": False}
+        and len(facts["chat_template_sha256"]) == 64
+    )
     assert ConversationTokenizer(tokenizer, chat_template=R1).template_facts() != facts
     assert ConversationTokenizer(tokenizer).template_facts() == {
-        "chat_template_sha256": None, "chat_template_kwargs": {}
-    }  # fmt: skip
+        "chat_template_sha256": None,
+        "chat_template_kwargs": {},
+    }
 
 
 @pytest.mark.slow
 def test_turns_out_of_reach_are_passed_over_and_change_nothing(tokenizer, monkeypatch):
-    """Of a conversation much longer than a row only what reaches into the row is tokenised; the rows are the same."""
+    """Of a conversation much longer than a row only what reaches into the row is tokenised; the
+    rows are the same."""
     example = chat(*["hello there, how are you?"] * 80)
     for template in (CHATML, CHATML_MARKED, LLAMA3):
         converter = ConversationTokenizer(tokenizer, chat_template=template)
         whole, turn, calls = fit_rows(converter.rows(example), 60), converter._turn, Counter()
-        monkeypatch.setattr(converter, "_turn", lambda *a, turn=turn, calls=calls: calls.update([1]) or turn(*a))
+        monkeypatch.setattr(
+            converter, "_turn", lambda *a, turn=turn, calls=calls: calls.update([1]) or turn(*a)
+        )
         rows, statistics = fit_rows(converter.rows(example, 60), 60)
         assert calls.total() < 6
-        assert (statistics.rows, statistics.truncated) == (whole[1].rows, whole[1].truncated) == (1, 1)
+        assert (
+            (statistics.rows, statistics.truncated) == (whole[1].rows, whole[1].truncated) == (1, 1)
+        )
         assert rows[0].input_ids.tolist() == whole[0][0].input_ids.tolist()
         assert rows[0].loss_mask.tolist() == whole[0][0].loss_mask.tolist()
 
@@ -389,16 +479,24 @@ def test_tokenizer_without_template_is_refused(tokenizer):
 
 def test_completion_rows_supervise_the_completion_only(tokenizer):
     example = parse_row({"prompt": "hello\n", "completion": "\nthere"}, origin="x")
-    (row,) = ConversationTokenizer(tokenizer).rows(example)  # the joint text would merge both line ends
+    (row,) = ConversationTokenizer(tokenizer).rows(
+        example
+    )  # the joint text would merge both line ends
     assert supervised(tokenizer, row) == ["\nthere"]
-    assert row.input_ids[~row.loss_mask].tolist() == ConversationTokenizer(tokenizer).prompt_ids(example)
+    assert row.input_ids[~row.loss_mask].tolist() == ConversationTokenizer(tokenizer).prompt_ids(
+        example
+    )
     with pytest.raises(DataError, match="the completion is empty"):
         ConversationTokenizer(tokenizer).rows(parse_row({"prompt": "a"}, origin="x"))
 
 
 def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
     converter = ConversationTokenizer(tokenizer, chat_template=CHATML)
-    examples = [chat("hello", "fine, thanks"), chat("hello", "x" * 200), chat("y" * 200, "cut away")]
+    examples = [
+        chat("hello", "fine, thanks"),
+        chat("hello", "x" * 200),
+        chat("y" * 200, "cut away"),
+    ]
     full = [converter.rows(example)[0] for example in examples]
     rows, statistics = prepare_rows(examples, converter, max_length=60)
     assert [row.truncated for row in rows] == [False, True]
@@ -423,7 +521,11 @@ def test_bad_rows_stop_the_run_or_are_counted(tokenizer):
         prepare_rows(examples, converter, max_length=99)
     seen: list[tuple[int, ...]] = []
     rows, statistics = prepare_rows(
-        examples, converter, max_length=99, bad=BadRows(), progress=lambda *counts: seen.append(counts)
+        examples,
+        converter,
+        max_length=99,
+        bad=BadRows(),
+        progress=lambda *counts: seen.append(counts),
     )
     assert (len(rows), statistics.dropped_bad) == (2, 1)
     assert seen == [(1, 2), (2, 2)]
@@ -477,12 +579,24 @@ BAD_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argu
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, r"f:1: the row has no messages, conversations or prompt; its keys are text"),
+        (
+            {"text": "a"},
+            r"f:1: the row has no messages, conversations or prompt; its keys are text",
+        ),
         (["a"], r"f:1: expected a mapping"),
         ({"messages": []}, r"f:1: expected messages to be a non-empty list"),
-        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:1: turn 1 of 1: unknown role 'boss'"),
-        ({"conversations": [{"from": "human"}]}, r"turn 1 of 1 \(user\): expected text in 'value', got None"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": "{"}, r"f:1: tools are not JSON"),
+        (
+            {"messages": [{"role": "boss", "content": "a"}]},
+            r"f:1: turn 1 of 1: unknown role 'boss'",
+        ),
+        (
+            {"conversations": [{"from": "human"}]},
+            r"turn 1 of 1 \(user\): expected text in 'value', got None",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": "{"},
+            r"f:1: tools are not JSON",
+        ),
         ({"prompt": "a", "completion": 3}, r"f:1: expected prompt and completion as text"),
         ({"messages": [BAD_CALL]}, r"turn 1 of 1: the arguments of f are not JSON"),
     ],
@@ -579,11 +693,17 @@ def test_property_packing_loses_nothing(lengths, packing):
         assert (np.diff(row.segment_ids) >= 0).all(), "segments are contiguous"
         for segment, workload in enumerate(row.workloads):
             inside = row.segment_ids == segment
-            assert row.position_ids[inside].tolist() == list(range(inside.sum())), "positions restart"
+            assert row.position_ids[inside].tolist() == list(range(inside.sum())), (
+                "positions restart"
+            )
             documents[tuple(row.input_ids[inside])] = (row.loss_mask[inside].tolist(), workload)
-    assert documents == {tuple(row.input_ids): (row.loss_mask.tolist(), row.workload) for row in rows}
+    assert documents == {
+        tuple(row.input_ids): (row.loss_mask.tolist(), row.workload) for row in rows
+    }
     assert packing or len(packed) == len(rows)
-    assert not packing or sum(len(row) <= 8 for row in packed) <= 1, "no two rows could have been one"
+    assert not packing or sum(len(row) <= 8 for row in packed) <= 1, (
+        "no two rows could have been one"
+    )
 
 
 def test_packing_refuses_what_cannot_fit():
@@ -597,7 +717,10 @@ def test_collate_pads_with_segment_minus_one():
     packed = pack(made_rows([5, 3, 6]), 8)
     batch = collate(packed, pad_token_id=99)
     integers = dict.fromkeys(["input_ids", "position_ids", "segment_ids"], torch.long)
-    assert {name: tensor.dtype for name, tensor in batch.items()} == {**integers, "loss_mask": torch.bool}
+    assert {name: tensor.dtype for name, tensor in batch.items()} == {
+        **integers,
+        "loss_mask": torch.bool,
+    }
     assert all(tensor.shape == (2, 8) for tensor in batch.values())
     padding = batch["segment_ids"] == -1
     assert int(padding.sum()) == 2

@@ -29,7 +29,10 @@ def recipe_file(tmp_path) -> Path:
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(TARGET)},
         "data": {
-            "train": [{"path": str(tmp_path / "chats.jsonl"), "weight": 2.0}, quickstart("train", 12)],
+            "train": [
+                {"path": str(tmp_path / "chats.jsonl"), "weight": 2.0},
+                quickstart("train", 12),
+            ],
             "validation": [quickstart("validation", 6)],
             "max_length": 256,
             "on_bad_row": "drop",
@@ -60,21 +63,38 @@ def test_it_counts_what_a_run_trains_on(recipe_file, tmp_path):
     rows, statistics = prepare_rows(examples, tokenizer, max_length=256, bad=bad)
     whole = told["all"]
     for name in ("rows", "tokens", "supervised", "truncated", "dropped_cut"):
-        assert whole[name] == getattr(statistics, name) == sum(w[name] for w in told["workloads"].values()), name
+        assert (
+            whole[name]
+            == getattr(statistics, name)
+            == sum(w[name] for w in told["workloads"].values())
+        ), name
     assert sum(bucket["rows"] for bucket in whole["histogram"]) == len(rows)
     assert whole["lengths"]["max"] == max(map(len, rows)) == 256
     assert whole["histogram"][0]["rows"] == sum(len(row) <= 32 for row in rows)
     reasons = {each["why"]: each["count"] for each in told["left_out"]}
-    assert bad.by_reason().items() <= reasons.items() and set(bad.by_reason()) <= {reason for _, reason in BAD.values()}
+    assert bad.by_reason().items() <= reasons.items() and set(bad.by_reason()) <= {
+        reason for _, reason in BAD.values()
+    }
     listed = (tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()
-    assert len(listed) == bad.count() and told["lists"] == [str(tmp_path / "run" / "bad_rows.jsonl")]
+    assert len(listed) == bad.count() and told["lists"] == [
+        str(tmp_path / "run" / "bad_rows.jsonl")
+    ]
     assert len(told["chat_template_sha256"]) == 64
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_shows_it_at_any_width(recipe_file, width):
     output = call(recipe_file, "--sample", 2, width=width)
-    for word in ("workload", "superv.", "1 … 256", "Tokens per row", "█", "not JSON", "half of a surrogate", "(green)"):
+    for word in (
+        "workload",
+        "superv.",
+        "1 … 256",
+        "Tokens per row",
+        "█",
+        "not JSON",
+        "half of a surrogate",
+        "(green)",
+    ):
         assert word in " ".join(output.split()), word
     assert all(len(line) <= width for line in output.splitlines() if "lists them" not in line)
 
@@ -87,12 +107,17 @@ def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file):
 
 
 def test_bounds_hold_here_as_well(recipe_file):
-    assert "data.max_bad_rows: more than 3 bad rows" in call(recipe_file, "data.max_bad_rows=3", code=2)
+    assert "data.max_bad_rows: more than 3 bad rows" in call(
+        recipe_file, "data.max_bad_rows=3", code=2
+    )
     assert "data.max_bad_share" in call(recipe_file, "data.max_bad_share=0.1", code=2)
 
 
 def test_terminals_obey_nothing_that_a_text_says(recipe_file, tmp_path):
-    turns = [{"role": "user", "content": "Hi \x1b[31m"}, {"role": "assistant", "content": "[bold]Yes[/bold]\x07"}]
+    turns = [
+        {"role": "user", "content": "Hi \x1b[31m"},
+        {"role": "assistant", "content": "[bold]Yes[/bold]\x07"},
+    ]
     path = tmp_path / "odd.jsonl"
     path.write_text(json.dumps({"messages": turns}))
     output = call(recipe_file, f"data.train=[{{path: {path}}}]")

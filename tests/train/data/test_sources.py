@@ -1,4 +1,5 @@
-"""Sources: presets and columns, directories, slices, streams, shares; and which of the examples are used."""
+"""Sources: presets and columns, directories, slices, streams, shares; and which of the examples are
+used."""
 
 from __future__ import annotations
 
@@ -26,25 +27,61 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # A row of each preset, with the columns its data set has and text of our own.
 _SHAREGPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
-_METADATA = {"uuid": "0", "model": "m", "gen_input_configs": {"temperature": 1.0}, "task_category": "x"}
+_METADATA = {
+    "uuid": "0",
+    "model": "m",
+    "gen_input_configs": {"temperature": 1.0},
+    "task_category": "x",
+}
 ROWS = {
-    "sharegpt": {"id": "a_0", "conversations": [{**turn, "markdown": None, "text": None} for turn in _SHAREGPT]},
-    "ultrachat": {"prompt": "Q", "prompt_id": "0", "messages": [
-        {"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}]},
+    "sharegpt": {
+        "id": "a_0",
+        "conversations": [{**turn, "markdown": None, "text": None} for turn in _SHAREGPT],
+    },
+    "ultrachat": {
+        "prompt": "Q",
+        "prompt_id": "0",
+        "messages": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}],
+    },
     "magpie": {**_METADATA, "instruction": "Q", "response": "A", "conversations": _SHAREGPT},
-    "magpie-qwen2.5": {**_METADATA, "instruction": "Q", "response": "A", "conversations": _SHAREGPT},
+    "magpie-qwen2.5": {
+        **_METADATA,
+        "instruction": "Q",
+        "response": "A",
+        "conversations": _SHAREGPT,
+    },
     "open-perfectblend": {"conversations": _SHAREGPT, "source": "somewhere"},
-    "openhermes": {"conversations": [{"from": "system", "value": "S", "weight": None}, *_SHAREGPT], "source": "x",
-                   "system_prompt": None, "category": None, "skip_prompt_formatting": False},
+    "openhermes": {
+        "conversations": [{"from": "system", "value": "S", "weight": None}, *_SHAREGPT],
+        "source": "x",
+        "system_prompt": None,
+        "category": None,
+        "skip_prompt_formatting": False,
+    },
     "gsm8k": {"question": "Q", "answer": "A"},
     "codealpaca": {"instruction": "Q", "input": "", "output": "A"},
     "magicoder-evol": {"instruction": "Q", "response": "A"},
-    "magicoder-oss": {"lang": "python", "raw_index": 1, "index": 2, "seed": "s", "openai_fingerprint": "f",
-                      "problem": "Q", "solution": "A"},
-    "opencodeinstruct": {"id": "0", "input": "Q", "output": "A", "domain": "generic", "generation_algorithm": "x",
-                         "llm_judgement": "{}", "unit_tests": "[]", "tests_execution_status": "[]",
-                         "average_test_score": "1"},
-}  # fmt: skip
+    "magicoder-oss": {
+        "lang": "python",
+        "raw_index": 1,
+        "index": 2,
+        "seed": "s",
+        "openai_fingerprint": "f",
+        "problem": "Q",
+        "solution": "A",
+    },
+    "opencodeinstruct": {
+        "id": "0",
+        "input": "Q",
+        "output": "A",
+        "domain": "generic",
+        "generation_algorithm": "x",
+        "llm_judgement": "{}",
+        "unit_tests": "[]",
+        "tests_execution_status": "[]",
+        "average_test_score": "1",
+    },
+}
 
 
 def said(example: Example) -> list[tuple[str, str]]:
@@ -58,16 +95,23 @@ def jsonl(path: Path, *rows: dict) -> str:
 
 
 def chat(*texts: str, **more) -> dict:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)], **more}
+    return {
+        "messages": [
+            {"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)
+        ],
+        **more,
+    }
 
 
-# ------------------------------------------------------------------------------------------ presets and columns
+# ------------------------------------------------------------------------------------------ presets
+# and columns
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_preset_reads_its_data_set(preset, streaming, monkeypatch):
-    """From the Hub, through `datasets`: the id, configuration and split asked for, and every turn in its role."""
+    """From the Hub, through `datasets`: the id, configuration and split asked for, and every turn
+    in its role."""
     asked = {}
 
     def load_dataset(name, config, **options):
@@ -83,8 +127,12 @@ def test_a_preset_reads_its_data_set(preset, streaming, monkeypatch):
     assert example.workload == preset and source.label == preset
     known = PRESETS[preset]
     assert asked == {
-        "name": known.name, "config": known.config, "split": known.split, "streaming": streaming, "revision": "r"
-    }  # fmt: skip
+        "name": known.name,
+        "config": known.config,
+        "split": known.split,
+        "streaming": streaming,
+        "revision": "r",
+    }
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -101,26 +149,53 @@ def test_the_presets_are_those_of_the_manual():
 
 def test_the_manuals_recipe_is_one():
     text = (ROOT / "docs" / "data.md").read_text()
-    section = DataSection.model_validate(yaml.safe_load(text.split("```yaml")[1].split("```")[0])["data"])
+    section = DataSection.model_validate(
+        yaml.safe_load(text.split("```yaml")[1].split("```")[0])["data"]
+    )
     assert sum(source.share or 0 for source in section.train) == 1
     assert all(f"| `{reason}` | {words} |" in text for reason, words in REASONS.items())
 
 
 def test_columns_of_any_name(tmp_path):
-    row = {"ask": "Do it.", "with": "x = 1", "say": "Done.", "think": "hm", "sys": "Be brief.", "kind": "code",
-           "fns": json.dumps([{"name": "f"}]), "talk": _SHAREGPT}  # fmt: skip
+    row = {
+        "ask": "Do it.",
+        "with": "x = 1",
+        "say": "Done.",
+        "think": "hm",
+        "sys": "Be brief.",
+        "kind": "code",
+        "fns": json.dumps([{"name": "f"}]),
+        "talk": _SHAREGPT,
+    }
     path = jsonl(tmp_path / "rows.jsonl", row)
-    names = {"user": "ask", "input": "with", "assistant": "say", "reasoning": "think", "system": "sys"}
+    names = {
+        "user": "ask",
+        "input": "with",
+        "assistant": "say",
+        "reasoning": "think",
+        "system": "sys",
+    }
     columns = {**names, "workload": "kind", "tools": "fns"}
     (example,) = load_sources([Source.model_validate({"path": path, "columns": columns})])
-    assert said(example) == [("system", "Be brief."), ("user", "Do it.\n\nx = 1"), ("assistant", "Done.")]
+    assert said(example) == [
+        ("system", "Be brief."),
+        ("user", "Do it.\n\nx = 1"),
+        ("assistant", "Done."),
+    ]
     assert example.messages[-1]["reasoning_content"] == "hm"
     assert (example.workload, example.tools) == ("code", ({"name": "f"},))
-    (turns,) = load_sources([Source.model_validate({"path": path, "columns": {"messages": "talk"}})])
+    (turns,) = load_sources(
+        [Source.model_validate({"path": path, "columns": {"messages": "talk"}})]
+    )
     assert said(turns) == [("user", "Q"), ("assistant", "A")]
-    (text,) = load_sources([Source.model_validate({"path": path, "columns": {"prompt": "ask", "completion": "say"}})])
+    (text,) = load_sources(
+        [Source.model_validate({"path": path, "columns": {"prompt": "ask", "completion": "say"}})]
+    )
     assert (text.prompt, text.completion) == ("Do it.", "Done.")
-    with pytest.raises(BadRow, match=r"rows.jsonl:1: the row has no column 'question', which columns.user names; it"):
+    with pytest.raises(
+        BadRow,
+        match=r"rows.jsonl:1: the row has no column 'question', which columns.user names; it",
+    ):
         load_sources([Source.model_validate({"path": path, "columns": {"user": "question"}})])
 
 
@@ -128,18 +203,30 @@ def test_columns_of_any_name(tmp_path):
     ("source", "message"),
     [
         ({"preset": "ultrachet"}, "expected one of sharegpt, ultrachat"),
-        ({"preset": "gsm8k", "name": "a/b"}, "exactly one of path, name, preset, stdlib, got name and preset"),
+        (
+            {"preset": "gsm8k", "name": "a/b"},
+            "exactly one of path, name, preset, stdlib, got name and preset",
+        ),
         (
             {"demo": {"count": 9}},
             "demo: there is no such source any more; .* write path: recipes/quickstart/data",
         ),
         ({"name": "a/b", "streaming": True}, "streaming needs a limit"),
-        ({"name": "a/b", "streaming": True, "limit": 5, "split": "train[:9]"}, "a stream has no slices"),
+        (
+            {"name": "a/b", "streaming": True, "limit": 5, "split": "train[:9]"},
+            "a stream has no slices",
+        ),
         ({"name": "a/b", "shuffle_buffer": 5}, "shuffle_buffer needs streaming"),
         ({"path": "a.jsonl", "streaming": True, "limit": 5}, "streaming has no meaning for a path"),
-        ({"path": "a.jsonl", "columns": {"user": "a", "messages": "b"}}, "exactly one of messages, user, prompt"),
+        (
+            {"path": "a.jsonl", "columns": {"user": "a", "messages": "b"}},
+            "exactly one of messages, user, prompt",
+        ),
         ({"path": "a.jsonl", "columns": {"assistant": "a", "prompt": "b"}}, "assistant needs user"),
-        ({"path": "a.jsonl", "columns": {"user": "a"}, "field": "messages"}, "field and columns say the same"),
+        (
+            {"path": "a.jsonl", "columns": {"user": "a"}, "field": "messages"},
+            "field and columns say the same",
+        ),
         ({"path": "a.jsonl", "share": 0.5, "weight": 2.0}, "share and weight"),
     ],
 )
@@ -148,7 +235,8 @@ def test_sources_that_contradict_themselves_are_refused(source, message):
         Source.model_validate(source)
 
 
-# ------------------------------------------------------------------------------------------ directories and slices
+# ------------------------------------------------------------------------------------------
+# directories and slices
 
 
 def test_directories_hold_shards_of_splits(tmp_path):
@@ -157,12 +245,18 @@ def test_directories_hold_shards_of_splits(tmp_path):
     (tmp_path / "set" / "README.md").write_text("about")
 
     def first(**options) -> list[str]:
-        return [e.messages[0]["content"] for e in load_sources([Source(path=str(tmp_path / "set"), **options)])]
+        return [
+            e.messages[0]["content"]
+            for e in load_sources([Source(path=str(tmp_path / "set"), **options)])
+        ]
 
     assert first() == ["a", "b"]
     assert first(split="test") == ["c"]
     assert first(split="test+train[1:]") == ["c", "b"]
-    assert load_sources([Source(path=str(tmp_path / "set"))])[0].origin == f"{tmp_path / 'set' / 'train-0.jsonl'}:1"
+    assert (
+        load_sources([Source(path=str(tmp_path / "set"))])[0].origin
+        == f"{tmp_path / 'set' / 'train-0.jsonl'}:1"
+    )
     with pytest.raises(DataError, match="has no split 'dev'; it has train, test"):
         first(split="dev")
     (tmp_path / "empty").mkdir()
@@ -174,7 +268,9 @@ def test_slices_count_the_rows_of_a_file(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", *(chat(str(i), "x") for i in range(10)))
 
     def some(split: str) -> str:
-        return "".join(e.messages[0]["content"] for e in load_sources([Source(path=path, split=split)]))
+        return "".join(
+            e.messages[0]["content"] for e in load_sources([Source(path=path, split=split)])
+        )
 
     assert (some("train[:3]"), some("train[-2:]"), some("train[50%:70%]")) == ("012", "89", "56")
     with pytest.raises(DataError, match="a single file has the split train alone"):
@@ -198,7 +294,9 @@ def test_a_stream_is_shuffled_by_its_seed_and_stops_in_time(monkeypatch):
     stream = lambda *args, **options: datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", stream)
     source = Source(name="a/b", streaming=True, limit=20, shuffle_buffer=50)
-    first, again, other = ([e.messages[0]["content"] for e in load_sources([source], seed=seed)] for seed in (1, 1, 2))
+    first, again, other = (
+        [e.messages[0]["content"] for e in load_sources([source], seed=seed)] for seed in (1, 1, 2)
+    )
     assert first == again != other and sorted(first) != first
     assert len(drawn) < 3 * 100
 
@@ -213,7 +311,8 @@ def test_a_data_set_that_breaks_off_is_an_error(monkeypatch):
         load_sources([Source(name="a/b")])
 
 
-# ------------------------------------------------------------------------------------------ mixtures
+# ------------------------------------------------------------------------------------------
+# mixtures
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,19 +328,27 @@ def test_property_shares_are_kept_and_nothing_is_repeated(counts, parts):
     mixed = mix(sources, found, seed=3)
     total = min(count * sum(parts) / part for count, part in zip(counts, parts))
     used = Counter(example.workload for example in mixed)
-    assert all(abs(used[str(i)] - part / sum(parts) * total) <= 0.5 + 1e-9 for i, part in enumerate(parts))
+    assert all(
+        abs(used[str(i)] - part / sum(parts) * total) <= 0.5 + 1e-9 for i, part in enumerate(parts)
+    )
     assert len({example.origin for example in mixed}) == len(mixed)
     assert any(used[str(i)] == count for i, count in enumerate(counts)), "the scarcest is used up"
     assert mixed == mix(sources, found, seed=3)
 
 
 def test_shares_are_given_to_all_sources_and_add_up():
-    for shares, message in (((0.5, None), "give all of them one"), ((0.5, 0.4), "add up to 1, got 0.9")):
+    for shares, message in (
+        ((0.5, None), "give all of them one"),
+        ((0.5, 0.4), "add up to 1, got 0.9"),
+    ):
         with pytest.raises(ValidationError, match=message):
-            DataSection.model_validate({"train": [{"path": f"{s}.jsonl", "share": s} for s in shares]})
+            DataSection.model_validate(
+                {"train": [{"path": f"{s}.jsonl", "share": s} for s in shares]}
+            )
 
 
-# ------------------------------------------------------------------------------------------ which are used
+# ------------------------------------------------------------------------------------------ which
+# are used
 
 
 def example(*texts: str, origin: str = "x", system: str = "") -> Example:
@@ -254,30 +361,51 @@ def example(*texts: str, origin: str = "x", system: str = "") -> Example:
 def test_fan_out_gives_every_answer_its_own_example():
     whole = example("a", "b", "c", "d", "e", system="s")
     found = fan_out(whole)
-    assert [[m["content"] for m in one.messages] for one in found] == [["s", "a", "b"], ["s", "a", "b", "c", "d"],
-                                                                    ["s", "a", "b", "c", "d", "e"]]  # fmt: skip
+    assert [[m["content"] for m in one.messages] for one in found] == [
+        ["s", "a", "b"],
+        ["s", "a", "b", "c", "d"],
+        ["s", "a", "b", "c", "d", "e"],
+    ]
     assert [one.origin for one in found] == ["x, turn 3", "x, turn 5", "x, turn 6"]
     for alone in (example("a", "b"), example("a"), parse_row({"prompt": "a"}, origin="x")):
         assert fan_out(alone) == [alone]
 
 
 def test_duplicates_differ_in_nothing_that_matters():
-    lists = [[example("Say  Hello", "Hi", origin="1"), example("say hello", "Hey", origin="2")],
-             [example("SAY\nHELLO ", "Hi", origin="3"), example("Say hello!", "Hi", origin="4")],
-             [example("Say hello", "Hi", "Say hello", "Hi", origin="5"),
-              example("say hello", "Hi", system="s", origin="6"),
-              example("\uff33\uff41\uff59 hello", "Hi", origin="7")]]  # fmt: skip
+    lists = [
+        [example("Say  Hello", "Hi", origin="1"), example("say hello", "Hey", origin="2")],
+        [example("SAY\nHELLO ", "Hi", origin="3"), example("Say hello!", "Hi", origin="4")],
+        [
+            example("Say hello", "Hi", "Say hello", "Hi", origin="5"),
+            example("say hello", "Hi", system="s", origin="6"),
+            example("\uff33\uff41\uff59 hello", "Hi", origin="7"),
+        ],
+    ]
     kept, out = deduplicate(lists, responses=False)
     assert [[e.origin for e in some] for some in kept] == [["1"], ["4"], ["5", "6"]]
-    assert {(each.origin, each.like, each.why) for each in out} == {(o, "1", "duplicate") for o in "237"}
+    assert {(each.origin, each.like, each.why) for each in out} == {
+        (o, "1", "duplicate") for o in "237"
+    }
     kept, _ = deduplicate(lists, responses=True)
-    assert [[e.origin for e in some] for some in kept] == [["1", "2"], ["4"], ["5", "6"]], "another answer is new"
+    assert [[e.origin for e in some] for some in kept] == [
+        ["1", "2"],
+        ["4"],
+        ["5", "6"],
+    ], "another answer is new"
 
 
 def test_near_duplicates_are_found_by_their_words():
     words = [f"word{i}" for i in range(60)]
-    near, far = [*words[:58], "other", "end"], [w + "x" if i % 6 == 0 else w for i, w in enumerate(words)]
-    lists = [[example(" ".join(each), "A", origin=name) for name, each in (("1", words), ("2", near), ("3", far))]]
+    near, far = (
+        [*words[:58], "other", "end"],
+        [w + "x" if i % 6 == 0 else w for i, w in enumerate(words)],
+    )
+    lists = [
+        [
+            example(" ".join(each), "A", origin=name)
+            for name, each in (("1", words), ("2", near), ("3", far))
+        ]
+    ]
     kept, out = deduplicate(lists, responses=False, similarity=0.8)
     assert [e.origin for e in kept[0]] == ["1", "3"]
     assert [(each.origin, each.why, each.like) for each in out] == [("2", "near_duplicate", "1")]
@@ -287,24 +415,38 @@ def test_near_duplicates_are_found_by_their_words():
 
 def test_contaminated_examples_ask_what_is_measured():
     long = "one two three four five six seven eight nine ten"
-    held = [example("What is 2 + 2?", "4", origin="h1"), example(f"{long}?", "x", origin="h2", system="You are here.")]
-    lists = [[example("what is 2 + 2?", "four", origin="1"), example(f"Well, {long.upper()} or so", "x", origin="2"),
-              example("three four five", "x", origin="3"), example("a", f"{long}", origin="4"),
-              example("b", "c", origin="5", system="You are here.")]]  # fmt: skip
+    held = [
+        example("What is 2 + 2?", "4", origin="h1"),
+        example(f"{long}?", "x", origin="h2", system="You are here."),
+    ]
+    lists = [
+        [
+            example("what is 2 + 2?", "four", origin="1"),
+            example(f"Well, {long.upper()} or so", "x", origin="2"),
+            example("three four five", "x", origin="3"),
+            example("a", f"{long}", origin="4"),
+            example("b", "c", origin="5", system="You are here."),
+        ]
+    ]
     kept, out = decontaminate(lists, held)
     assert [each.origin for each in out] == ["1"]
     kept, out = decontaminate(lists, held, ngram=8)
     assert [e.origin for e in kept[0]] == ["3", "4", "5"], "answers and system prompts do not count"
-    assert [(each.like, each.detail) for each in out] == [("h1", ""), ("h2", " ".join(long.split()[:8]))]
+    assert [(each.like, each.detail) for each in out] == [
+        ("h1", ""),
+        ("h2", " ".join(long.split()[:8])),
+    ]
 
 
 def recipe_of(tmp_path: Path, rows: list[dict], held: list[dict], regenerate: bool = True, **data):
     tree = {
-        "name": "x", "output_dir": str(tmp_path / "run"), "target": {"model": "t"},
+        "name": "x",
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": "t"},
         "data": {"train": [{"path": jsonl(tmp_path / "train.jsonl", *rows)}], **data},
         "evaluation": {"prompts": [{"path": jsonl(tmp_path / "held.jsonl", *held)}]},
         "regenerate": {"enabled": regenerate},
-    }  # fmt: skip
+    }
     return make_recipe(tree)
 
 
@@ -314,7 +456,9 @@ def test_a_recipe_selects_and_lists_what_it_leaves_out(tmp_path):
     prepared = training_examples(recipe, bad_rows(recipe.data), tmp_path / "run")
     assert [len(e.messages) for e in prepared.examples] == [2, 2, 4]
     assert str(prepared) == "1 duplicate, 1 contaminated of 5 examples left out"
-    listed = [json.loads(line) for line in (tmp_path / "run" / "left_out.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (tmp_path / "run" / "left_out.jsonl").read_text().splitlines()
+    ]
     assert [(each["origin"].rpartition(":")[2], each["why"]) for each in listed] == [
         ("2", "duplicate"),
         ("4", "contaminated"),
@@ -324,25 +468,42 @@ def test_a_recipe_selects_and_lists_what_it_leaves_out(tmp_path):
     assert len(training_examples(off, bad_rows(off.data), tmp_path / "run").examples) == 4
     assert not (tmp_path / "run" / "left_out.jsonl").exists(), "an old list would be of other data"
     answered = recipe_of(tmp_path, rows, [chat("Held")], regenerate=False)
-    assert len(training_examples(answered, bad_rows(answered.data)).examples) == 3, "another answer is another example"
-    with pytest.raises(DataError, match=r"no example is left: 4 contaminated of 4 examples left out"):
+    assert len(training_examples(answered, bad_rows(answered.data)).examples) == 3, (
+        "another answer is another example"
+    )
+    with pytest.raises(
+        DataError, match=r"no example is left: 4 contaminated of 4 examples left out"
+    ):
         everything = recipe_of(tmp_path, rows, rows, deduplicate="off")
         training_examples(everything, bad_rows(everything.data))
 
 
 def test_questions_of_a_suite_are_not_trained_on(tmp_path):
-    """Whole prompts, and turns of five words and more wherever they stand: behind a system prompt, or later."""
-    path = jsonl(tmp_path / "question.jsonl", {"category": "qa", "turns": ["Why is the sky blue?", "Now in one word."]},
-                 {"category": "qa", "turns": ["Hi"]})  # fmt: skip
-    tree = recipe_of(tmp_path, [
-        chat("hi", "1"),
-        chat("Hi", "2", "and so", "3"),  # as short a turn as this is everybody's
-        chat("why is the  sky blue?", "4"),
-        {"messages": [{"role": "system", "content": "Be kind."}, *chat("Why is the sky blue?", "5")["messages"]]},
-        chat("a", "b", "Why is the sky blue?", "6"),
-        chat("now in one word.", "7"),
-        chat("c", "Why is the sky blue?"),
-    ], [chat("Held")]).model_dump(mode="json")  # fmt: skip
+    """Whole prompts, and turns of five words and more wherever they stand: behind a system prompt,
+    or later."""
+    path = jsonl(
+        tmp_path / "question.jsonl",
+        {"category": "qa", "turns": ["Why is the sky blue?", "Now in one word."]},
+        {"category": "qa", "turns": ["Hi"]},
+    )
+    tree = recipe_of(
+        tmp_path,
+        [
+            chat("hi", "1"),
+            chat("Hi", "2", "and so", "3"),  # as short a turn as this is everybody's
+            chat("why is the  sky blue?", "4"),
+            {
+                "messages": [
+                    {"role": "system", "content": "Be kind."},
+                    *chat("Why is the sky blue?", "5")["messages"],
+                ]
+            },
+            chat("a", "b", "Why is the sky blue?", "6"),
+            chat("now in one word.", "7"),
+            chat("c", "Why is the sky blue?"),
+        ],
+        [chat("Held")],
+    ).model_dump(mode="json")
     tree["evaluation"]["suites"] = {"mt_bench": path}
     recipe = make_recipe(tree)
     prepared = training_examples(recipe, bad_rows(recipe.data))
@@ -354,7 +515,9 @@ def test_questions_of_a_suite_are_not_trained_on(tmp_path):
 
 
 def test_fanning_out_needs_regeneration(tmp_path):
-    with pytest.raises(ValidationError, match=r"data.fan_out: without regeneration every assistant turn is learnt"):
+    with pytest.raises(
+        ValidationError, match=r"data.fan_out: without regeneration every assistant turn is learnt"
+    ):
         recipe_of(tmp_path, [chat("a", "b")], [chat("c")], regenerate=False, fan_out=True)
 
 

@@ -1,4 +1,5 @@
-"""Features on disk: those that were written, whoever wrote them and whoever was killed; anything else is named."""
+"""Features on disk: those that were written, whoever wrote them and whoever was killed; anything
+else is named."""
 
 from __future__ import annotations
 
@@ -19,11 +20,25 @@ from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.forked import Forked
-from tests.train.trainer.test_loop import assert_equal, make_recipe, make_rows, make_trainer, weights
+from tests.train.trainer.test_loop import (
+    assert_equal,
+    make_recipe,
+    make_rows,
+    make_trainer,
+    weights,
+)
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.features import cache as feature_cache
-from train.features.cache import KEY_FILE, CacheKey, FeatureCache, ShardWriter, missing, text_key, texts_of
+from train.features.cache import (
+    KEY_FILE,
+    CacheKey,
+    FeatureCache,
+    ShardWriter,
+    missing,
+    text_key,
+    texts_of,
+)
 from train.features.row_features import RowFeatures
 
 TAPS = (1, 2, 3)
@@ -32,13 +47,24 @@ SHARD = 6000  # bytes: some texts
 
 def make_key(encoding: str = "exact", **changes) -> CacheKey:
     fields = dict(
-        target="t", weights="w", config="c", tokenizer="v", template="m", hidden_size=32, taps=TAPS, dtype="float32",
-        engine="draftsmith", encoding=encoding, last_hidden_encoding=encoding,
-    )  # fmt: skip
+        target="t",
+        weights="w",
+        config="c",
+        tokenizer="v",
+        template="m",
+        hidden_size=32,
+        taps=TAPS,
+        dtype="float32",
+        engine="draftsmith",
+        encoding=encoding,
+        last_hidden_encoding=encoding,
+    )
     return CacheKey(**(fields | changes))
 
 
-def write(cache: FeatureCache, rows, target: FrozenTarget, shard_bytes: float = SHARD) -> ShardWriter:
+def write(
+    cache: FeatureCache, rows, target: FrozenTarget, shard_bytes: float = SHARD
+) -> ShardWriter:
     source = RowFeatures(target, rows)
     with ShardWriter(cache, shard_bytes) as writer:
         for index, row in enumerate(rows):
@@ -66,9 +92,14 @@ def test_exact_features_are_those_of_a_run_without_a_cache(target, rows, tmp_pat
     kept, cached = RowFeatures(target, rows, keep_bytes=1e9), RowFeatures(target, rows, cache=cache)
     for indices in ([0, 1], [5, 2, 3]):
         expected, found = kept.of(indices), cached.of(indices)
-        assert torch.equal(found.taps, expected.taps) and torch.equal(found.last_hidden, expected.last_hidden)
+        assert torch.equal(found.taps, expected.taps) and torch.equal(
+            found.last_hidden, expected.last_hidden
+        )
     tokens = sum(map(len, rows))
-    assert writer.tokens == tokens and writer.bytes == tokens * cache.bytes_per_token == tokens * 4 * 32 * 4
+    assert (
+        writer.tokens == tokens
+        and writer.bytes == tokens * cache.bytes_per_token == tokens * 4 * 32 * 4
+    )
     assert writer.error == {"taps": 0, "last_hidden": 0}
 
 
@@ -101,8 +132,13 @@ def test_bfloat16_of_a_bfloat16_target_is_exact(rows, tmp_path):
     target = FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS)
     cache = FeatureCache(tmp_path, make_key("bf16", dtype="bfloat16"))
     write(cache, rows, target)
-    found, expected = RowFeatures(target, rows, cache=cache.scan()).of([1]), RowFeatures(target, rows).of([1])
-    assert torch.equal(found.taps, expected.taps) and torch.equal(found.last_hidden, expected.last_hidden)
+    found, expected = (
+        RowFeatures(target, rows, cache=cache.scan()).of([1]),
+        RowFeatures(target, rows).of([1]),
+    )
+    assert torch.equal(found.taps, expected.taps) and torch.equal(
+        found.last_hidden, expected.last_hidden
+    )
 
 
 def test_a_target_without_taps(rows, tmp_path):
@@ -111,7 +147,9 @@ def test_a_target_without_taps(rows, tmp_path):
     write(cache, rows, target)
     found = RowFeatures(target, rows, cache=cache.scan()).of([0, 1])
     assert found.taps is None and cache.bytes_per_token == 32 * 4
-    assert torch.equal(found.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden)
+    assert torch.equal(
+        found.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden
+    )
 
 
 def test_other_packings_find_the_texts_they_share(target, tmp_path):
@@ -122,7 +160,10 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
     cache.scan()
     alone = pack(texts, 20, packing=False)
     assert not missing(cache, alone)
-    found, expected = RowFeatures(target, alone, cache=cache).of([2]), RowFeatures(target, alone).of([2])
+    found, expected = (
+        RowFeatures(target, alone, cache=cache).of([2]),
+        RowFeatures(target, alone).of([2]),
+    )
     torch.testing.assert_close(found.taps, expected.taps, atol=1e-5, rtol=1e-4)
     more = pack([*texts, TokenRow(rng.integers(3, 100, 7), np.arange(7) >= 2)], 48)
     assert list(missing(cache, more).values()) == [7]
@@ -135,13 +176,17 @@ def test_rows_that_hold_more_than_texts_are_refused(rows, change):
         row = replace(row, paths=np.zeros((len(row), 2), dtype=np.int32))
     else:
         row = replace(row, position_ids=row.position_ids + 1)
-    with pytest.raises(DataError, match="made online only" if change == "branches" else "do not count from 0"):
+    with pytest.raises(
+        DataError, match="made online only" if change == "branches" else "do not count from 0"
+    ):
         list(texts_of(row))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("encoding", ["exact", "int4", "rotated3"])
-def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(target, rows, tmp_path, value, encoding):
+def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
+    target, rows, tmp_path, value, encoding
+):
     cache, made = FeatureCache(tmp_path, make_key(encoding)), RowFeatures(target, rows).made(0)
     (first, place), *_ = texts_of(rows[0])
     taps, last_hidden = made[0][place], made[1][place].clone()
@@ -153,16 +198,25 @@ def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(target
     assert first in cache.scan() and len(cache) == 1
 
 
-# --------------------------------------------------------------------------------------------- addresses
+# ---------------------------------------------------------------------------------------------
+# addresses
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"weights": "x"}, {"config": "x"}, {"tokenizer": "x"}, {"template": "x"}, {"taps": (1, 2)},
-        {"dtype": "bfloat16"}, {"engine": "vllm"}, {"encoding": "fp8"}, {"last_hidden_encoding": "fp8"}, {"format": 2},
+        {"weights": "x"},
+        {"config": "x"},
+        {"tokenizer": "x"},
+        {"template": "x"},
+        {"taps": (1, 2)},
+        {"dtype": "bfloat16"},
+        {"engine": "vllm"},
+        {"encoding": "fp8"},
+        {"last_hidden_encoding": "fp8"},
+        {"format": 2},
     ],
-)  # fmt: skip
+)
 def test_whatever_features_depend_on_is_in_the_address(tmp_path, change, target, rows):
     cache = FeatureCache(tmp_path, make_key())
     write(cache, rows[:2], target)
@@ -181,10 +235,15 @@ def test_the_key_is_there_to_be_read(target, rows, tmp_path):
     cache = FeatureCache(tmp_path, make_key())
     write(cache, rows[:1], target)
     tree = json.loads((tmp_path / cache.key.address / KEY_FILE).read_text())
-    assert tree["weights"] == "w" and tree["taps"] == [1, 2, 3] and tree["format"] == feature_cache.FORMAT
+    assert (
+        tree["weights"] == "w"
+        and tree["taps"] == [1, 2, 3]
+        and tree["format"] == feature_cache.FORMAT
+    )
 
 
-# --------------------------------------------------------------------------------------------- damage
+# ---------------------------------------------------------------------------------------------
+# damage
 
 
 @pytest.fixture
@@ -195,11 +254,15 @@ def written(target, rows, tmp_path) -> FeatureCache:
 
 
 @pytest.mark.parametrize("where", [0.001, 0.3, 0.999])
-def test_a_shard_that_was_cut_is_named_and_can_be_written_again(written, target, rows, tmp_path, where):
+def test_a_shard_that_was_cut_is_named_and_can_be_written_again(
+    written, target, rows, tmp_path, where
+):
     path = written.shards[0]
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * where)])
-    with pytest.raises(DataError, match=rf"{path.name}: damaged or cut short .* delete the file and run"):
+    with pytest.raises(
+        DataError, match=rf"{path.name}: damaged or cut short .* delete the file and run"
+    ):
         FeatureCache(tmp_path, make_key()).scan()
     path.unlink()
     again = FeatureCache(tmp_path, make_key()).scan()
@@ -243,7 +306,9 @@ def test_a_full_disk_is_said_and_what_was_written_stays(target, rows, tmp_path, 
         written.append(save_file(tensors, path, metadata))
 
     monkeypatch.setattr(feature_cache, "save_file", full)
-    with pytest.raises(DataError, match="could not be written .*No space left.* what was written before is kept"):
+    with pytest.raises(
+        DataError, match="could not be written .*No space left.* what was written before is kept"
+    ):
         write(cache, rows, target)
     assert len(cache.scan()) > 0 and not list(cache.folder.glob("*.partial"))
 
@@ -290,14 +355,17 @@ with ShardWriter(cache, SHARD) as writer:
 
 @pytest.mark.slow
 def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
-    """Between them, and after a kill -9, every text is there once, and the target is asked for the rest alone."""
+    """Between them, and after a kill -9, every text is there once, and the target is asked for the
+    rest alone."""
 
     def start(number: int) -> Forked:
         return Forked(["-c", SCRIPT, tmp_path, number, 2])
 
     first, second = start(0), start(1)
     assert first.stdout.readline() == "ready\n"
-    while first.stdout.readline() == "0\n":  # until a shard is on the disk and a text is waiting for the next
+    while (
+        first.stdout.readline() == "0\n"
+    ):  # until a shard is on the disk and a text is waiting for the next
         first.stdin.write("\n")
         first.stdin.flush()
     first.send_signal(signal.SIGKILL)

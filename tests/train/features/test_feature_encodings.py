@@ -19,9 +19,10 @@ from train.features.encodings import (
     pack_bits,
     relative_error,
     unpack_bits,
-)  # fmt: skip
+)
 
-# Largest and typical relative squared error of normal numbers. Those of 2 to 5 bits are Max's (1960), table I.
+# Largest and typical relative squared error of normal numbers. Those of 2 to 5 bits are Max's
+# (1960), table I.
 MAX_1960 = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
 
 
@@ -32,7 +33,10 @@ def vectors(count: int, width: int, seed: int = 0) -> torch.Tensor:
 def through(name: str, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     encoding = make_encoding(name, x.shape[-1], dtype)
     payload = encoding.encode(x)
-    assert payload.dtype == torch.uint8 and payload.shape == (*x.shape[:-1], encoding.bytes_per_vector)
+    assert payload.dtype == torch.uint8 and payload.shape == (
+        *x.shape[:-1],
+        encoding.bytes_per_vector,
+    )
     decoded = encoding.decode(payload)
     assert decoded.dtype == dtype and decoded.shape == x.shape
     return decoded
@@ -41,7 +45,9 @@ def through(name: str, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> t
 @settings(max_examples=40, deadline=None)
 @given(bits=st.integers(1, 8), eights=st.integers(1, 5), seed=st.integers(0, 99))
 def test_packed_bits_come_back_and_take_no_more_than_they_are(bits, eights, seed):
-    codes = torch.randint(0, 2**bits, (3, 8 * eights), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (3, 8 * eights), generator=torch.Generator().manual_seed(seed)
+    ).to(torch.uint8)
     packed = pack_bits(codes, bits)
     assert packed.dtype == torch.uint8 and packed.shape == (3, eights * bits)
     assert torch.equal(unpack_bits(packed, bits), codes)
@@ -58,7 +64,9 @@ def test_exact_is_exact_and_bf16_is_exact_for_bf16(dtype):
 @pytest.mark.parametrize("bits", MAX_1960)
 def test_levels_are_the_best_for_a_normal_distribution(bits):
     x = vectors(400, 256)
-    assert relative_error(x, through(f"rotated{bits}", x)).mean().item() == pytest.approx(MAX_1960[bits], rel=0.02)
+    assert relative_error(x, through(f"rotated{bits}", x)).mean().item() == pytest.approx(
+        MAX_1960[bits], rel=0.02
+    )
     levels, edges = normal_levels(bits)
     assert torch.equal(levels, -levels.flip(0)) and len(edges) == 2**bits - 1
 
@@ -70,7 +78,9 @@ def test_any_width_comes_back_within_the_error_of_its_bits(name, width):
     x = vectors(40, width)
     x[2] = 0
     found = through(name, x)
-    bits = {"exact": 24, "bf16": 8, "fp8": 4, "int4": 3}.get(name) or int(name.removeprefix("rotated"))
+    bits = {"exact": 24, "bf16": 8, "fp8": 4, "int4": 3}.get(name) or int(
+        name.removeprefix("rotated")
+    )
     assert relative_error(x, found).mean() < 3 * 4.0**-bits
     assert torch.equal(found[2], torch.zeros(width))
 
@@ -90,7 +100,8 @@ def test_fp8_is_off_by_a_sixteenth_of_each_number_of_the_same_order():
 
 
 def test_few_large_channels():
-    """As language models have them. Rotation spreads them; in a group the scale grows with its largest number."""
+    """As language models have them. Rotation spreads them; in a group the scale grows with its
+    largest number."""
     x = vectors(100, 256, seed=3)
     x[:, [7, 200]] *= 40
     others = [i for i in range(256) if i not in (7, 200)]
@@ -114,16 +125,24 @@ def test_runs_of_tokens_are_encoded_alone():
     for name in NAMES:
         encoding = make_encoding(name, 256, torch.float32)
         assert torch.equal(encoding.encode(x)[1:3], encoding.encode(x[1:3])), name
-        torch.testing.assert_close(encoding.decode(encoding.encode(x))[2], encoding.decode(encoding.encode(x)[2]))
+        torch.testing.assert_close(
+            encoding.decode(encoding.encode(x))[2], encoding.decode(encoding.encode(x)[2])
+        )
 
 
 def test_bytes_per_token_count_scales_and_padding():
     assert bytes_per_token(("bf16", "bf16"), 3, 4096, torch.float32) == 4 * 2 * 4096
-    assert bytes_per_token(("int4", "fp8"), 3, 4096, torch.bfloat16) == 3 * (2048 + 2 * 64) + 4096 + 2
-    assert bytes_per_token(("rotated3", "rotated6"), 3, 256, torch.bfloat16) == 3 * (96 + 2) + 192 + 2
+    assert (
+        bytes_per_token(("int4", "fp8"), 3, 4096, torch.bfloat16) == 3 * (2048 + 2 * 64) + 4096 + 2
+    )
+    assert (
+        bytes_per_token(("rotated3", "rotated6"), 3, 256, torch.bfloat16) == 3 * (96 + 2) + 192 + 2
+    )
     assert bytes_per_token(("rotated4", "exact"), 0, 100, torch.float32) == 400
 
 
 def test_a_name_that_is_none():
-    with pytest.raises(ConfigError, match="unknown encoding 'rotated9'; expected one of exact, bf16"):
+    with pytest.raises(
+        ConfigError, match="unknown encoding 'rotated9'; expected one of exact, bf16"
+    ):
         make_encoding("rotated9", 64, torch.float32)

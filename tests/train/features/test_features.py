@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from speculators.target.frozen_target import FrozenTarget
-from tests.train.trainer.test_loop import assert_equal, make_recipe, make_rows, make_trainer, weights
+from tests.train.trainer.test_loop import (
+    assert_equal,
+    make_recipe,
+    make_rows,
+    make_trainer,
+    weights,
+)
 from train.features import prefetch as features_ahead
 from train.features.prefetch import FeaturesAhead
 from train.features.row_features import RowFeatures
@@ -25,14 +31,19 @@ def test_kept_features_are_those_of_a_forward(target):
     expected, found = fresh.of(indices), kept.of(indices)
     text = expected.segment_ids >= 0
     for name in ("taps", "last_hidden"):
-        torch.testing.assert_close(getattr(found, name)[text], getattr(expected, name)[text], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            getattr(found, name)[text], getattr(expected, name)[text], atol=1e-5, rtol=1e-4
+        )
     for name in ("input_ids", "position_ids", "segment_ids", "loss_mask"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def test_a_row_is_the_same_to_the_bit_in_any_batch_known_or_not(target):
     rows = make_rows()
-    kept, forgetful = RowFeatures(target, rows, keep_bytes=1e9), RowFeatures(target, rows, keep_bytes=1)
+    kept, forgetful = (
+        RowFeatures(target, rows, keep_bytes=1e9),
+        RowFeatures(target, rows, keep_bytes=1),
+    )
     once, again, never_kept = kept.of([2, 4]), kept.of([4, 1, 2]), forgetful.of([2])
     length = len(rows[2])
     assert torch.equal(once.taps[0, :length], again.taps[2, :length])
@@ -66,12 +77,19 @@ def watched(trainer, log: list[str]):
 
 
 @pytest.mark.parametrize("keep", [0, 1.0])
-def test_a_forward_begun_early_changes_the_order_and_nothing_else(tiny_model, tmp_path, monkeypatch, keep):
+def test_a_forward_begun_early_changes_the_order_and_nothing_else(
+    tiny_model, tmp_path, monkeypatch, keep
+):
     recipe = make_recipe(steps=3, gradient_accumulation_steps=2, keep_features_gb=keep, epochs=None)
     logs, trained = {}, {}
-    for streams in (("cuda",), ("cpu",)):  # a CPU's streams are one, and whatever is put in them is done in turn
+    for streams in (
+        ("cuda",),
+        ("cpu",),
+    ):  # a CPU's streams are one, and whatever is put in them is done in turn
         monkeypatch.setattr(features_ahead, "STREAMS", streams)
-        trainer = watched(make_trainer(tiny_model, tmp_path / streams[0], recipe), logs.setdefault(streams[0], []))
+        trainer = watched(
+            make_trainer(tiny_model, tmp_path / streams[0], recipe), logs.setdefault(streams[0], [])
+        )
         state = trainer.run()
         trained[streams[0]] = (weights(trainer), [record["loss"] for record in state.history])
     assert_equal(trained["cuda"][0], trained["cpu"][0])
@@ -87,7 +105,9 @@ def test_a_run_goes_on_after_its_forward_was_begun(tiny_model, tmp_path, monkeyp
     straight.run()
     stopped = make_trainer(tiny_model, tmp_path / "b", make_recipe())
     with pytest.raises(Interrupted):
-        stopped.run(lambda share, note: stopped._on_signal(15, None) if stopped.state.step == 3 else None)
+        stopped.run(
+            lambda share, note: stopped._on_signal(15, None) if stopped.state.step == 3 else None
+        )
     resumed = make_trainer(tiny_model, tmp_path / "b", make_recipe())
     resumed.run()
     assert_equal(weights(straight), weights(resumed))
@@ -114,22 +134,29 @@ def test_no_forward_is_begun_early_where_it_cannot_be(tiny_model, tmp_path, monk
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with streams")
 def test_streams_do_not_read_what_is_not_there_yet(tiny_model, tmp_path, monkeypatch):
-    """Many short steps: a missing wait, or memory that is given away too early, shows as another loss."""
+    """Many short steps: a missing wait, or memory that is given away too early, shows as another
+    loss."""
     losses = {}
     for overlap in (False, True):
-        recipe = changed(make_recipe(steps=200, batch_size=8, save_every=None), "features", overlap=overlap)
+        recipe = changed(
+            make_recipe(steps=200, batch_size=8, save_every=None), "features", overlap=overlap
+        )
         trainer = make_trainer(tiny_model, tmp_path / str(overlap), recipe, device="cuda")
         losses[overlap] = [record["loss"] for record in trainer.run().history]
     torch.testing.assert_close(losses[True], losses[False], rtol=1e-4, atol=1e-5)
 
 
-def test_the_target_runs_its_head_never_and_its_layers_only_for_features_that_are_not_kept(tiny_model):
-    """Every loss reads the last hidden state, so that all layers run where features are computed; and none where they
-    are kept."""
+def test_the_target_runs_its_head_never_and_its_layers_only_for_features_that_are_not_kept(
+    tiny_model,
+):
+    """Every loss reads the last hidden state, so that all layers run where features are computed;
+    and none where they are kept."""
     target = FrozenTarget(tiny_model("llama"), [1, 2])
     calls: list[str] = []
     handles = [target.lm_head.register_forward_hook(lambda *_: calls.append("head"))]
-    handles += [layer.register_forward_hook(lambda *_: calls.append("layer")) for layer in target.layers]
+    handles += [
+        layer.register_forward_hook(lambda *_: calls.append("layer")) for layer in target.layers
+    ]
     features = RowFeatures(target, make_rows(), keep_bytes=1e9)
     first = features.of([0, 1])
     assert calls == ["layer"] * (2 * target.num_layers)

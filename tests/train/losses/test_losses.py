@@ -1,4 +1,5 @@
-"""The objective: every divergence is right, and walking it in chunks changes nothing but the memory."""
+"""The objective: every divergence is right, and walking it in chunks changes nothing but the
+memory."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ MIXES = [{name: 0.7} for name in DIVERGENCES if name not in ON_CHAINS] + [
 class Setup:
     """A drafter's head with a norm, a frozen target head, and rows to match."""
 
-    def __init__(self, reduced: bool, dtype: torch.dtype = torch.float64, scale: float = 2.0) -> None:
+    def __init__(
+        self, reduced: bool, dtype: torch.dtype = torch.float64, scale: float = 2.0
+    ) -> None:
         torch.manual_seed(0)
         self.head = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, VD if reduced else V)).to(dtype)
         self.target = nn.Linear(D, V, bias=False).to(dtype).requires_grad_(False)
@@ -71,7 +74,9 @@ class Setup:
 def assert_same(left: tuple, right: tuple, setup: Setup, atol: float, rtol: float = 0.0) -> None:
     torch.testing.assert_close(left[0], right[0], atol=atol, rtol=rtol)
     for name in ("loss", "alpha"):
-        torch.testing.assert_close(getattr(left[1], name), getattr(right[1], name), atol=atol, rtol=rtol)
+        torch.testing.assert_close(
+            getattr(left[1], name), getattr(right[1], name), atol=atol, rtol=rtol
+        )
     for ours, theirs in zip(setup.gradients(left[0]), setup.gradients(right[0]), strict=True):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
 
@@ -83,14 +88,20 @@ def sample_rows(mass: float = 0.8) -> tuple[Tensor, Tensor, Tensor]:
     """(draft logits, p of total mass `mass`, labels with one outside), float64, no ties."""
     torch.manual_seed(1)
     p = torch.softmax(torch.randn(4, 7, dtype=torch.float64) * 2, dim=-1) * mass
-    return torch.randn(4, 7, dtype=torch.float64, requires_grad=True), p, torch.tensor([0, 3, -1, 6])
+    return (
+        torch.randn(4, 7, dtype=torch.float64, requires_grad=True),
+        p,
+        torch.tensor([0, 3, -1, 6]),
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - ON_STATES - {"lk_hybrid"}))
 @pytest.mark.parametrize("mass", [1.0, 0.8])
 def test_gradient_is_that_of_the_value(name: str, mass: float) -> None:
     z, p, labels = sample_rows(mass)
-    assert torch.autograd.gradcheck(lambda z: DIVERGENCES[name](torch.log_softmax(z, -1), p, labels), z)
+    assert torch.autograd.gradcheck(
+        lambda z: DIVERGENCES[name](torch.log_softmax(z, -1), p, labels), z
+    )
 
 
 def test_gradient_of_the_hybrid_holds_lambda_fixed() -> None:
@@ -141,7 +152,9 @@ def test_finite_where_probabilities_underflow(name: str) -> None:
     (grad,) = torch.autograd.grad(value.sum(), z)
     assert value.isfinite().all() and grad.isfinite().all()
     if name in ("forward_kl", "neg_log_acceptance", "cross_entropy", "cross_entropy_argmax"):
-        assert grad[0, 1] < -0.5, "descent must still raise the logit of the only token that is accepted"
+        assert grad[0, 1] < -0.5, (
+            "descent must still raise the logit of the only token that is accepted"
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +164,10 @@ def test_finite_where_probabilities_underflow(name: str) -> None:
         ({"kl": 1.0}, r"loss\.kl: unknown divergence"),
         ({"forward_kl": -1}, r"loss\.forward_kl\.weight"),
         ({"jsd": {"beta": 0.5}}, r"loss\.jsd: no weight"),
-        ({"jsd": {"weight": 1, "bta": 0.5}}, r"loss\.jsd\.bta: unknown option of jsd; it takes beta"),
+        (
+            {"jsd": {"weight": 1, "bta": 0.5}},
+            r"loss\.jsd\.bta: unknown option of jsd; it takes beta",
+        ),
         ({"jsd": {"weight": 1, "beta": 1.5}}, r"loss\.jsd\.beta"),
         ({"top_k_cross_entropy": {"weight": 1, "k": 2.5}}, r"loss\.top_k_cross_entropy\.k"),
     ],
@@ -166,7 +182,9 @@ def test_a_wrong_mix_says_which_key(loss: dict, message: str) -> None:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"])
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"]
+)
 def test_chunked_equals_plain(mix: dict, reduced: bool, dtype: torch.dtype, atol: float) -> None:
     setup = Setup(reduced, dtype)
     plain = plain_objective(*setup.arguments(mix), temperature=0.8)
@@ -179,10 +197,13 @@ def test_chunked_equals_plain(mix: dict, reduced: bool, dtype: torch.dtype, atol
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
 @pytest.mark.parametrize(
-    "mix", [{"forward_kl": 1.0}, {"tv": 1.0, "jsd": 0.5, "smooth_l1": 1.0}], ids=["closed", "autograd"]
+    "mix",
+    [{"forward_kl": 1.0}, {"tv": 1.0, "jsd": 0.5, "smooth_l1": 1.0}],
+    ids=["closed", "autograd"],
 )
 def test_shared_targets_change_nothing(mix: dict, reduced: bool) -> None:
-    """Rows that read their target through an index, in any order, equal rows that carry a copy of it."""
+    """Rows that read their target through an index, in any order, equal rows that carry a copy of
+    it."""
     setup = Setup(reduced)
     index = torch.randint(0, 6, (N,))
     distinct, setup.target_hidden = setup.target_hidden[:6], setup.target_hidden[:6][index]
@@ -194,7 +215,8 @@ def test_shared_targets_change_nothing(mix: dict, reduced: bool) -> None:
 
 
 def test_a_walk_meets_every_row_once_beside_those_of_its_target() -> None:
-    """Also where more rows share a target than a chunk may hold; only the last chunk may be much smaller."""
+    """Also where more rows share a target than a chunk may hold; only the last chunk may be much
+    smaller."""
     torch.manual_seed(5)
     index, most = torch.cat([torch.randint(0, 9, (40,)), torch.full((11,), 20)]), 8
     order, groups = walk_order(index, most)
@@ -202,13 +224,21 @@ def test_a_walk_meets_every_row_once_beside_those_of_its_target() -> None:
     for group in groups:
         assert group.shared <= most
         rows = index[order[group.first : group.stop]].view(group.count, group.shared)
-        assert (rows == rows[:, :1]).all() and torch.equal(rows[:, 0], index[order][group.targets()])
+        assert (rows == rows[:, :1]).all() and torch.equal(
+            rows[:, 0], index[order][group.targets()]
+        )
     chunks = list(in_chunks(groups, most))
     assert chunks[0][0].first == 0
     ends = [(chunk[0].first, chunk[-1].stop) for chunk in chunks]
-    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(ends)) and ends[-1][1] == len(index)
+    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(ends)) and ends[-1][
+        1
+    ] == len(index)
     assert all(0 < stop - first <= most for first, stop in ends)
-    assert list(in_chunks([Group(0, 20, 1)], 8)) == [[Group(0, 8, 1)], [Group(8, 8, 1)], [Group(16, 4, 1)]]
+    assert list(in_chunks([Group(0, 20, 1)], 8)) == [
+        [Group(0, 8, 1)],
+        [Group(8, 8, 1)],
+        [Group(16, 4, 1)],
+    ]
 
 
 def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
@@ -220,10 +250,15 @@ def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
         counted = 0
 
         class Casts(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+            def __torch_dispatch__(
+                self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+            ):
                 nonlocal counted
                 out = func(*args, **(kwargs or {}))
-                counted += func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == (V, D)
+                counted += func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == (
+                    V,
+                    D,
+                )
                 return out
 
         with Casts(), torch.autocast("cpu", torch.bfloat16):
@@ -283,18 +318,26 @@ def test_accumulation_equals_one_batch() -> None:
     for start in (0, 9):
         rows = slice(start, 9 if start == 0 else N)
         target = (setup.target_hidden[rows], setup.target, setup.weight[rows], setup.labels[rows])
-        loss, _ = chunked_objective(setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target)
+        loss, _ = chunked_objective(
+            setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target
+        )
         (loss / N).backward()
-    for ours, theirs in zip([setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True):
+    for ours, theirs in zip(
+        [setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_low_precision_head_accumulates_in_float32() -> None:
-    """The sum over 512 one-row chunks of a bfloat16 head stays as close to the truth as its last rounding."""
+    """The sum over 512 one-row chunks of a bfloat16 head stays as close to the truth as its last
+    rounding."""
     setup = Setup(False, torch.bfloat16)
     setup.head = setup.head[1]
     setup.hidden = torch.randn(512, D, dtype=torch.bfloat16, requires_grad=True)
-    setup.target_hidden, setup.labels = torch.randn(512, D).bfloat16(), torch.zeros(512, dtype=torch.long)
+    setup.target_hidden, setup.labels = (
+        torch.randn(512, D).bfloat16(),
+        torch.zeros(512, dtype=torch.long),
+    )
     setup.weight = torch.ones(512)
     chunked = setup.gradients(chunked_objective(*setup.arguments(), chunk_size=1)[0])
     setup.head, setup.target = setup.head.double(), setup.target.double()
@@ -385,7 +428,9 @@ def test_ddp_sees_the_gradients(tmp_path) -> None:
             return future  # no annotations above: DDP compares them, and here they would be strings
 
         ddp.register_comm_hook(None, count)
-        ddp(setup.hidden[:1])  # DDP arms its reducer in forward; the loop calls the unroll through it
+        ddp(
+            setup.hidden[:1]
+        )  # DDP arms its reducer in forward; the loop calls the unroll through it
         states, total = setup.hidden, 0.0
         for _ in range(2):
             states = body[0](states)
@@ -408,9 +453,13 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(x.numel() for x in tree_iter(out) if isinstance(x, Tensor))])
+        self.elements = max(
+            [self.elements, *(x.numel() for x in tree_iter(out) if isinstance(x, Tensor))]
+        )
         return out
 
 
@@ -434,8 +483,13 @@ def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) 
     """Of a usual vocabulary so many that the head is moved seldom; of a vast one the fewest."""
     device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
     rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
-    assert rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
-    assert all(4 * v * n <= CHUNK_BYTES[kind] or n == rows[-1] for v, n in zip(vocabularies, rows, strict=True))
+    assert (
+        rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
+    )
+    assert all(
+        4 * v * n <= CHUNK_BYTES[kind] or n == rows[-1]
+        for v, n in zip(vocabularies, rows, strict=True)
+    )
     assert default_chunk_size(151_936, torch.device("cuda")) == 2048
     assert all(default_block_size(v, device) <= n for v, n in zip(vocabularies, rows, strict=True))
 
@@ -467,7 +521,13 @@ def test_first_of_equal_logits_wins() -> None:
     identity = nn.Identity()
     one_hot = torch.nn.functional.one_hot(expected, vocabulary) * 9.0
     _, metrics = chunked_objective(
-        logits, identity, one_hot, identity, torch.ones(4), torch.zeros(4).long(), {"forward_kl": 1.0}
+        logits,
+        identity,
+        one_hot,
+        identity,
+        torch.ones(4),
+        torch.zeros(4).long(),
+        {"forward_kl": 1.0},
     )
     assert metrics.agreement.all()
 
@@ -478,16 +538,28 @@ def test_accept_probability_of_the_data_token(reduced: bool, temperature: float)
     setup = Setup(reduced)
     hidden, head, target_hidden, target, _, labels, _, mapping = setup.arguments()
     accept = accept_probabilities(
-        hidden, head, target_hidden, target, labels, SamplingParams(temperature=temperature), mapping, chunk_size=4
+        hidden,
+        head,
+        target_hidden,
+        target,
+        labels,
+        SamplingParams(temperature=temperature),
+        mapping,
+        chunk_size=4,
     )
-    p, q = (x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature)))
+    p, q = (
+        x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature))
+    )
     torch.testing.assert_close(accept, (q / p).clamp_max(1.0))
-    greedy = accept_probabilities(hidden, head, target_hidden, target, labels, SamplingParams(temperature=0.0), mapping)
+    greedy = accept_probabilities(
+        hidden, head, target_hidden, target, labels, SamplingParams(temperature=0.0), mapping
+    )
     assert torch.equal(greedy, (setup.q().argmax(-1) == labels).double())
 
 
 def test_accept_probabilities_average_to_alpha() -> None:
-    """Over x ~ p, the mean of min(1, q/p) is sum min(p, q): the two ways of measuring acceptance are one."""
+    """Over x ~ p, the mean of min(1, q/p) is sum min(p, q): the two ways of measuring acceptance
+    are one."""
     setup = Setup(True)
     hidden, head, target_hidden, target, _, _, _, mapping = setup.arguments()
     total = torch.zeros(N, dtype=torch.float64)
@@ -504,7 +576,9 @@ def test_expected_length_from_joint_prefixes() -> None:
     alphas = [torch.tensor([0.5, 0.8, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([1.0])]
     anchors = [torch.tensor([0, 3, 7]), torch.tensor([3, 0]), torch.tensor([3])]
     chains = [1 + 0.5 + 0.5 * 0.25, 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 1.0, 1 + 1.0]
-    torch.testing.assert_close(in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double())
+    torch.testing.assert_close(
+        in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double()
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0])

@@ -1,4 +1,5 @@
-"""Weights of the drafts of a chain: as written in a loop, and as the gradient of what they stand for."""
+"""Weights of the drafts of a chain: as written in a loop, and as the gradient of what they stand
+for."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ import torch
 from speculators.errors import ConfigError
 from train.losses.position_weights import PositionWeights, expected_share
 
-ANCHORS = [torch.tensor([2, 5, 7]), torch.tensor([7, 2]), torch.tensor([2, 5])]  # 5 has no depth 1: it ends there
+ANCHORS = [
+    torch.tensor([2, 5, 7]),
+    torch.tensor([7, 2]),
+    torch.tensor([2, 5]),
+]  # 5 has no depth 1: it ends there
 
 
 def chains() -> list[torch.Tensor]:
@@ -31,7 +36,9 @@ def of_anchor(values: list[torch.Tensor], anchor: int) -> list[torch.Tensor]:
 
 def test_d_pace_is_its_formula() -> None:
     probabilities = chains()
-    weights = PositionWeights.parse({"d_pace": 0.3}).of_chains([-p.log() for p in probabilities], ANCHORS, 9)
+    weights = PositionWeights.parse({"d_pace": 0.3}).of_chains(
+        [-p.log() for p in probabilities], ANCHORS, 9
+    )
     for anchor in (2, 5, 7):
         smoothed = [0.7 * float(p) + 0.3 for p in of_anchor(probabilities, anchor)]
         products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
@@ -57,7 +64,11 @@ def test_the_weights_of_e2e_tv_are_its_gradient() -> None:
 
 
 def test_fixed_weights_sum_to_one() -> None:
-    for given, ratio in (({"step_decay": 0.8}, 0.8), ({"gamma": 4.0}, math.exp(-0.25)), ({"uniform": True}, 1.0)):
+    for given, ratio in (
+        ({"step_decay": 0.8}, 0.8),
+        ({"gamma": 4.0}, math.exp(-0.25)),
+        ({"uniform": True}, 1.0),
+    ):
         weights = PositionWeights.parse(given).of_depths(5)
         assert float(weights.sum()) == pytest.approx(1.0)
         torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((4,), ratio))

@@ -1,4 +1,5 @@
-"""On-policy steps: resumable to the bit, a function of the step, with suffix terms that are normalised and learnt."""
+"""On-policy steps: resumable to the bit, a function of the step, with suffix terms that are
+normalised and learnt."""
 
 from __future__ import annotations
 
@@ -23,11 +24,22 @@ from train.recipe.drafter_config import sketch_drafter
 from train.recipe.recipe import recipe_class
 from train.trainer.trainer import Trainer
 
-SHAPES = {"eagle3": {"draft_vocab_size": 60}, "mlp": {"inner_dim": 24}, "medusa": {"num_heads": 3}, "eagle": {}}
+SHAPES = {
+    "eagle3": {"draft_vocab_size": 60},
+    "mlp": {"inner_dim": 24},
+    "medusa": {"num_heads": 3},
+    "eagle": {},
+}
 
 
 def make_recipe(family: str = "eagle3", on_policy: dict | None = None, **training):
-    defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no"}
+    defaults = {
+        "steps": 8,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+        "save_every": 2,
+        "mixed_precision": "no",
+    }
     shape = {"draft_vocab_size": 60} if family == "eagle3" else {}
     return recipe_class(family).model_validate(
         {
@@ -40,18 +52,30 @@ def make_recipe(family: str = "eagle3", on_policy: dict | None = None, **trainin
             "evaluation": {"num_speculative_tokens": 3},
             "loss": {"forward_kl": 1.0},
             "training": {**defaults, **training},
-            "on_policy": None
-            if on_policy is None
-            else {"prompts": 5, "max_new_tokens": 14, "refresh_every": 3, "share": 0.7, **on_policy},
+            "on_policy": (
+                None
+                if on_policy is None
+                else {
+                    "prompts": 5,
+                    "max_new_tokens": 14,
+                    "refresh_every": 3,
+                    "share": 0.7,
+                    **on_policy,
+                }
+            ),
         }
     )
 
 
-def make_trainer(make_model, folder: Path, recipe, accelerator: Accelerator | None = None) -> Trainer:
+def make_trainer(
+    make_model, folder: Path, recipe, accelerator: Accelerator | None = None
+) -> Trainer:
     shape, taps = SHAPES[recipe.family], [1, 2, 3] if recipe.family == "eagle3" else None
     target = FrozenTarget(make_model("llama"), taps or [])
     torch.manual_seed(0)
-    drafter = family_class(recipe.family)(config_for_target(target, recipe.family, tap_layers=taps, **shape))
+    drafter = family_class(recipe.family)(
+        config_for_target(target, recipe.family, tap_layers=taps, **shape)
+    )
     drafter.attach(target).initialise_from(target, recipe.drafter)
     accelerator, on_policy = accelerator or Accelerator(cpu=True), None
     if recipe.on_policy is not None:
@@ -59,9 +83,15 @@ def make_trainer(make_model, folder: Path, recipe, accelerator: Accelerator | No
         prompts = [tuple(ids.integers(3, 100, int(ids.integers(1, 9))).tolist()) for _ in range(7)]
         on_policy = OnPolicy(recipe, target, prompts, folder=folder, accelerator=accelerator)
     return Trainer(
-        recipe, target, drafter, make_rows(), accelerator=accelerator, folder=folder, fingerprint="a",
+        recipe,
+        target,
+        drafter,
+        make_rows(),
+        accelerator=accelerator,
+        folder=folder,
+        fingerprint="a",
         on_policy=on_policy,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -86,14 +116,23 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
     again = make_trainer(tiny_model, tmp_path / "broken", make_recipe(on_policy={}))
     state = again.run()
     assert_equal(weights(whole), weights(again))
-    for key in ("loss", "on_policy", "on_policy_share", "text_age", "suffix_terms", "rollout_acceptance_length"):
+    for key in (
+        "loss",
+        "on_policy",
+        "on_policy_share",
+        "text_age",
+        "suffix_terms",
+        "rollout_acceptance_length",
+    ):
         assert [r.get(key) for r in state.history] == [r.get(key) for r in whole.state.history]
     kept = {path.name for path in folder.iterdir()}
     assert kept == {path.name for path in (tmp_path / "whole" / FOLDER).iterdir()}
     assert all(name.count(".") == 1 for name in kept)
 
 
-def test_texts_are_written_when_a_step_needs_them_and_removed_when_none_can(tiny_model, tmp_path) -> None:
+def test_texts_are_written_when_a_step_needs_them_and_removed_when_none_can(
+    tiny_model, tmp_path
+) -> None:
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(on_policy={}, steps=14))
     history = trainer.run().history
     for record in history:
@@ -101,11 +140,16 @@ def test_texts_are_written_when_a_step_needs_them_and_removed_when_none_can(tiny
         assert ("text_age" in record) == bool(record["on_policy"])
         assert 0 <= record.get("text_age", 0) < 3
         if record["on_policy"]:
-            assert record["writing_tokens_per_second"] > 0 and 1 <= record["rollout_acceptance_length"] <= 4
+            assert (
+                record["writing_tokens_per_second"] > 0
+                and 1 <= record["rollout_acceptance_length"] <= 4
+            )
     share = [record["on_policy"] for record in history]
     assert history[-1]["on_policy_share"] == pytest.approx(np.mean(share)) and 0 < sum(share) < 14
     written = sorted(int(path.name[5:13]) for path in (tmp_path / FOLDER).iterdir())
-    assert written and written[0] >= 9  # the last checkpoint before the last writing was made after step 12 at most
+    assert (
+        written and written[0] >= 9
+    )  # the last checkpoint before the last writing was made after step 12 at most
     needed = [record["step"] - 1 for record in history if record["on_policy"]]
     assert written[-1] == next(step for step in needed if step // 3 == written[-1] // 3)
 
@@ -124,7 +168,9 @@ def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> No
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(on_policy=rising)).on_policy
     wanted = [[trainer.wants(step, micro, step / 500) for step in range(500)] for micro in range(2)]
     assert wanted[0] != wanted[1]
-    for thirds, expected in zip(np.split(np.array(wanted, float).mean(0)[:498], 3), (1 / 6, 1 / 2, 5 / 6)):
+    for thirds, expected in zip(
+        np.split(np.array(wanted, float).mean(0)[:498], 3), (1 / 6, 1 / 2, 5 / 6)
+    ):
         assert thirds.mean() == pytest.approx(expected, abs=0.08)
     assert wanted[0] == [trainer.wants(step, 0, step / 500) for step in range(500)]
 
@@ -133,12 +179,18 @@ def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> No
 @pytest.mark.parametrize("family", ["eagle3", "mlp", "eagle"])
 def test_suffixes_reach_the_head_and_are_learnt(tiny_model, tmp_path, family) -> None:
     always = {"share": 1.0, "refresh_every": 100, "suffix_weight": 1.0}
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(family, always, steps=25, batch_size=1))
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(family, always, steps=25, batch_size=1)
+    )
     trainer.on_policy.renew(0, trainer.drafter, 3)
     features, rows = trainer.on_policy.rows(range(1), 1)
     nothing = torch.zeros(3)
     loss = trainer._micro_step(features.of(rows), nothing, suffix_scale=torch.tensor(1.0)).loss
-    reached = [name for name, p in trainer.drafter.named_parameters() if p.grad is not None and bool(p.grad.any())]
+    reached = [
+        name
+        for name, p in trainer.drafter.named_parameters()
+        if p.grad is not None and bool(p.grad.any())
+    ]
     assert loss > 0 and any("lm_head" in n or "heads" in n or "fc" in n for n in reached)
     trainer.optimizer.zero_grad()
     history = trainer.run().history
@@ -154,7 +206,9 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path) -> None:
     """Suffix terms too are normalised over the whole step."""
     gradients = []
     for folder, sizes in (("one", {"batch_size": 4}), ("two", {"gradient_accumulation_steps": 2})):
-        trainer = make_trainer(tiny_model, tmp_path / folder, make_recipe(on_policy={"share": 1.0}, **sizes))
+        trainer = make_trainer(
+            tiny_model, tmp_path / folder, make_recipe(on_policy={"share": 1.0}, **sizes)
+        )
         trainer.optimizer.step = lambda: None
         trainer.optimizer.zero_grad = lambda set_to_none: None
         record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
@@ -164,8 +218,13 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path) -> None:
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
-def test_heads_that_read_no_drafts_and_suffixes_left_out_have_no_branches(tiny_model, tmp_path) -> None:
-    for family, section in (("medusa", {"share": 1.0}), ("mlp", {"share": 1.0, "suffix_weight": 0.0})):
+def test_heads_that_read_no_drafts_and_suffixes_left_out_have_no_branches(
+    tiny_model, tmp_path
+) -> None:
+    for family, section in (
+        ("medusa", {"share": 1.0}),
+        ("mlp", {"share": 1.0, "suffix_weight": 0.0}),
+    ):
         trainer = make_trainer(tiny_model, tmp_path / family, make_recipe(family, section, steps=2))
         history = trainer.run().history
         assert all("suffix_terms" not in record and record["terms"] > 0 for record in history)
@@ -183,7 +242,8 @@ recipe = tests.make_recipe(on_policy={"share": 0.6}, steps=6)
 trainer = tests.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
 state = trainer.run()
 total = sum(float(p.double().sum()) for p in trainer.parameters)
-print(json.dumps([total, [[r["on_policy"], r["loss"], r.get("suffix_terms")] for r in state.history]]), flush=True)
+records = [[r["on_policy"], r["loss"], r.get("suffix_terms")] for r in state.history]
+print(json.dumps([total, records]), flush=True)
 trainer.accelerator.wait_for_everyone()
 trainer.accelerator.end_training()
 """
@@ -195,14 +255,24 @@ def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    pair = [Forked(["-c", TWO, tmp_path], base | world | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    pair = [
+        Forked(["-c", TWO, tmp_path], base | world | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
+    ]
     printed = [process.communicate(timeout=240)[0] for process in pair]
     assert all(process.returncode == 0 for process in pair)
     a, b = (json.loads(each.splitlines()[-1]) for each in printed)
     assert a == b and 0 < sum(record[0] for record in a[1]) < 6
     written = {path.name for path in (tmp_path / FOLDER).iterdir()}
-    texts = [json.loads((tmp_path / FOLDER / name).read_text())["rollouts"] for name in sorted(written)]
+    texts = [
+        json.loads((tmp_path / FOLDER / name).read_text())["rollouts"] for name in sorted(written)
+    ]
     assert texts and all(len(each) == 5 for each in texts)
 
 
@@ -217,7 +287,10 @@ TREE = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chat
         ({"share": 2}, "expected a number from 0 to 1"),
         ({"share": True}, "expected a number from 0 to 1"),
         ({"share": {"start": 0.0}}, "end"),
-        ({"suffix_loss": {"cross_entropy": 1.0}}, "suffix_loss.cross_entropy: reads the token of the data"),
+        (
+            {"suffix_loss": {"cross_entropy": 1.0}},
+            "suffix_loss.cross_entropy: reads the token of the data",
+        ),
         ({"suffix_loss": {"kl": 1.0}}, "suffix_loss.kl: unknown divergence"),
         ({"suffix_loss": {}}, "suffix_loss: empty"),
         ({"suffix_decay": 0.0}, "suffix_decay"),
@@ -233,11 +306,19 @@ def test_malformed_sections_are_refused(section, message) -> None:
 
 
 def test_a_stage_has_the_recipes_section_or_its_own() -> None:
-    stages = [{"name": "a"}, {"name": "b", "on_policy": {"share": 0.0}}, {"name": "c", "on_policy": {"prompts": 3}}]
+    stages = [
+        {"name": "a"},
+        {"name": "b", "on_policy": {"share": 0.0}},
+        {"name": "c", "on_policy": {"prompts": 3}},
+    ]
     recipe = recipe_class().model_validate({**TREE, "on_policy": {"share": 0.4}, "stages": stages})
-    found = [(part.on_policy.share.end, part.on_policy.prompts) for _, part in recipe.training_stages()]
+    found = [
+        (part.on_policy.share.end, part.on_policy.prompts) for _, part in recipe.training_stages()
+    ]
     assert found == [(0.4, 64), (0.0, 64), (0.4, 3)]
-    one = recipe_class().model_validate({**TREE, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]})
+    one = recipe_class().model_validate(
+        {**TREE, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}
+    )
     assert [part.on_policy is None for _, part in one.training_stages()] == [True, False]
     again = recipe_class().model_validate(recipe.model_dump(mode="json"))
     assert again == recipe
@@ -249,7 +330,9 @@ def test_a_target_that_is_trained_along_is_refused() -> None:
     apart = {**TREE, "joint": {}, "stages": [{"name": "a", "on_policy": {}}, {"name": "b"}]}
     recipe_class().model_validate(apart)
     with pytest.raises(ValidationError, match="stages.1 .*trained along"):
-        recipe_class().model_validate({**apart, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]})
+        recipe_class().model_validate(
+            {**apart, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}
+        )
 
 
 def test_more_drafts_than_a_head_makes_are_refused(tiny_model) -> None:

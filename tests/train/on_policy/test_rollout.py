@@ -1,4 +1,5 @@
-"""What a rollout says of its rounds is what the engine did, and its rows hold each rejected suffix once."""
+"""What a rollout says of its rounds is what the engine did, and its rows hold each rejected suffix
+once."""
 
 from __future__ import annotations
 
@@ -32,36 +33,58 @@ def checked(rollout: Rollout) -> Rollout:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_writer_logs_the_rounds_of_its_text(tiny_model, tmp_path, temperature) -> None:
-    """Greedy text is the target's own; seeds decide everything; the drafter goes on training as it was."""
+    """Greedy text is the target's own; seeds decide everything; the drafter goes on training as it
+    was."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
     drafter, before = trainer.drafter.train(), trainer.drafter.state_dict()
-    sizes = {"num_speculative_tokens": DRAFTS, "max_new_tokens": WRITTEN, "temperatures": temperature}
+    sizes = {
+        "num_speculative_tokens": DRAFTS,
+        "max_new_tokens": WRITTEN,
+        "temperatures": temperature,
+    }
     data = {"train": [{"path": "chats.jsonl"}], "max_length": 25}
-    tree = trainer.recipe.model_dump(mode="json") | {"on_policy": sizes, "regenerate": {"batch_size": 3}, "data": data}
+    tree = trainer.recipe.model_dump(mode="json") | {
+        "on_policy": sizes,
+        "regenerate": {"batch_size": 3},
+        "data": data,
+    }
     writer = RolloutWriter(trainer.target, type(trainer.recipe).model_validate(tree))
     found = [checked(each) for each in writer.write(drafter, PROMPTS, [7, 8, 9, 10])]
     assert found == writer.write(drafter, PROMPTS, [7, 8, 9, 10])
     assert [len(each.prompt_ids) + len(each.output_ids) <= 25 for each in found] == [True] * 4
     if temperature == 0:
         plain = make_llm(trainer.target).generate(
-            [{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(temperature=0, max_tokens=WRITTEN), False
+            [{"prompt_token_ids": p} for p in PROMPTS],
+            SamplingParams(temperature=0, max_tokens=WRITTEN),
+            False,
         )
         for rollout, output in zip(found, plain):
-            assert list(rollout.output_ids) == output.outputs[0].token_ids[: len(rollout.output_ids)]
+            assert (
+                list(rollout.output_ids) == output.outputs[0].token_ids[: len(rollout.output_ids)]
+            )
     else:
         assert found != writer.write(drafter, PROMPTS, [1, 2, 3, 4])
-    assert drafter.training and all(p.requires_grad for p in drafter.parameters()) and drafter.target is trainer.target
+    assert (
+        drafter.training
+        and all(p.requires_grad for p in drafter.parameters())
+        and drafter.target is trainer.target
+    )
     assert all((before[name] == tensor).all() for name, tensor in drafter.state_dict().items())
 
 
 def stubbed(model, kind: str) -> list[Rollout]:
     """Texts drafted by a proposer that is always right, or always wrong."""
     model.generation_config.eos_token_id = None
-    asked, params = [{"prompt_token_ids": p} for p in PROMPTS], SamplingParams(temperature=0, max_tokens=WRITTEN)
+    asked, params = (
+        [{"prompt_token_ids": p} for p in PROMPTS],
+        SamplingParams(temperature=0, max_tokens=WRITTEN),
+    )
     plain = make_llm(model).generate(asked, params, False)
     texts = {tuple(p): list(o.outputs[0].token_ids) + [5] * DRAFTS for p, o in zip(PROMPTS, plain)}
     log = RoundLog()
-    llm = make_llm(model, proposer=StubProposer(kind, DRAFTS, 101, texts), max_num_seqs=2, on_round=log)
+    llm = make_llm(
+        model, proposer=StubProposer(kind, DRAFTS, 101, texts), max_num_seqs=2, on_round=log
+    )
     outputs = llm.generate(asked, params, False)
     found = [
         checked(Rollout(tuple(p), tuple(o.outputs[0].token_ids), tuple(log.rounds[o.request_id])))
@@ -91,12 +114,22 @@ def test_suffixes_are_as_many_as_were_rejected(tiny_model, depths) -> None:
 
 def test_what_the_end_cut_off_and_what_does_not_fit_has_no_branch() -> None:
     drafts = (50, 51, 52)
-    cut = Rollout((1, 2), (3, 50, 4), (Round(3, drafts, 1), Round(5, drafts, 0)))  # the second's bonus was not kept
+    cut = Rollout(
+        (1, 2), (3, 50, 4), (Round(3, drafts, 1), Round(5, drafts, 0))
+    )  # the second's bonus was not kept
     row = branching_row(cut, 3, 64)
     assert row.input_ids.tolist() == [1, 2, 3, 50, 4, 51] and row.forks.tolist() == [-1] * 5 + [3]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 4]
-    assert row.paths[1].tolist() == [2, 3, 5]  # the slot that drafted: x_2, the accepted 50, the rejected 51
-    assert len(branching_row(cut, 3, 5)) == 5 and branching_row(cut, 3, 5).paths[1].tolist() == [2, 3, -1]
+    assert row.paths[1].tolist() == [
+        2,
+        3,
+        5,
+    ]  # the slot that drafted: x_2, the accepted 50, the rejected 51
+    assert len(branching_row(cut, 3, 5)) == 5 and branching_row(cut, 3, 5).paths[1].tolist() == [
+        2,
+        3,
+        -1,
+    ]
     assert branching_row(cut, 2, 64).forks.max() == -1  # nobody reads 51 there
 
 

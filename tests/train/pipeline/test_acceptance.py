@@ -1,4 +1,5 @@
-"""After training: what is on disk is measured, the report lands in the run's folder, gates decide the exit code."""
+"""After training: what is on disk is measured, the report lands in the run's folder, gates decide
+the exit code."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ from train.recipe.load import load_recipe
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, ChatML-like markers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
@@ -55,19 +58,29 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def world(tiny_model, tmp_path_factory):
-    """A target folder, an exported head, a file of prompts in two workloads; and recipes over them."""
+    """A target folder, an exported head, a file of prompts in two workloads; and recipes over
+    them."""
     root = tmp_path_factory.mktemp("acceptance")
-    model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1)
+    model = tiny_model(
+        "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
+    )
     model.save_pretrained(root / "target")
     byte_tokenizer().save_pretrained(root / "target")
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
+    drafter = (
+        Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3]))
+        .attach(target)
+        .initialise_from(target)
+    )
     export_drafter(drafter, root / "run" / "export", dtype=torch.float32)
     rows = [
         {
             "workload": name,
-            "messages": [{"role": "user", "content": f"{name} {i}"}, {"role": "assistant", "content": "x"}],
+            "messages": [
+                {"role": "user", "content": f"{name} {i}"},
+                {"role": "assistant", "content": "x"},
+            ],
         }
         for i in range(4)
         for name in ("sums", "talk")
@@ -121,7 +134,9 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     printed = console.file.getvalue()
     assert "sums" in printed and "all gates passed" in printed
 
-    missed = recipe({"t0.acceptance_length": {"min": 2.99}}, temperatures=[0.0], lossless_check=False)
+    missed = recipe(
+        {"t0.acceptance_length": {"min": 2.99}}, temperatures=[0.0], lossless_check=False
+    )
     console.file = io.StringIO()
     assert accept(missed, stages=Stages(1, console=console)) == 1
     assert "missed: t0.acceptance_length" in console.file.getvalue()
@@ -129,19 +144,41 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
 
 
 def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
-    """The same conversations, second turns with the live answers, give the same counts through `bench`."""
+    """The same conversations, second turns with the live answers, give the same counts through
+    `bench`."""
     root, recipe = world
     rows = [{"category": "qa", "turns": ["ab", "cd"]}, {"category": "qa", "turns": ["ef"]}]
     (root / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = recipe(prompts=[], suites={"mt_bench": str(root / "question.jsonl")}, max_tokens=12, repeats=0,
-                  temperatures=[0.0], lossless_check=False)  # fmt: skip
+    made = recipe(
+        prompts=[],
+        suites={"mt_bench": str(root / "question.jsonl")},
+        max_tokens=12,
+        repeats=0,
+        temperatures=[0.0],
+        lossless_check=False,
+    )
     cell = measure(made, settings_of(made)).cell("all", 0)
-    llm = LLM(str(root / "target"), max_num_seqs=2, speculative_config={
-        "method": "eagle3", "model": str(root / "run" / "export"), "num_speculative_tokens": 2,
-    })  # fmt: skip
-    asked = BenchOptions(base_url=serving(llm), dataset_name="mt_bench", dataset_path=str(root / "question.jsonl"),
-                         num_prompts=2, temperature=0, output_len=12, backend="openai-chat", disable_tqdm=True,
-                         model="tiny", tokenizer=str(root / "target"))  # fmt: skip
+    llm = LLM(
+        str(root / "target"),
+        max_num_seqs=2,
+        speculative_config={
+            "method": "eagle3",
+            "model": str(root / "run" / "export"),
+            "num_speculative_tokens": 2,
+        },
+    )
+    asked = BenchOptions(
+        base_url=serving(llm),
+        dataset_name="mt_bench",
+        dataset_path=str(root / "question.jsonl"),
+        num_prompts=2,
+        temperature=0,
+        output_len=12,
+        backend="openai-chat",
+        disable_tqdm=True,
+        model="tiny",
+        tokenizer=str(root / "target"),
+    )
     result = bench(asked, prepare(asked))
     assert (result["completed"], cell.prompts) == (3, 3)
     assert result["spec_decode_num_drafts"] == cell.num_drafts > 0
@@ -152,7 +189,9 @@ def test_conversations_without_room_are_counted(world) -> None:
     root, recipe = world
     turns = [["a", "b"], ["a", "b", "c"], ["d"]]
     rows = [{"category": f"{i}", "turns": some} for i, some in enumerate(turns)]
-    (root / "long.jsonl").write_text("".join(json.dumps(rows[i] | {"category": "x"}) + "\n" for i in range(3)))
+    (root / "long.jsonl").write_text(
+        "".join(json.dumps(rows[i] | {"category": "x"}) + "\n" for i in range(3))
+    )
     made = recipe(suites={"mt_bench": str(root / "long.jsonl")}, max_tokens=75, suite_prompts=1)
     (suite,) = measured_suites(made, settings_of(made))
     assert (suite.facts.conversations, suite.facts.conversations_in_file) == (1, 3)
@@ -163,23 +202,33 @@ def test_conversations_without_room_are_counted(world) -> None:
 
 
 def test_both_thinking_modes_are_measured_side_by_side(world, tmp_path) -> None:
-    """Prompts and suites alike, a group of cells for each mode, the same for what stays the same."""
+    """Prompts and suites alike, a group of cells for each mode, the same for what stays the
+    same."""
     _, recipe = world
     (tmp_path / "q.jsonl").write_text(json.dumps({"category": "qa", "turns": ["ab", "cd"]}) + "\n")
     (tmp_path / "thinks.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}assistant:"
-        "{% if enable_thinking is defined and not enable_thinking %}()<end>{% endif %}{% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}{% if"
+        " add_generation_prompt %}assistant:{% if enable_thinking is defined and not"
+        " enable_thinking %}()<end>{% endif %}{% endif %}"
     )
     chosen = {"thinking": [True, False], "suites": {"mt_bench": str(tmp_path / "q.jsonl")}}
     made = recipe(**chosen, temperatures=[0.0], repeats=0, lossless_check=False)
-    with pytest.raises(ConfigError, match="evaluation.thinking: the chat template of .*target renders the same text"):
+    with pytest.raises(
+        ConfigError,
+        match="evaluation.thinking: the chat template of .*target renders the same text",
+    ):
         measured_suites(made, settings_of(made))
     data = made.data.model_copy(update={"chat_template": str(tmp_path / "thinks.jinja")})
     made = made.model_copy(update={"data": data})
     on, off, *suites = measured_suites(made, settings_of(made))
-    assert workloads(made, settings_of(made)) == {} and [one.facts.thinking for one in suites] == ["on", "off"]
+    assert workloads(made, settings_of(made)) == {} and [one.facts.thinking for one in suites] == [
+        "on",
+        "off",
+    ]
     end = byte_tokenizer()("()<end>")["input_ids"]
-    assert [list(prompt) for prompt in off.workloads["sums"]] == [[*p, *end] for p in on.workloads["sums"]]
+    assert [list(prompt) for prompt in off.workloads["sums"]] == [
+        [*p, *end] for p in on.workloads["sums"]
+    ]
     assert (
         suites[1].workloads["qa"][0].ask(["x"])[-len(end) :]
         == end
@@ -187,9 +236,15 @@ def test_both_thinking_modes_are_measured_side_by_side(world, tmp_path) -> None:
     )
 
     report = measure(made, settings_of(made))
-    assert report.workloads() == ["sums", "talk", "all"], "the first mode of the prompts is the headline"
+    assert report.workloads() == [
+        "sums",
+        "talk",
+        "all",
+    ], "the first mode of the prompts is the headline"
     modes = {name: rows for name, _, rows in report.thinking_modes()}
-    assert list(modes) == ["prompts", "mt_bench"] and all(len(row) == 2 for rows in modes.values() for row in rows)
+    assert list(modes) == ["prompts", "mt_bench"] and all(
+        len(row) == 2 for rows in modes.values() for row in rows
+    )
     assert report.summary["t0.acceptance_length"] == modes["prompts"][-1][0].acceptance_length
     assert report.suites[1].chat_template_kwargs == {"enable_thinking": False}
 
@@ -197,26 +252,46 @@ def test_both_thinking_modes_are_measured_side_by_side(world, tmp_path) -> None:
 def test_sources_choose_their_thinking_mode(world, tmp_path) -> None:
     root, _ = world
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
-    switch = "{% if add_generation_prompt %}assistant:{{ '+' if enable_thinking else '-' }}{% endif %}"
+    switch = (
+        "{% if add_generation_prompt %}assistant:{{ '+' if enable_thinking else '-' }}{% endif %}"
+    )
     (tmp_path / "thinks.jinja").write_text(template + switch)
     source = {"path": str(root / "prompts.jsonl"), "limit": 1}
-    sources = [source | {"chat_template_kwargs": {"enable_thinking": mode}} for mode in (True, False)] + [source]
+    sources = [
+        source | {"chat_template_kwargs": {"enable_thinking": mode}} for mode in (True, False)
+    ] + [source]
     section = DataSection(
-        train=sources, chat_template=str(tmp_path / "thinks.jinja"), chat_template_kwargs={"enable_thinking": False}
+        train=sources,
+        chat_template=str(tmp_path / "thinks.jinja"),
+        chat_template_kwargs={"enable_thinking": False},
     )
     tokenizer = conversation_tokenizer(section, byte_tokenizer())
     examples = load_sources(section.train)
-    assert [tokenizer.tokenizer.decode(tokenizer.prompt_ids(e))[-1] for e in examples] == ["+", "-", "-"]
+    assert [tokenizer.tokenizer.decode(tokenizer.prompt_ids(e))[-1] for e in examples] == [
+        "+",
+        "-",
+        "-",
+    ]
     (kept,), _ = deduplicate([examples[:2]], responses=False)
     assert len(kept) == 2, "the modes of one prompt are two prompts"
-    with pytest.raises(ConfigError, match="data.train.0.chat_template_kwargs: .*whether enable_thinking is true or"):
+    with pytest.raises(
+        ConfigError, match="data.train.0.chat_template_kwargs: .*whether enable_thinking is true or"
+    ):
         conversation_tokenizer(DataSection(train=sources), byte_tokenizer())
 
 
 def test_the_thinking_mode_is_that_of_the_template() -> None:
     switch = "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
-    found = [thinking_mode(switch, kwargs) for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})]
-    assert [*found, thinking_mode("{{ messages }}", {})] == ["template's default", "on", "off", "none"]
+    found = [
+        thinking_mode(switch, kwargs)
+        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    ]
+    assert [*found, thinking_mode("{{ messages }}", {})] == [
+        "template's default",
+        "on",
+        "off",
+        "none",
+    ]
 
 
 def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
@@ -244,9 +319,9 @@ def test_prompts_end_where_the_target_goes_on(world) -> None:
     assert {name: len(prompts) for name, prompts in found.items()} == {"sums": 2, "talk": 2}
     for name, prompts in found.items():
         for prompt in prompts:
-            assert tokenizer.decode(prompt).startswith(f"user:{name}") and tokenizer.decode(prompt).endswith(
-                "assistant:"
-            )
+            assert tokenizer.decode(prompt).startswith(f"user:{name}") and tokenizer.decode(
+                prompt
+            ).endswith("assistant:")
     assert workloads(made, settings_of(made)) == found
 
 

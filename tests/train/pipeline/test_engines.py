@@ -1,4 +1,5 @@
-"""Which engines a run is measured in: what a recipe may ask, what happens without vLLM, the command's options."""
+"""Which engines a run is measured in: what a recipe may ask, what happens without vLLM, the
+command's options."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ SOURCES = [quickstart("test", 2)]
 BOTH = {"engines": ["draftsmith", "vllm"]}
 
 
-def recipe(gates: dict | None = None, on_policy: dict | None = None, regenerate: dict | None = None, **evaluation):
+def recipe(
+    gates: dict | None = None,
+    on_policy: dict | None = None,
+    regenerate: dict | None = None,
+    **evaluation,
+):
     return make_recipe(
         {
             "name": "tiny",
@@ -61,16 +67,31 @@ def test_a_gate_on_vllm_stops_a_run_before_it_trains(nowhere, tmp_path) -> None:
 
 def test_the_gap_is_gated_over_the_temperatures_of_both() -> None:
     bounds = gate_bounds(recipe({"vllm_gap": {"max": 0.02}, "t0.vllm_gap": {"max": 0.01}}, **BOTH))
-    assert {name: bound.max for name, bound in bounds.items()} == {"vllm_gap": 0.02, "t0.vllm_gap": 0.01}
+    assert {name: bound.max for name, bound in bounds.items()} == {
+        "vllm_gap": 0.02,
+        "t0.vllm_gap": 0.01,
+    }
 
 
 @pytest.mark.parametrize(
     ("gates", "evaluation", "words"),
     [
         ({"vllm_gap": {"max": 0.02}}, {}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
-        ({"t1.vllm_gap": {"max": 0.02}}, {**BOTH, "vllm": {"temperatures": [0]}}, "at temperature 1 needs it in"),
-        ({"vllm_gap": {"max": 0.02}}, {"engines": ["vllm"]}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
-        ({}, {**BOTH, "vllm": {"temperatures": [0.5]}}, r"\[0.5\] are not among evaluation.temperatures"),
+        (
+            {"t1.vllm_gap": {"max": 0.02}},
+            {**BOTH, "vllm": {"temperatures": [0]}},
+            "at temperature 1 needs it in",
+        ),
+        (
+            {"vllm_gap": {"max": 0.02}},
+            {"engines": ["vllm"]},
+            r"needs evaluation.engines: \[draftsmith, vllm\]",
+        ),
+        (
+            {},
+            {**BOTH, "vllm": {"temperatures": [0.5]}},
+            r"\[0.5\] are not among evaluation.temperatures",
+        ),
     ],
 )
 def test_contradictions_are_named(gates, evaluation, words) -> None:
@@ -80,7 +101,11 @@ def test_contradictions_are_named(gates, evaluation, words) -> None:
 
 def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
     monkeypatch.setattr("train.pipeline.acceptance_stage.vllm_python", lambda: "python of vLLM")
-    section = {"temperatures": [0], "options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
+    section = {
+        "temperatures": [0],
+        "options": {"tensor_parallel_size": 2},
+        "speculative_config": {"x": 1},
+    }
     engines = engines_of(recipe(**BOTH, vllm=section))
     assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
     assert engines.ours and engines.temperatures == [0]
@@ -89,7 +114,10 @@ def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
 
 def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model) -> None:
     features_alone = FrozenTarget(tiny_model("bloom", n_head=4))
-    with pytest.raises(UnsupportedTarget, match=r"regenerate.enabled, data.validation, evaluation.engines: \[draftsm"):
+    with pytest.raises(
+        UnsupportedTarget,
+        match=r"regenerate.enabled, data.validation, evaluation.engines: \[draftsm",
+    ):
         require_abilities(recipe(), features_alone)
     there = {"enabled": True, "endpoints": [{"url": "http://x/v1"}]}
     require_abilities(recipe(engines=["vllm"], regenerate=there), features_alone)
@@ -105,13 +133,18 @@ def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model
         (["--engine", "hf"], "--engine hf: expected draftsmith or vllm"),
         (["--url", "http://x"], "--url: without --engine vllm"),
         (["--engine", "vllm", "--baseline-url", "http://x"], "give --url too"),
-        (["--engine", "vllm", "--url", "http://x", "--vllm-python", "p"], "the server runs already"),
+        (
+            ["--engine", "vllm", "--url", "http://x", "--vllm-python", "p"],
+            "the server runs already",
+        ),
         (["--engine", "vllm", "--vllm-options", "[1]"], "--vllm-options: expected a JSON object"),
         (["--method", "ngram", "--drafter", "d"], "--model and --drafter (or --method)"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(arguments, words) -> None:
-    result = CliRunner().invoke(app, ["evaluate", "--model", "m", *arguments], env={"COLUMNS": "300"})
+    result = CliRunner().invoke(
+        app, ["evaluate", "--model", "m", *arguments], env={"COLUMNS": "300"}
+    )
     assert result.exit_code == 2 and words in result.output
 
 
@@ -123,14 +156,28 @@ def test_without_the_quickstarts_prompts_a_file_must_be_named(monkeypatch, tmp_p
 
 def test_compiled_rounds_are_of_this_runtime_and_of_the_sizes_that_are_timed(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(acceptance_stage, "evaluate", lambda *given, **options: asked.append(options["llm_options"]))
+    monkeypatch.setattr(
+        acceptance_stage, "evaluate", lambda *given, **options: asked.append(options["llm_options"])
+    )
     settings = EvaluationSettings(batch_size=2, max_tokens=7)
     for eager in (None, True, False):
-        given = (Engines(enforce_eager=eager), [tmp_path], "model", None, {"w": [[1, 2], [3, 4, 5]]}, settings)
+        given = (
+            Engines(enforce_eager=eager),
+            [tmp_path],
+            "model",
+            None,
+            {"w": [[1, 2], [3, 4, 5]]},
+            settings,
+        )
         acceptance_stage.evaluate_in(*given, llm_options={"dtype": "auto"})
     compiled = {"mode": 3, "cudagraph_capture_sizes": [2]}
     assert asked == [
         {"dtype": "auto"},
         {"dtype": "auto", "enforce_eager": True},
-        {"dtype": "auto", "enforce_eager": False, "compilation_config": compiled, "max_model_len": 10},
+        {
+            "dtype": "auto",
+            "enforce_eager": False,
+            "compilation_config": compiled,
+            "max_model_len": 10,
+        },
     ]

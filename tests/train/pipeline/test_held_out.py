@@ -1,4 +1,5 @@
-"""Held-out evaluation: texts as the report samples them, as many as the recipe says, and how sure the figure is."""
+"""Held-out evaluation: texts as the report samples them, as many as the recipe says, and how sure
+the figure is."""
 
 from __future__ import annotations
 
@@ -42,16 +43,24 @@ def example(workload: str) -> Example:
 
 def written_texts(llm: LLM, count: int, **filters) -> list[Response]:
     prompts = [{"prompt_token_ids": [3 + i % 90, 5 + i * 7 % 90, 9]} for i in range(count)]
-    params = [SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True, seed=i, **filters) for i in range(count)]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=48, ignore_eos=True, seed=i, **filters)
+        for i in range(count)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [Response("w", tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids), 1.0, 0) for o in outputs]
+    return [
+        Response("w", tuple(o.prompt_token_ids), tuple(o.outputs[0].token_ids), 1.0, 0)
+        for o in outputs
+    ]
 
 
 @pytest.mark.slow
 def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -> None:
     filters = {"top_k": 5, "top_p": 0.9}
     target, drafter = make(
-        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)), make_tiny_model("llama"), noise=0.05
+        Case("eagle3", {"draft_vocab_size": 101}, taps=(1, 2, 3)),
+        make_tiny_model("llama"),
+        noise=0.05,
     )
     drafter.initialise_from(target)
     drafter.freeze()
@@ -66,10 +75,14 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     texts = written_texts(llm, 96, **filters)
     measured = llm.get_metrics().acceptance_length
     evaluation = {"num_speculative_tokens": 3, **filters}
-    found = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(drafter)
+    found = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(
+        drafter
+    )
     error = found["expected_standard_error"]
     assert error == found["expected_standard_error_t1"] and 0 < error < 0.02
-    assert abs(found["expected_acceptance_length"] - measured) < 4 * error  # without the filters it lies 0.1 off
+    assert (
+        abs(found["expected_acceptance_length"] - measured) < 4 * error
+    )  # without the filters it lies 0.1 off
 
 
 def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
@@ -92,7 +105,10 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     data._responses, data._report_bad = responses, lambda: None
     found, section = data.held_out(), asked["section"]
     assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
-    assert {t: len(texts) for t, texts in found.items()} == {0.0: 3, 0.7: 3}  # 5 texts, the same prompts at both
+    assert {t: len(texts) for t, texts in found.items()} == {
+        0.0: 3,
+        0.7: 3,
+    }  # 5 texts, the same prompts at both
 
 
 def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
@@ -102,7 +118,9 @@ def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
     assert [e.workload for e in chosen] == sorted(e.workload for e in chosen)  # in their order
     assert workloads_in_turn(examples, 99) == examples
     alone = recipe(evaluation={"temperatures": [0.0, 1.0]}).held_out_prompts
-    assert len(workloads_in_turn([example("a")] * 500, alone)) == alone == 64  # one workload has all of them
+    assert (
+        len(workloads_in_turn([example("a")] * 500, alone)) == alone == 64
+    )  # one workload has all of them
 
 
 def test_the_default_number_of_texts_is_no_part_of_the_fingerprint() -> None:
@@ -113,7 +131,8 @@ def test_the_default_number_of_texts_is_no_part_of_the_fingerprint() -> None:
 
 
 def test_the_standard_error_is_that_of_repeated_draws() -> None:
-    """Prompts are easy or hard at both temperatures, so that the mean over them is less sure than if they were not."""
+    """Prompts are easy or hard at both temperatures, so that the mean over them is less sure than
+    if they were not."""
     rng = np.random.default_rng(0)
 
     def draw(n: int = 40):
@@ -121,14 +140,21 @@ def test_the_standard_error_is_that_of_repeated_draws() -> None:
         samples = []
         for _ in range(2):
             rounds = rng.integers(5, 40, n)
-            samples.append({i: ReplayResult(float(r), [float(r * ease[i])]) for i, r in enumerate(rounds)})
+            samples.append(
+                {i: ReplayResult(float(r), [float(r * ease[i])]) for i, r in enumerate(rounds)}
+            )
         return samples
 
     drawn = [draw() for _ in range(600)]
-    means = [sum(sum(s.values(), ReplayResult()).expected_acceptance_length for s in samples) / 2 for samples in drawn]
+    means = [
+        sum(sum(s.values(), ReplayResult()).expected_acceptance_length for s in samples) / 2
+        for samples in drawn
+    ]
     said = [standard_error(samples) for samples in drawn]
     assert np.mean(said) == pytest.approx(np.std(means), rel=0.1)
-    apart = [math.hypot(*(standard_error([s]) for s in samples)) / 2 for samples in drawn]  # as if independent
+    apart = [
+        math.hypot(*(standard_error([s]) for s in samples)) / 2 for samples in drawn
+    ]  # as if independent
     assert np.mean(apart) < 0.8 * np.mean(said)
 
 

@@ -1,4 +1,5 @@
-"""Pushing: what the Hub has afterwards equals the files, failures are resumed and said in words, paths stay here.
+"""Pushing: what the Hub has afterwards equals the files, failures are resumed and said in words,
+paths stay here.
 
 The Hub is tests/fake_hub.py, the client is the real one.
 """
@@ -25,7 +26,11 @@ from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from tests.fake_hub import READER, WRITER, CutOff, File, Refused
-from tests.speculators.families.draft_model.test_draft_model_vocabulary import draft_folder, drafting, target_folder  # noqa: F401 (fixtures)
+from tests.speculators.families.draft_model.test_draft_model_vocabulary import (  # noqa: F401 (fixtures)
+    draft_folder,
+    drafting,
+    target_folder,
+)
 from tests.train.pipeline.test_acceptance import byte_tokenizer
 from train.cli import app
 from train.pipeline.acceptance_stage import accept
@@ -42,15 +47,24 @@ def run(tiny_model, tmp_path_factory) -> Path:
     """A run that is done: an export, measured, with its report and its recipe."""
     root = tmp_path_factory.mktemp("somebody") / "run"
     folder = root.parent / "private-target"
-    model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1)
+    model = tiny_model(
+        "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
+    )
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target).initialise_from(target)
+    drafter = (
+        Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3]))
+        .attach(target)
+        .initialise_from(target)
+    )
     made = {"recipe": "tiny", "step": 3, "target": {"name_or_path": str(folder)}}
     export_drafter(drafter, root / "export", dtype=torch.float32, provenance=made)
-    turns = [[{"role": "user", "content": f"sums {i}"}, {"role": "assistant", "content": "x"}] for i in range(4)]
+    turns = [
+        [{"role": "user", "content": f"sums {i}"}, {"role": "assistant", "content": "x"}]
+        for i in range(4)
+    ]
     rows = [{"workload": "sums", "messages": messages} for messages in turns]
     (root.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"path": str(root.parent / "prompts.jsonl")}
@@ -60,11 +74,15 @@ def run(tiny_model, tmp_path_factory) -> Path:
         "target": {"model": str(folder)},
         "data": {"train": [source, {"name": "org/conversations"}]},
         "evaluation": {
-            "prompts": [source], "num_speculative_tokens": 2, "max_tokens": 6, "repeats": 1,
-            "prompts_per_workload": 2, "baseline_transformers": False,
+            "prompts": [source],
+            "num_speculative_tokens": 2,
+            "max_tokens": 6,
+            "repeats": 1,
+            "prompts_per_workload": 2,
+            "baseline_transformers": False,
         },
         "gates": {"lossless_mismatches": {"max": 0}},
-    }  # fmt: skip
+    }
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(1, enabled=False)) == 0
     return root
@@ -78,7 +96,9 @@ def copy(run, tmp_path) -> Path:
 
 def call(*arguments: object) -> tuple[int, str]:
     """Exit code and everything printed."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+    )
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -89,28 +109,42 @@ def to(repository: str = REPO, **options) -> Destination:
 
 
 def sent(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def metadata(card: bytes) -> dict:
     return ModelCard(card.decode()).data.to_dict()
 
 
-# ------------------------------------------------------------------------------------------------ what is sent
+# ------------------------------------------------------------------------------------------------
+# what is sent
 
 
 @pytest.mark.slow
-def test_the_hub_has_what_was_staged_and_a_second_push_adds_nothing(hub, run, tmp_path, monkeypatch):
+def test_the_hub_has_what_was_staged_and_a_second_push_adds_nothing(
+    hub, run, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_TOKEN", WRITER)
     before = sent(run)
     code, output = call("push", run, REPO)
     assert code == 0 and "org/head (private): http" in output, output
     repository = hub.repositories[REPO]
     staged = sent(stage(run, REPO, tmp_path / "staged", PushOptions(), say=lambda _: None))
-    assert {name: content for name, content in repository.files().items() if name != ".gitattributes"} == staged
+    assert {
+        name: content for name, content in repository.files().items() if name != ".gitattributes"
+    } == staged
     assert set(staged) == {
-        "README.md", "acceptance.json", "config.json", "model.safetensors", "recipe.yaml", "report.html"
-    }  # fmt: skip
+        "README.md",
+        "acceptance.json",
+        "config.json",
+        "model.safetensors",
+        "recipe.yaml",
+        "report.html",
+    }
     assert staged["model.safetensors"] == before["export/model.safetensors"]
     assert json.loads(hub.asked("POST", "create$")[0].body)["visibility"] == "private"
     assert repository.private
@@ -137,7 +171,10 @@ def test_dry_run_contacts_nobody(hub, run, tmp_path):
     (tmp_path / "look" / "README.md").write_text("mine")
     push(tmp_path / "look", to(), PushOptions(), say=lambda _: None)
     files = hub.repositories[REPO].files()
-    assert files["README.md"] == b"mine" and files["acceptance.json"] == sent(tmp_path / "look")["acceptance.json"]
+    assert (
+        files["README.md"] == b"mine"
+        and files["acceptance.json"] == sent(tmp_path / "look")["acceptance.json"]
+    )
 
 
 def test_no_path_of_this_machine_is_sent(run, tmp_path):
@@ -146,12 +183,18 @@ def test_no_path_of_this_machine_is_sent(run, tmp_path):
     for name, content in staged.items():
         assert str(run.parent).encode() not in content, name
     assert b"private-target" in staged["README.md"]
-    assert "base_model" not in metadata(staged["README.md"]) and any("--base-model" in line for line in said)
+    assert "base_model" not in metadata(staged["README.md"]) and any(
+        "--base-model" in line for line in said
+    )
     assert load_recipe(tmp_path / "staged" / "recipe.yaml").target.model == "private-target"
-    assert load_report(tmp_path / "staged" / "acceptance.json").provenance.target_name == "private-target"
+    assert (
+        load_report(tmp_path / "staged" / "acceptance.json").provenance.target_name
+        == "private-target"
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the card
+# ------------------------------------------------------------------------------------------------
+# the card
 
 
 def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
@@ -165,7 +208,11 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     assert data["datasets"] == ["org/conversations"] and data["pipeline_tag"] == "text-generation"
     assert {"speculative-decoding", "eagle3", "vllm"} <= set(data["tags"])
     found = {
-        (result["dataset"]["type"], result["dataset"]["args"]["temperature"], metric["type"]): metric["value"]
+        (
+            result["dataset"]["type"],
+            result["dataset"]["args"]["temperature"],
+            metric["type"],
+        ): metric["value"]
         for result in data["model-index"][0]["results"]
         for metric in result["metrics"]
     }
@@ -173,14 +220,20 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     for cell in report.results:
         expected[cell.workload, cell.temperature, "acceptance_length"] = cell.acceptance_length
         if cell.speedup_vs_autoregressive:
-            expected[cell.workload, cell.temperature, "speedup"] = cell.speedup_vs_autoregressive.median
+            expected[cell.workload, cell.temperature, "speedup"] = (
+                cell.speedup_vs_autoregressive.median
+            )
     assert found == pytest.approx(expected, abs=1e-4)
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text
     assert "\n\n\n" not in text
-    assert "Not measured:" in text and f"Other hardware, other dtypes than {report.provenance.dtype}" in text
-    # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with others
+    assert (
+        "Not measured:" in text
+        and f"Other hardware, other dtypes than {report.provenance.dtype}" in text
+    )
+    # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with
+    # others
     assert "sglang" not in text.lower().replace("vllm and sglang: the figures", "")
 
 
@@ -189,8 +242,13 @@ def test_without_a_report_nothing_was_measured(copy, tmp_path):
     said: list[str] = []
     staged = sent(stage(copy, REPO, tmp_path / "staged", PushOptions(), say=said.append))
     assert "model-index" not in metadata(staged["README.md"])
-    assert b"Nothing: no acceptance report" in staged["README.md"] and b"tokens/s" not in staged["README.md"]
-    assert set(staged) & {"acceptance.json", "report.html"} == set() and any("nothing was measured" in s for s in said)
+    assert (
+        b"Nothing: no acceptance report" in staged["README.md"]
+        and b"tokens/s" not in staged["README.md"]
+    )
+    assert set(staged) & {"acceptance.json", "report.html"} == set() and any(
+        "nothing was measured" in s for s in said
+    )
 
 
 @pytest.mark.parametrize("changed", ["weights", "config"])
@@ -206,7 +264,9 @@ def test_a_report_of_another_drafter_is_left_out(copy, tmp_path, changed):
         save_file(tensors, copy / "export" / "model.safetensors", metadata={"format": "pt"})
     said: list[str] = []
     staged = sent(stage(copy, REPO, tmp_path / "staged", PushOptions(), say=said.append))
-    assert "acceptance.json" not in staged and b"Nothing: no acceptance report" in staged["README.md"]
+    assert (
+        "acceptance.json" not in staged and b"Nothing: no acceptance report" in staged["README.md"]
+    )
     assert any("another drafter" in line for line in said)
     with pytest.raises(ConfigError, match="another drafter"):
         stage(copy, REPO, tmp_path / "asked", PushOptions(report=copy / "acceptance.json"))
@@ -217,11 +277,16 @@ def test_what_a_push_no_longer_has_goes(hub, copy):
     (copy / "acceptance.json").unlink()
     assert push(copy, to(), PushOptions(), say=lambda _: None).changed
     assert set(hub.repositories[REPO].files()) == {
-        ".gitattributes", "README.md", "config.json", "model.safetensors", "recipe.yaml"
-    }  # fmt: skip
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "recipe.yaml",
+    }
 
 
-# ------------------------------------------------------------------------------------------------ refusals
+# ------------------------------------------------------------------------------------------------
+# refusals
 
 
 def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
@@ -244,7 +309,9 @@ def test_a_repository_with_other_weights_or_a_public_one_is_refused(hub, run):
     assert not hub.repositories[REPO].private
     with pytest.raises(ConfigError, match="public already.*--public"):
         push(run, to(), PushOptions(), say=lambda _: None)
-    hub.repositories[REPO].commit("main", {"model-00001-of-00002.safetensors": File(b"", True)}, "of the target")
+    hub.repositories[REPO].commit(
+        "main", {"model-00001-of-00002.safetensors": File(b"", True)}, "of the target"
+    )
     with pytest.raises(ConfigError, match="other weights.*model-00001-of-00002"):
         push(run, to(private=False), PushOptions(), say=lambda _: None)
     with pytest.raises(ConfigError, match="is the target itself"):
@@ -255,7 +322,11 @@ def test_a_repository_with_other_weights_or_a_public_one_is_refused(hub, run):
 
 @pytest.mark.parametrize(
     "case, match",
-    [("none", "no token"), ("wrong", "does not accept the token"), ("reader", "not allowed to do this")],
+    [
+        ("none", "no token"),
+        ("wrong", "does not accept the token"),
+        ("reader", "not allowed to do this"),
+    ],
 )
 def test_tokens_that_will_not_do(hub, run, case, match):
     token = {"none": None, "wrong": SECRET, "reader": READER}[case]
@@ -307,9 +378,11 @@ def test_no_token_in_what_is_printed(hub, run, monkeypatch, capfd, caplog, given
 
 
 @pytest.mark.slow
-def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, tmp_path):  # noqa: F811
+def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, tmp_path):
     """Its map and its tokenizer travel with it, and it drafts the same by its id."""
-    llm = LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True))
+    llm = LLM(
+        target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)
+    )
     folder = export_drafter(llm.engine.proposer._drafter, tmp_path / "draft", dtype=torch.float32)
     push(folder, to(private=False), PushOptions(), say=lambda _: None)
     files = hub.repositories[REPO].files()
@@ -317,14 +390,22 @@ def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, 
     assert b'"use_heterogeneous_vocab": true' in files["README.md"]
     by_id = LLM(target_folder, speculative_config=drafting(REPO))
     params = SamplingParams(temperature=0, max_tokens=8)
-    assert len({tuple(each.generate(["ab"], params, False)[0].outputs[0].token_ids) for each in (llm, by_id)}) == 1
+    assert (
+        len(
+            {
+                tuple(each.generate(["ab"], params, False)[0].outputs[0].token_ids)
+                for each in (llm, by_id)
+            }
+        )
+        == 1
+    )
     assert by_id.get_metrics() == llm.get_metrics()
     (folder / "token_map" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"token_map/model.safetensors is missing"):
         push(folder, to(), PushOptions())
 
 
-def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, tmp_path):  # noqa: F811
+def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, tmp_path):
     folder = Path(shutil.copytree(draft_folder, tmp_path / "adapter"))
     fields = json.loads((folder / "config.json").read_text())
     own = {"family": "draft_model", "num_target_layers": 2, "adapter_of": draft_folder}
@@ -334,10 +415,13 @@ def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, t
     assert hub.requests == []
 
 
-# ------------------------------------------------------------------------------------------------ failures
+# ------------------------------------------------------------------------------------------------
+# failures
 
 
-@pytest.mark.parametrize("error", [lambda _: Refused(503, "busy"), lambda _: CutOff()], ids=["503", "cut"])
+@pytest.mark.parametrize(
+    "error", [lambda _: Refused(503, "busy"), lambda _: CutOff()], ids=["503", "cut"]
+)
 @pytest.mark.parametrize("where", ["PUT ^/lfs/", "POST /commit/", "POST batch$", "POST preupload"])
 @pytest.mark.slow
 def test_a_failure_that_passes_is_not_noticed(hub, run, where, error):
@@ -360,10 +444,13 @@ def test_a_failure_that_stays_is_resumed_later(hub, copy):
     hub.requests.clear()
     push(copy, to(), PushOptions(), say=lambda _: None)
     assert [request.path for request in hub.asked("PUT", "^/lfs/")] == [f"/lfs/{weights}"]
-    assert {"tokenizer.json", "model.safetensors", "README.md"} <= set(hub.repositories[REPO].files())
+    assert {"tokenizer.json", "model.safetensors", "README.md"} <= set(
+        hub.repositories[REPO].files()
+    )
 
 
-# ------------------------------------------------------------------------------------------------ where to
+# ------------------------------------------------------------------------------------------------
+# where to
 
 
 @pytest.mark.slow
@@ -371,7 +458,9 @@ def test_branches_and_pull_requests(hub, run):
     push(run, to(), PushOptions(), say=lambda _: None)
     main = hub.repositories[REPO].branches["main"]
     options = PushOptions(license="mit")
-    pushed = push(run, to(revision="with-license"), options, message="A license", say=lambda _: None)
+    pushed = push(
+        run, to(revision="with-license"), options, message="A license", say=lambda _: None
+    )
     repository = hub.repositories[REPO]
     assert pushed.changed and repository.messages[-1] == "A license"
     assert metadata(repository.files("with-license")["README.md"])["license"] == "mit"
@@ -384,7 +473,11 @@ def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITER)
     overrides = ["export.push_to_hub=org/head", "export.hub_license=mit", f"output_dir={copy}"]
     recipe = load_recipe(copy / "recipe.yaml", overrides)
-    assert recipe.export.push_to_hub and recipe.export.hub_model_id == REPO and recipe.export.hub_private_repo
+    assert (
+        recipe.export.push_to_hub
+        and recipe.export.hub_model_id == REPO
+        and recipe.export.hub_private_repo
+    )
     said: list[str] = []
     push_run(recipe, 1, said.append)
     assert hub.repositories == {} and "not pushed to org/head: a gate is missed" in said

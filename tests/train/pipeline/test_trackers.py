@@ -1,4 +1,5 @@
-"""Trackers: curves, costs and hyperparameters arrive, a run goes on under its id, the report is attached at the end."""
+"""Trackers: curves, costs and hyperparameters arrive, a run goes on under its id, the report is
+attached at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from train.pipeline import trackers
 from train.recipe.recipe import recipe_class
 from train.trainer.telemetry import PHASES, Telemetry
 
-COSTS = {"step_seconds", "tokens_per_second", "valid_tokens_per_second", "supervised_tokens_per_second", "memory_gib"}
+COSTS = {
+    "step_seconds",
+    "tokens_per_second",
+    "valid_tokens_per_second",
+    "supervised_tokens_per_second",
+    "memory_gib",
+}
 COSTS |= {f"time/{name}" for name in (*PHASES, "other")}
 CURVES = {"loss", "grad_norm", "learning_rate", "acceptance_rate/0", "in_loop_acceptance_length"}
 FIGURES = {"acceptance/t0.acceptance_length", "acceptance/t0/all", "acceptance/t1/all"}
@@ -31,13 +38,16 @@ FIGURES = {"acceptance/t0.acceptance_length", "acceptance/t0/all", "acceptance/t
 
 @pytest.fixture
 def run(tiny_model, tmp_path, monkeypatch):
-    """run(name, steps): trains for so many steps with a tracker; the report is attached where `report`."""
+    """run(name, steps): trains for so many steps with a tracker; the report is attached where
+    `report`."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
 
     def start(name: str, steps: int, *, report: bool = False) -> Path:
         tree = make_recipe(steps=8).model_dump(mode="json")
-        recipe = recipe_class().model_validate(tree | {"trackers": [name], "output_dir": str(tmp_path / "run")})
+        recipe = recipe_class().model_validate(
+            tree | {"trackers": [name], "output_dir": str(tmp_path / "run")}
+        )
         folder = Path(recipe.output_dir)
         folder.mkdir(exist_ok=True)
         accelerator = Accelerator(cpu=True, log_with=[name], project_dir=recipe.output_dir)
@@ -66,7 +76,8 @@ def run(tiny_model, tmp_path, monkeypatch):
 
 
 def records(path: Path) -> Iterator:
-    """Of wandb's own log: blocks of 32 KiB, chunks in them (checksum, length, kind) as LevelDB's, protobuf inside."""
+    """Of wandb's own log: blocks of 32 KiB, chunks in them (checksum, length, kind) as LevelDB's,
+    protobuf inside."""
     from wandb.proto import wandb_internal_pb2
 
     content, at, held = path.read_bytes(), 7, b""
@@ -87,11 +98,15 @@ def records(path: Path) -> Iterator:
 
 
 def whole(path: Path, seconds: float = 60) -> list:
-    """All records. wandb writes them in a process of its own, which may still be at it when `finish` has returned."""
+    """All records. wandb writes them in a process of its own, which may still be at it when
+    `finish` has returned."""
     until = time.monotonic() + seconds
     while True:
         found = list(records(path))
-        if any(each.WhichOneof("record_type") == "exit" for each in found) or time.monotonic() > until:
+        if (
+            any(each.WhichOneof("record_type") == "exit" for each in found)
+            or time.monotonic() > until
+        ):
             return found
         time.sleep(0.05)
 
@@ -101,14 +116,22 @@ def test_wandb_offline(run):
     pytest.importorskip("wandb")
     run("wandb", 4)
     folder = run("wandb", 8, report=True)
-    logs = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
+    logs = sorted(
+        (folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
+    )
     (name,) = {path.stem for path in logs}  # under one id, which `wandb sync` joins
-    assert len(logs) == 2 and name == f"run-{json.loads((folder / 'trackers.json').read_text())['run']}"
+    assert (
+        len(logs) == 2
+        and name == f"run-{json.loads((folder / 'trackers.json').read_text())['run']}"
+    )
     first, second = (whole(path) for path in logs)
 
     def history(found) -> list[dict]:
         rows = [r.history.item for r in found if r.WhichOneof("record_type") == "history"]
-        return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+        return [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row}
+            for row in rows
+        ]
 
     curves = [row for row in (*history(first), *history(second)) if "loss" in row]
     assert [row["_step"] for row in curves] == list(range(1, 9))
@@ -117,10 +140,13 @@ def test_wandb_offline(run):
     assert json.loads(config["training.learning_rate"]) == 0.01 and "recipe_hash" in config
     summary = {i.key or "/".join(i.nested_key) for r in second for i in r.summary.update}
     assert summary >= FIGURES
-    (artifact,) = [r.request.log_artifact.artifact for r in second if r.request.HasField("log_artifact")] or [
-        r.artifact for r in second if r.WhichOneof("record_type") == "artifact"
-    ]
-    assert {entry.path for entry in artifact.manifest.contents} == {"acceptance.json", "report.html"}
+    (artifact,) = [
+        r.request.log_artifact.artifact for r in second if r.request.HasField("log_artifact")
+    ] or [r.artifact for r in second if r.WhichOneof("record_type") == "artifact"]
+    assert {entry.path for entry in artifact.manifest.contents} == {
+        "acceptance.json",
+        "report.html",
+    }
     assert any((folder / "wandb").glob("offline-run-*/files/media/html/acceptance/report*.html"))
 
 
@@ -134,11 +160,16 @@ def test_tensorboard(run):
 
     run("tensorboard", 4)
     folder = run("tensorboard", 8, report=True)
-    events = EventAccumulator(str(folder / "draftsmith"), size_guidance={"tensors": 0, "images": 0}).Reload()
+    events = EventAccumulator(
+        str(folder / "draftsmith"), size_guidance={"tensors": 0, "images": 0}
+    ).Reload()
     tags = events.Tags()
     assert set(tags["scalars"]) >= CURVES | COSTS | FIGURES
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
-    shares = [sum(events.Scalars(f"time/{name}")[i].value for name in (*PHASES, "other")) for i in range(8)]
+    shares = [
+        sum(events.Scalars(f"time/{name}")[i].value for name in (*PHASES, "other"))
+        for i in range(8)
+    ]
     assert shares == pytest.approx([1.0] * 8, abs=1e-5)
     text = events.Tensors("acceptance/report/text_summary")[0].tensor_proto.string_val[0].decode()
     assert f"| all | 0 | {make_report().cell('all', 0).acceptance_length:.3f} |" in text
@@ -156,14 +187,20 @@ def test_trackio(run, tmp_path, monkeypatch):
     rows = [row for row in SQLiteStorage.get_logs("draftsmith", found.name) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert all((CURVES | COSTS) <= row.keys() for row in rows)
-    (last,) = [row for row in SQLiteStorage.get_logs("draftsmith", found.name) if "acceptance/report" in row]
+    (last,) = [
+        row
+        for row in SQLiteStorage.get_logs("draftsmith", found.name)
+        if "acceptance/report" in row
+    ]
     assert last.keys() >= FIGURES and found.config["training.learning_rate"] == 0.01
 
 
 def test_a_tracker_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     tree = make_recipe().model_dump(mode="json") | {"trackers": ["trackio"]}
-    with pytest.raises(ConfigError, match=r"trackio is not installed; pip install 'draftsmith\[trackio\]'"):
+    with pytest.raises(
+        ConfigError, match=r"trackio is not installed; pip install 'draftsmith\[trackio\]'"
+    ):
         trackers.require(recipe_class().model_validate(tree))
 
 
@@ -187,6 +224,11 @@ def test_tokens_are_counted_for_what_they_are(monkeypatch):
     found = telemetry.finish((2 * counts).tolist(), 1)
     real, supervised = sum(len(row) for row in rows), sum(int(row.loss_mask.sum()) for row in rows)
     assert found["tokens_per_second"] == 2 * len(rows) * 64 / 10
-    assert (found["valid_tokens_per_second"], found["supervised_tokens_per_second"]) == (real / 5, supervised / 5)
-    assert [found[f"time/{name}"] for name in (*PHASES, "other")] == pytest.approx([0.1, 0.4, 0.2, 0.05, 0.25])
+    assert (found["valid_tokens_per_second"], found["supervised_tokens_per_second"]) == (
+        real / 5,
+        supervised / 5,
+    )
+    assert [found[f"time/{name}"] for name in (*PHASES, "other")] == pytest.approx(
+        [0.1, 0.4, 0.2, 0.05, 0.25]
+    )
     assert found["memory_gib"] > 0.05

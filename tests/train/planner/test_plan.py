@@ -1,4 +1,5 @@
-"""The plan: counts are what torch counts, bytes what is allocated and written, and advice that is given holds."""
+"""The plan: counts are what torch counts, bytes what is allocated and written, and advice that is
+given holds."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def folder(tmp_path_factory, tiny_model) -> Path:
     path = tmp_path_factory.mktemp("target")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, path)
-    tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2, head_dim=8).save_pretrained(path)
+    tiny_model(
+        "qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2, head_dim=8
+    ).save_pretrained(path)
     return path
 
 
@@ -92,18 +95,23 @@ def made(outlined: Outline, folder: Path, family: str):
     return drafter.prepare_training(outlined.recipe.drafter), target
 
 
-ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # of which torch has no formula
+ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)  # of which torch has no formula
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FORMULAS = flop_registry | {
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
     torch.ops.aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
-    BACKWARD: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape),
+    BACKWARD: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
+        g.shape, q.shape, k.shape, v.shape
+    ),
 }
 
 
 class Measured(TorchDispatchMode):
-    """Operations of what really runs inside, and bytes of the tensors that are made there, at their peak. (torch's
-    FlopCounterMode follows modules too, and cannot follow `autograd.grad` inside of a forward.)"""
+    """Operations of what really runs inside, and bytes of the tensors that are made there, at their
+    peak. (torch's FlopCounterMode follows modules too, and cannot follow `autograd.grad` inside of
+    a forward.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +124,10 @@ class Measured(TorchDispatchMode):
         if formula := FORMULAS.get(func.overloadpacket):
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
         for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in self.known:
+            if (
+                isinstance(t, torch.Tensor)
+                and (key := t.untyped_storage()._cdata) not in self.known
+            ):
                 self.known.add(key)
                 self.now += (size := t.untyped_storage().nbytes())
                 weakref.finalize(t.untyped_storage(), self.gone, key, size)
@@ -131,12 +142,17 @@ class Measured(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
-    """The rehearsal has the operations and the peak of memory that torch counts in the step itself, with weights."""
+    """The rehearsal has the operations and the peak of memory that torch counts in the step itself,
+    with weights."""
     plan = outline(make_recipe(tree(folder, family, mixed_precision="no")), device="cpu")
     drafter, target = made(plan, folder, family)
     trainer = Trainer(
         plan.recipe.model_copy(
-            update={"training": plan.recipe.training.model_copy(update={"loss_chunk_size": plan.chunk_size})}
+            update={
+                "training": plan.recipe.training.model_copy(
+                    update={"loss_chunk_size": plan.chunk_size}
+                )
+            }
         ),
         target,
         drafter,
@@ -160,10 +176,15 @@ def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp_path):
-    """Packed rows and rounds over a cache have the operations that the model itself has, whatever its masks are."""
+    """Packed rows and rounds over a cache have the operations that the model itself has, whatever
+    its masks are."""
     tiny_model(any_architecture).save_pretrained(tmp_path)
     whole = tree(tmp_path, "medusa", mixed_precision="no")
-    plan = outline(make_recipe(whole | {"data": whole["data"] | {"max_length": 24}}), counted=([], []), device="cpu")
+    plan = outline(
+        make_recipe(whole | {"data": whole["data"] | {"max_length": 24}}),
+        counted=([], []),
+        device="cpu",
+    )
     target = FrozenTarget.from_pretrained(str(tmp_path))
     ids, segments = torch.ones(2, 24, dtype=torch.long), torch.arange(24).expand(2, 24) // 12
     plan.sources.append(TokenCount("", examples=4, rows=4, tokens=48, supervised=24))
@@ -180,7 +201,8 @@ def test_a_target_without_memory_is_the_target(any_architecture, tiny_model, tmp
 
 
 def test_active_parameters_of_a_mixture(tmp_path):
-    """Qwen3-30B-A3B: 3.3 billion active with both embeddings, by its model card; a batch reads nearly all of them."""
+    """Qwen3-30B-A3B: 3.3 billion active with both embeddings, by its model card; a batch reads
+    nearly all of them."""
     plan, _ = planned(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
     t = plan.target
     one = rehearsal.prefill(plan, 1, 1, t.dtype).work
@@ -196,12 +218,16 @@ def test_active_parameters_of_a_mixture(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, optimizer", [("eagle3", "adamw"), *((family, "muon") for family in FAMILIES)])
+@pytest.mark.parametrize(
+    "family, optimizer", [("eagle3", "adamw"), *((family, "muon") for family in FAMILIES)]
+)
 def test_exact_bytes(family, optimizer, folder, tmp_path):
     """Weights, gradients, optimizer states, the tensors of a checkpoint and of an export."""
     plan = outline(make_recipe(tree(folder, family, optimizer=optimizer)))
     drafter, target = made(plan, folder, family)
-    assert plan.target.num_parameters * plan.target.dtype.itemsize == sum(p.nbytes for p in target.parameters())
+    assert plan.target.num_parameters * plan.target.dtype.itemsize == sum(
+        p.nbytes for p in target.parameters()
+    )
     parameters = drafter.trainable_parameters()
     made_optimizer = make_optimizer(drafter, plan.recipe.training)
     for p in parameters:
@@ -237,7 +263,10 @@ def tensor_bytes(path: Path) -> int:
 def real(tmp_path_factory) -> Outline:
     """Qwen3-8B with an EAGLE-3 head on 20,000 conversations."""
     plan, _ = planned(RECIPES / "qwen3-8b" / "eagle3.yaml", tmp_path_factory.mktemp("real"))
-    sources = [assumed(c, s, plan.recipe, 20_000, None) for c, s in zip(plan.sources, plan.recipe.data.train)]
+    sources = [
+        assumed(c, s, plan.recipe, 20_000, None)
+        for c, s in zip(plan.sources, plan.recipe.data.train)
+    ]
     return replace(plan, sources=sources, device=torch.device("cuda"), known={})
 
 
@@ -267,7 +296,9 @@ def test_more_of_anything_takes_more(real, tmp_path):
 
     config = json.loads((Path(real.target.name_or_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 72}))
-    deeper = real.recipe.model_copy(update={"target": real.recipe.target.model_copy(update={"model": str(tmp_path)})})
+    deeper = real.recipe.model_copy(
+        update={"target": real.recipe.target.model_copy(update={"model": str(tmp_path)})}
+    )
     larger = outline(deeper, counted=(real.sources, real.validation), device="cuda")
     rows, length = real.recipe.training.batch_size, real.recipe.data.max_length
     for other in (with_training(real, batch_size=2 * rows), with_length(real, 2 * length), larger):
@@ -280,7 +311,11 @@ def test_more_of_anything_takes_more(real, tmp_path):
 def test_more_devices_are_never_slower(real):
     times = [seconds(real, count=count).likely for count in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True) and times[1] > times[0] / 2
-    assert seconds(real, "h200").likely <= seconds(real, "h100").likely < seconds(real, "a100-80").likely
+    assert (
+        seconds(real, "h200").likely
+        <= seconds(real, "h100").likely
+        < seconds(real, "a100-80").likely
+    )
 
 
 def test_decoding_is_bound_by_weights_at_first_and_by_arithmetic_later(real):
@@ -294,7 +329,9 @@ def test_decoding_is_bound_by_weights_at_first_and_by_arithmetic_later(real):
 
 
 def test_work_scales_and_adds_up():
-    one = Work({Product(1e12, 1e9, torch.bfloat16): 3, Product(1e6, 1e9, torch.float32): 2}, 1e9, 100, 1e6)
+    one = Work(
+        {Product(1e12, 1e9, torch.bfloat16): 3, Product(1e6, 1e9, torch.float32): 2}, 1e9, 100, 1e6
+    )
     for device in (DEVICES["l4"], replace(DEVICES["l4"], kind="cpu")):
         twice = (one + one).seconds(device)
         assert twice == pytest.approx((one * 2).seconds(device))
@@ -307,7 +344,9 @@ def test_work_scales_and_adds_up():
 @pytest.fixture
 def recipe_file(tmp_path, folder) -> Path:
     path = tmp_path / "tiny.yaml"
-    fields = tree(folder, batch_size=16, keep_features_gb=0.5) | {"output_dir": str(tmp_path / "run")}
+    fields = tree(folder, batch_size=16, keep_features_gb=0.5) | {
+        "output_dir": str(tmp_path / "run")
+    }
     fields["regenerate"] = {"batch_size": 64}
     path.write_text(yaml.safe_dump(fields))
     return path
@@ -337,10 +376,13 @@ def test_a_run_that_fits(monkeypatch, recipe_file):
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.35])
 def test_advice_holds(monkeypatch, recipe_file, share):
-    """A run that does not fit is refused with exit code 1, and fits with every advice that is given."""
+    """A run that does not fit is refused with exit code 1, and fits with every advice that is
+    given."""
     pocket(monkeypatch, recipe_file, share)
     code, output = call("plan", recipe_file, "--gpu", "pocket")
-    assert code == 1 and "does not fit" in output and "most of all" in output and "would fit" in output
+    assert (
+        code == 1 and "does not fit" in output and "most of all" in output and "would fit" in output
+    )
     code, output = call("plan", recipe_file, "--gpu", "pocket", "--json")
     told = json.loads(output)
     assert code == 1 and not told["fits"] and told["advice"]
@@ -362,7 +404,9 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path, folder):
     code, output = call("plan", recipe_file, "--gpu", "l4", "--price-per-hour", "1")
     assert code == 0 and "give --examples" in output and "in money" not in output
     assert "Time of one step" in output
-    code, output = call("plan", recipe_file, "--gpu", "l4", "--examples", "5000", "--tokens", "120", "--json")
+    code, output = call(
+        "plan", recipe_file, "--gpu", "l4", "--examples", "5000", "--tokens", "120", "--json"
+    )
     told = json.loads(output)
     assert code == 0 and told["steps"] == [pytest.approx(5000 * 120 / 512, rel=0.02)]
     assert any("5,000 examples of 120 tokens" in text for text in told["assumptions"])
@@ -371,10 +415,19 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path, folder):
 @pytest.mark.slow
 def test_a_budget_of_minutes_is_the_time_of_the_training(folder):
     recipe = make_recipe(
-        tree(folder) | {"training": {"max_minutes": 3, "batch_size": 2}, "regenerate": {"enabled": False}}
+        tree(folder)
+        | {
+            "training": {"max_minutes": 3, "batch_size": 2},
+            "regenerate": {"enabled": False},
+        }
     )
     plan = make_plan(recipe, DEVICES["l4"])
-    steps = ("features of the target", "drafter, forward and backward", "logits and loss", "optimizer")
+    steps = (
+        "features of the target",
+        "drafter, forward and backward",
+        "logits and loss",
+        "optimizer",
+    )
     training = sum(time.likely for name, time in plan.times if name in steps)
     assert training == pytest.approx(180, rel=0.02)
 
@@ -390,19 +443,25 @@ def test_stages_add_up(folder):
     assert [name for name in names if "final" in name] == ["b: final measurement"]
     loss = dict(one.times)["logits and loss"].likely
     assert dict(two.times)["a: logits and loss"].likely == pytest.approx(loss)
-    assert two.disk["best weights"] == 2 * one.disk["best weights"] and two.disk["export"] == one.disk["export"]
+    assert (
+        two.disk["best weights"] == 2 * one.disk["best weights"]
+        and two.disk["export"] == one.disk["export"]
+    )
 
 
 @pytest.mark.slow
 def test_this_machine_is_measured():
     device = find_device("cpu")
     assert isinstance(device, Device) and device.kind == "cpu"
-    assert device.flops["float32"] > 1e8 and device.bandwidth > 1e8 and 0 < device.call_seconds < 1e-3
+    assert (
+        device.flops["float32"] > 1e8 and device.bandwidth > 1e8 and 0 < device.call_seconds < 1e-3
+    )
     assert SimpleNamespace(**device.products._asdict()).low <= device.products.high
 
 
 def test_a_mixture_is_counted_as_it_is_used(folder):
-    """The largest that repeats nothing: the scarcer source is used up, the other as its share says."""
+    """The largest that repeats nothing: the scarcer source is used up, the other as its share
+    says."""
     whole = tree(folder, "medusa")
     whole["data"]["train"] = [
         quickstart("train", 40, split="train[30:]", share=0.25),

@@ -1,4 +1,5 @@
-"""The recipes for real targets can be planned from the target's config.json alone, at its true size."""
+"""The recipes for real targets can be planned from the target's config.json alone, at its true
+size."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
-REAL = sorted(path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("quickstart", "accelerate"))
+REAL = sorted(
+    path
+    for path in RECIPES.glob("*/*.yaml")
+    if path.parent.name not in ("quickstart", "accelerate")
+)
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -160,8 +165,8 @@ STUDENTS: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 def planned(path: Path, folder: Path, *overrides: str) -> tuple[Outline, float]:
-    """The plan of a recipe with the config.json of its target, and of its student, in folders; the target's true
-    size."""
+    """The plan of a recipe with the config.json of its target, and of its student, in folders; the
+    target's true size."""
     recipe = local_recipe(path, folder, *overrides)
     return outline(recipe), TARGETS[load_recipe(path).target.model][0]
 
@@ -182,7 +187,8 @@ def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
-    """Every stage, measurement in float32 among them, by the plan that its first lines name, as it is launched."""
+    """Every stage, measurement in float32 among them, by the plan that its first lines name, as it
+    is launched."""
     text = path.read_text()
     gpu, count = re.search(
         rf"#   draftsmith plan {path.relative_to(RECIPES.parent)} --gpu (\S+) --count (\d+)\n", text
@@ -193,7 +199,9 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     names = {each.name for stage in plan.stages for each in stage.memory}
     assert plan.fits and {"train", "measure", "measure in float32"} <= names
     first = plan.stages[0].outline
-    assert first.target.num_parameters / 1e9 == pytest.approx(TARGETS[load_recipe(path).target.model][0], abs=0.01)
+    assert first.target.num_parameters / 1e9 == pytest.approx(
+        TARGETS[load_recipe(path).target.model][0], abs=0.01
+    )
     assert 0 < first.trainable < first.target.num_parameters
     assert first.drafter.vocab_size == first.target.vocab_size
     assert first.recipe.name == f"{path.parent.name}/{path.stem}"
@@ -201,16 +209,24 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name
+)
 def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, capsys) -> None:
     """Trained whole, or by the adapter that a comment of the recipes offers."""
     student = load_recipe(path).drafter.init_from
     (tmp_path / "whole").mkdir()
     plan, _ = planned(path, tmp_path / "whole")
-    assert plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005) and plan.parameters == plan.trainable
+    assert (
+        plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005)
+        and plan.parameters == plan.trainable
+    )
     lora = "drafter.peft={peft_type: LORA, r: 64, lora_alpha: 128, target_modules: all-linear}"
     adapted, _ = planned(path, tmp_path, lora)
-    assert adapted.parameters - adapted.trainable == plan.trainable and 0 < adapted.trainable < plan.trainable / 10
+    assert (
+        adapted.parameters - adapted.trainable == plan.trainable
+        and 0 < adapted.trainable < plan.trainable / 10
+    )
     assert training_memory(adapted).total < training_memory(plan).total
     dry_run.describe(adapted, Console(width=300))
     printed = " ".join(capsys.readouterr().out.split())
@@ -220,10 +236,13 @@ def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_names_its_sources_and_its_guesses(path: Path) -> None:
-    """A paper by its number or a file of a repository; what nobody published is called our guess."""
+    """A paper by its number or a file of a repository; what nobody published is called our
+    guess."""
     comment = " ".join(re.findall(r"^# (.*)", path.read_text(), re.MULTILINE))
     sources, _, guesses = comment.partition("Sources: ")[2].partition("Our guess: ")
-    assert re.search(r"arXiv \d{4}\.\d{5}|\S+/\S+\.(py|sh|json|yaml)\b", sources), "no source that can be looked up"
+    assert re.search(r"arXiv \d{4}\.\d{5}|\S+/\S+\.(py|sh|json|yaml)\b", sources), (
+        "no source that can be looked up"
+    )
     assert guesses
 
 
@@ -240,14 +259,16 @@ def test_what_could_be_trained_but_not_measured_is_refused_before_training(tmp_p
     path = RECIPES / "qwen3-30b-a3b" / "eagle3.yaml"
     recipe = local_recipe(path, tmp_path)
     with pytest.raises(
-        ConfigError, match=r"evaluation: .*in float32 takes about 1\d\d GB.*80 GB.*lossless_check=false"
+        ConfigError,
+        match=r"evaluation: .*in float32 takes about 1\d\d GB.*80 GB.*lossless_check=false",
     ):
         require_memory_to_measure(recipe, int(80e9))
     require_memory_to_measure(recipe, int(141e9))
     require_memory_to_measure(recipe, None)  # a CPU
     (tmp_path / "again").mkdir()
     require_memory_to_measure(
-        local_recipe(path, tmp_path / "again", "evaluation.lossless_check=false", "gates={}"), int(80e9)
+        local_recipe(path, tmp_path / "again", "evaluation.lossless_check=false", "gates={}"),
+        int(80e9),
     )
 
 

@@ -1,4 +1,5 @@
-"""A recipe means one thing, survives being written out, and every mistake in it is named where it is."""
+"""A recipe means one thing, survives being written out, and every mistake in it is named where it
+is."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def error_of(path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# --------------------------------------------------------------------------------------------- what is right
+# --------------------------------------------------------------------------------------------- what
+# is right
 
 
 def test_minimal_recipe_has_the_published_defaults(recipe_file):
@@ -52,7 +54,11 @@ def test_minimal_recipe_has_the_published_defaults(recipe_file):
         0.8,
         None,
     )
-    assert (recipe.training.learning_rate, recipe.training.max_grad_norm, recipe.training.epochs) == (
+    assert (
+        recipe.training.learning_rate,
+        recipe.training.max_grad_norm,
+        recipe.training.epochs,
+    ) == (
         1e-4,
         0.5,
         2,
@@ -65,8 +71,13 @@ def test_minimal_recipe_has_the_published_defaults(recipe_file):
 
 
 def test_resolved_recipe_is_the_same_recipe(recipe_file, tmp_path):
-    text = MINIMAL + "training: {steps: 5, mixed_precision: no}\nloss: {jsd: {weight: 1, beta: 0.3}, tv: 1}\n"
-    text += "gates: {lossless_mismatches: {max: 0}, t0.acceptance_length: {min: 3}}\ntrackers: none\n"
+    text = (
+        MINIMAL
+        + "training: {steps: 5, mixed_precision: no}\nloss: {jsd: {weight: 1, beta: 0.3}, tv: 1}\n"
+    )
+    text += (
+        "gates: {lossless_mismatches: {max: 0}, t0.acceptance_length: {min: 3}}\ntrackers: none\n"
+    )
     recipe = load_recipe(recipe_file(text))
     (tmp_path / "resolved.yaml").write_text(recipe.resolved_yaml())
     again = load_recipe(tmp_path / "resolved.yaml")
@@ -86,7 +97,10 @@ def test_hash_follows_values_not_spelling(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL))
     spelt_out = load_recipe(recipe_file("training: {learning_rate: 0.0001}  # as is\n" + MINIMAL))
     assert recipe.recipe_hash() == spelt_out.recipe_hash()
-    assert recipe.recipe_hash() != load_recipe("recipes/x.yaml", ["training.learning_rate=2e-4"]).recipe_hash()
+    assert (
+        recipe.recipe_hash()
+        != load_recipe("recipes/x.yaml", ["training.learning_rate=2e-4"]).recipe_hash()
+    )
 
 
 def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
@@ -114,7 +128,10 @@ def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
     assert recipe.gates["t0.acceptance_length"].min == 2
     assert recipe.gates["t1.efficiency"].max == 1.5
     assert recipe.loss == {"jsd": {"weight": 1.0, "beta": 0.4}, "tv": 0.5}
-    assert [(t.temperature, t.share) for t in recipe.regenerate.temperatures] == [(0, 0.25), (1.0, 0.75)]
+    assert [(t.temperature, t.share) for t in recipe.regenerate.temperatures] == [
+        (0, 0.25),
+        (1.0, 0.75),
+    ]
     assert recipe.drafter.init_from is None
     assert recipe.trackers == ["tensorboard"]
 
@@ -131,9 +148,21 @@ def test_a_stage_is_the_recipe_with_what_differs(recipe_file):
     text += "- {name: sampled, loss: {forward_kl: 1.0}, drafter: {unroll_steps: 2}}\n"
     recipe = load_recipe(recipe_file(text))
     (_, corpus), (_, sampled) = recipe.training_stages()
-    assert (corpus.training.steps, corpus.training.epochs, corpus.training.batch_size) == (7, None, 4)
-    assert (corpus.regenerate.enabled, corpus.loss, corpus.drafter.unroll_steps) == (False, {"tv": 1.0}, 7)
-    assert (sampled.training.epochs, sampled.loss, sampled.drafter.unroll_steps) == (3, {"forward_kl": 1.0}, 2)
+    assert (corpus.training.steps, corpus.training.epochs, corpus.training.batch_size) == (
+        7,
+        None,
+        4,
+    )
+    assert (corpus.regenerate.enabled, corpus.loss, corpus.drafter.unroll_steps) == (
+        False,
+        {"tv": 1.0},
+        7,
+    )
+    assert (sampled.training.epochs, sampled.loss, sampled.drafter.unroll_steps) == (
+        3,
+        {"forward_kl": 1.0},
+        2,
+    )
     assert sampled.regenerate.enabled and sampled.stages == [] and sampled.name == recipe.name
     assert load_recipe(recipe_file(recipe.resolved_yaml())) == recipe
     assert load_recipe(recipe_file(MINIMAL)).training_stages()[0][0] == ""
@@ -143,8 +172,14 @@ def test_a_stage_is_the_recipe_with_what_differs(recipe_file):
     ("stages", "said"),
     [
         ("[{name: a}, {name: a}]", "each needs a name of its own"),
-        ("[{name: a, training: {stepz: 3}}]", "stages.0 (a): training.stepz: unknown key; did you mean 'steps'"),
-        ("[{name: a}, {name: b, drafter: {num_layers: 2}}]", "stages.1.drafter.num_layers: a later stage goes on"),
+        (
+            "[{name: a, training: {stepz: 3}}]",
+            "stages.0 (a): training.stepz: unknown key; did you mean 'steps'",
+        ),
+        (
+            "[{name: a}, {name: b, drafter: {num_layers: 2}}]",
+            "stages.1.drafter.num_layers: a later stage goes on",
+        ),
         ("[{name: a, data: {max_length: 0}}]", "data.max_length: expected"),
         ("[{name: a, evaluation: {}}]", "stages.0.evaluation: unknown key"),
     ],
@@ -177,7 +212,13 @@ def test_every_key_is_described():
     names = [row.name for row in rows]
     assert len(names) == len(set(names))
     assert all(row.description and row.type for row in rows)
-    assert {"training.learning_rate", "data.train[].path", "gates.<name>.min", "loss", "target.model"} <= set(names)
+    assert {
+        "training.learning_rate",
+        "data.train[].path",
+        "gates.<name>.min",
+        "loss",
+        "target.model",
+    } <= set(names)
     by_name = {row.name: row for row in rows}
     assert by_name["training.learning_rate"][1:3] == ("a number > 0 and <= 1", "0.0001")
     assert by_name["training.mixed_precision"][1:3] == ("one of auto, bf16, no", "auto")
@@ -189,13 +230,18 @@ def test_every_key_is_described():
 def test_suites_are_names_or_paths(recipe_file):
     of = lambda *overrides: load_recipe(recipe_file(MINIMAL), overrides).evaluation.suite_paths
     assert of() == {}
-    assert of("evaluation.suites=[gsm8k, spec_al]") == {"gsm8k": "suites/gsm8k.jsonl", "spec_al": "suites"}
+    assert of("evaluation.suites=[gsm8k, spec_al]") == {
+        "gsm8k": "suites/gsm8k.jsonl",
+        "spec_al": "suites",
+    }
     assert of("evaluation.suites.mbpp=here.jsonl", "evaluation.suites.gsm8k=") == {
-        "mbpp": "here.jsonl", "gsm8k": "suites/gsm8k.jsonl",
-    }  # fmt: skip
+        "mbpp": "here.jsonl",
+        "gsm8k": "suites/gsm8k.jsonl",
+    }
 
 
-# --------------------------------------------------------------------------------------------- what is wrong
+# --------------------------------------------------------------------------------------------- what
+# is wrong
 
 AT = "recipes/x.yaml: "
 
@@ -205,79 +251,140 @@ MALFORMED = {
     "drafter: {num_layers: 0}": AT + "drafter.num_layers: expected an integer >= 1, got 0",
     "drafter: {num_layers: true}": AT + "drafter.num_layers: expected an integer >= 1, got true",
     "drafter: {num_layers: null}": AT + "drafter.num_layers: expected an integer >= 1, got null",
-    "drafter: {step_decay: 1.5}": AT + "drafter.step_decay: expected a number > 0 and <= 1, got 1.5",
-    "drafter: {tap_layers: [3, 1, 3]}": AT + "drafter.tap_layers: expected layer numbers in rising order, each once, "
-    "got [3, 1, 3]; write [1, 3]",
+    "drafter: {step_decay: 1.5}": (
+        AT + "drafter.step_decay: expected a number > 0 and <= 1, got 1.5"
+    ),
+    "drafter: {tap_layers: [3, 1, 3]}": (
+        AT + "drafter.tap_layers: expected layer numbers in rising order, each once, "
+        "got [3, 1, 3]; write [1, 3]"
+    ),
     "drafter: {tap_layers: [-1, 2]}": AT + "drafter.tap_layers.0: expected an integer >= 0, got -1",
-    "drafter: {tap_layers: []}": AT + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, "
-    "got []",
-    "drafter: {draft_vocab_size: 1}": AT + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1",
-    "drafter: {num_attention_heads: 6, num_key_value_heads: 4}": AT
-    + "drafter: num_attention_heads (6) must be a multiple of num_key_value_heads (4)",
-    "drafter: {fc_norm: true, norm_before_fc: true}": AT + "drafter: norm_before_fc and fc_norm both norm the taps; "
-    "set one of them",
+    "drafter: {tap_layers: []}": (
+        AT + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, got []"
+    ),
+    "drafter: {draft_vocab_size: 1}": (
+        AT + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1"
+    ),
+    "drafter: {num_attention_heads: 6, num_key_value_heads: 4}": (
+        AT + "drafter: num_attention_heads (6) must be a multiple of num_key_value_heads (4)"
+    ),
+    "drafter: {fc_norm: true, norm_before_fc: true}": (
+        AT + "drafter: norm_before_fc and fc_norm both norm the taps; set one of them"
+    ),
     "drafter: 3": AT + "drafter: expected a mapping, got 3",
-    "training: {learning_rte: 1}": AT + "training.learning_rte: unknown key; did you mean 'learning_rate'?",
-    "training: {learning_rate: fast}": AT + "training.learning_rate: expected a number > 0 and <= 1, got 'fast'",
-    "training: {learning_rate: .inf}": AT + "training.learning_rate: expected a number > 0 and <= 1, got inf",
-    "training: {steps: 5, epochs: 1}": AT + "training: expected steps or epochs, got both (steps=5, epochs=1); set one "
-    "of them to null",
+    "training: {learning_rte: 1}": (
+        AT + "training.learning_rte: unknown key; did you mean 'learning_rate'?"
+    ),
+    "training: {learning_rate: fast}": (
+        AT + "training.learning_rate: expected a number > 0 and <= 1, got 'fast'"
+    ),
+    "training: {learning_rate: .inf}": (
+        AT + "training.learning_rate: expected a number > 0 and <= 1, got inf"
+    ),
+    "training: {steps: 5, epochs: 1}": (
+        AT + "training: expected steps or epochs, got both (steps=5, epochs=1); set one "
+        "of them to null"
+    ),
     "training: {steps: 2.5}": AT + "training.steps: expected an integer >= 1 or null, got 2.5",
-    "training: {betas: [0.9]}": AT + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]",
-    "training: {mixed_precision: fp8}": AT + "training.mixed_precision: expected one of auto, bf16, no, got 'fp8'",
-    "training: {lr_schedule: linear, seed: -1}": AT + "training.lr_schedule: expected one of cosine, constant, got "
-    "'linear'; training.seed: expected an integer >= 0, got -1",
-    "learning_rate: 1e-4": AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?",
+    "training: {betas: [0.9]}": (
+        AT + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]"
+    ),
+    "training: {mixed_precision: fp8}": (
+        AT + "training.mixed_precision: expected one of auto, bf16, no, got 'fp8'"
+    ),
+    "training: {lr_schedule: linear, seed: -1}": (
+        AT + "training.lr_schedule: expected one of cosine, constant, got "
+        "'linear'; training.seed: expected an integer >= 0, got -1"
+    ),
+    "learning_rate: 1e-4": (
+        AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?"
+    ),
     "zzz: 1": AT + "zzz: unknown key; valid keys here: name, output_dir, ...",
     "family: eagle9": AT + f"family: expected one of {', '.join(FAMILIES)}, got 'eagle9'",
     "loss: {kl: 1}": AT + "loss.kl: unknown divergence; ...",
     "loss: {tv: -1}": AT + "loss.tv.weight: expected a positive number, got -1...",
-    "loss: {jsd: {weight: 1, gamma: 2}}": AT + "loss.jsd.gamma: unknown option of jsd; it takes beta",
+    "loss: {jsd: {weight: 1, gamma: 2}}": (
+        AT + "loss.jsd.gamma: unknown option of jsd; it takes beta"
+    ),
     "loss: {}": AT + "loss: empty; name at least one of forward_kl, ...",
-    "gates: {speed: {min: 2}}": AT + "gates.speed: unknown figure 'speed'; expected one of lossless_mismatches, ...",
+    "gates: {speed: {min: 2}}": (
+        AT + "gates.speed: unknown figure 'speed'; expected one of lossless_mismatches, ..."
+    ),
     "gates: {efficiency: {}}": AT + "gates.efficiency: expected min, max or both",
-    "gates: {efficiency: {min: 2, max: 1}}": AT + "gates.efficiency: min (2) is above max (1): nothing could pass",
+    "gates: {efficiency: {min: 2, max: 1}}": (
+        AT + "gates.efficiency: min (2) is above max (1): nothing could pass"
+    ),
     "gates: {efficiency: 0.85}": AT + "gates.efficiency: expected a mapping, got 0.85",
-    "gates: {t0.5.efficiency: {min: 1}}": AT + "gates.t0.5.efficiency: nothing is measured at temperature 0.5; "
-    "evaluation.temperatures is [0.0, 1.0]",
+    "gates: {t0.5.efficiency: {min: 1}}": (
+        AT + "gates.t0.5.efficiency: nothing is measured at temperature 0.5; "
+        "evaluation.temperatures is [0.0, 1.0]"
+    ),
     "gates: {t0.lossless_mismatches: {max: 0}}": AT + "gates.t0.lossless_mismatches: ...",
-    "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": AT
-    + "gates.lossless_mismatches: needs evaluation.lossless_check: true",
-    "evaluation: {temperatures: [0, 0.0]}": AT + "evaluation.temperatures: each temperature may be given once, ...",
-    "evaluation: {prompts: [{}]}": AT + "evaluation.prompts.0: expected exactly one of path, name, preset, stdlib, got "
-    "none",
-    "evaluation: {suites: [spec]}": AT
-    + "evaluation.suites: expected names of spec_al, spec_bench, mt_bench, gsm8k, ...",
-    "evaluation: {suites: [mbpp, mbpp]}": AT + "evaluation.suites: each suite may be given once, got ['mbpp', 'mbpp']",
+    "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": (
+        AT + "gates.lossless_mismatches: needs evaluation.lossless_check: true"
+    ),
+    "evaluation: {temperatures: [0, 0.0]}": (
+        AT + "evaluation.temperatures: each temperature may be given once, ..."
+    ),
+    "evaluation: {prompts: [{}]}": (
+        AT + "evaluation.prompts.0: expected exactly one of path, name, preset, stdlib, got none"
+    ),
+    "evaluation: {suites: [spec]}": (
+        AT + "evaluation.suites: expected names of spec_al, spec_bench, mt_bench, gsm8k, ..."
+    ),
+    "evaluation: {suites: [mbpp, mbpp]}": (
+        AT + "evaluation.suites: each suite may be given once, got ['mbpp', 'mbpp']"
+    ),
     "evaluation: {suites: mbpp}": AT + "evaluation.suites: expected a mapping, got 'mbpp'",
     "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
-    "data: {train: [{path: a.jsonl, name: b/c}]}": AT + "data.train.0: expected exactly one of path, name, preset, "
-    "stdlib, got path and name",
-    "data: {train: [{stdlib: {}, split: test}]}": AT + "data.train.0: split has no meaning for a stdlib source; write "
-    "it under stdlib",
-    "data: {train: [{demo: {count: 10}}]}": AT + "data.train.0: demo: there is no such source any more; ...",
-    "data: {train: [{stdlib: {split: half}}]}": AT + "data.train.0.stdlib.split: expected one of train, validation, "
-    "test, got 'half'",
+    "data: {train: [{path: a.jsonl, name: b/c}]}": (
+        AT + "data.train.0: expected exactly one of path, name, preset, stdlib, got path and name"
+    ),
+    "data: {train: [{stdlib: {}, split: test}]}": (
+        AT + "data.train.0: split has no meaning for a stdlib source; write it under stdlib"
+    ),
+    "data: {train: [{demo: {count: 10}}]}": (
+        AT + "data.train.0: demo: there is no such source any more; ..."
+    ),
+    "data: {train: [{stdlib: {split: half}}]}": (
+        AT + "data.train.0.stdlib.split: expected one of train, validation, test, got 'half'"
+    ),
     "data: {}": AT + "data.train: required, but missing: sources of the examples to train on",
-    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": AT + "regenerate.temperatures: expected shares that add up to 1, "
-    "got 0.9",
+    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": (
+        AT + "regenerate.temperatures: expected shares that add up to 1, got 0.9"
+    ),
     "regenerate: {top_p: 0}": AT + "regenerate.top_p: expected a number > 0 and <= 1, got 0",
     "regenerate: {enabled: yes}": AT + "regenerate.enabled: expected true or false, got 'yes'",
-    "target: {}": AT + "target.model: required, but missing: folder or Hugging Face id of the target; ...",
+    "target: {}": (
+        AT + "target.model: required, but missing: folder or Hugging Face id of the target; ..."
+    ),
     "target: {model: ''}": AT + "target.model: expected a string, got ''",
     "target: some/target": AT + "target: expected a mapping, got 'some/target'",
-    "export: {formats: [gguf]}": AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, "
-    "got 'gguf'",
-    "export: {formats: [vllm, vllm]}": AT + "export.formats: each format may be given once, got ['vllm', 'vllm']",
-    "trackers: [mlflow]": AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'",
-    "features: {encoding: rotated9}": AT + "features.encoding: expected one of exact, bf16, fp8, int4, ...",
-    "joint: {}\nfeatures: {mode: cache}": AT + "features.mode: a trained target's features change at every "
-    "step; needs online",
-    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": AT
-    + "data.fan_out: with regenerate.turns: all every turn ...",
-    "loss: {e2e_tv: 1.0}\nposition_weights: {d_pace: 0.5}": AT + "loss.e2e_tv: weighs positions by itself; ...",
+    "export: {formats: [gguf]}": (
+        AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, got 'gguf'"
+    ),
+    "export: {formats: [vllm, vllm]}": (
+        AT + "export.formats: each format may be given once, got ['vllm', 'vllm']"
+    ),
+    "trackers: [mlflow]": (
+        AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'"
+    ),
+    "features: {encoding: rotated9}": (
+        AT + "features.encoding: expected one of exact, bf16, fp8, int4, ..."
+    ),
+    "joint: {}\nfeatures: {mode: cache}": (
+        AT + "features.mode: a trained target's features change at every step; needs online"
+    ),
+    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": (
+        AT + "data.fan_out: with regenerate.turns: all every turn ..."
+    ),
+    "loss: {e2e_tv: 1.0}\nposition_weights: {d_pace: 0.5}": (
+        AT + "loss.e2e_tv: weighs positions by itself; ..."
+    ),
     "position_weights: {gamma: 0}": AT + "position_weights.gamma: expected ...",
-    "on_policy: {suffix_loss: {e2e_tv: 1.0}}": AT + "on_policy: suffix_loss.e2e_tv: is of whole chains...",
+    "on_policy: {suffix_loss: {e2e_tv: 1.0}}": (
+        AT + "on_policy: suffix_loss.e2e_tv: is of whole chains..."
+    ),
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 
@@ -286,8 +393,16 @@ MALFORMED = {
 def test_malformed_recipes_say_what_and_where(recipe_file, addition):
     tree = yaml.safe_load(MINIMAL)
     # the addition is written as text, so that the recipe's own reading of YAML is what is tested
-    sections = {key: value for key, value in tree.items() if f"{key}:" not in addition.lstrip("{").split(" ")[0]}
-    body = addition[1:-1].replace("}, evaluation", "}\nevaluation") if addition.startswith("{") else addition
+    sections = {
+        key: value
+        for key, value in tree.items()
+        if f"{key}:" not in addition.lstrip("{").split(" ")[0]
+    }
+    body = (
+        addition[1:-1].replace("}, evaluation", "}\nevaluation")
+        if addition.startswith("{")
+        else addition
+    )
     found = error_of(recipe_file(yaml.safe_dump(sections) + body + "\n"))
     expected = MALFORMED[addition]
     assert found.startswith(expected[:-3]) if expected.endswith("...") else found == expected
@@ -302,10 +417,19 @@ def test_all_mistakes_are_reported_at_once(recipe_file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\n  target: b\n", "recipes/x.yaml: line 2, column 9: mapping values are not allowed here"),
-        ("name: [a\n", "recipes/x.yaml: line 2, column 1: expected ',' or ']', but got '<stream end>'"),
+        (
+            "name: a\n  target: b\n",
+            "recipes/x.yaml: line 2, column 9: mapping values are not allowed here",
+        ),
+        (
+            "name: [a\n",
+            "recipes/x.yaml: line 2, column 1: expected ',' or ']', but got '<stream end>'",
+        ),
         (MINIMAL + "name: b\n", 'recipes/x.yaml: line 6, column 1: found duplicate key "name"'),
-        ("training:\n  seed: 1\n  seed: 2\n", 'recipes/x.yaml: line 3, column 3: found duplicate key "seed"'),
+        (
+            "training:\n  seed: 1\n  seed: 2\n",
+            'recipes/x.yaml: line 3, column 3: found duplicate key "seed"',
+        ),
         (MINIMAL + "[a]: 1\n", "recipes/x.yaml: ('a',): Keys should be strings"),
         ("", "recipes/x.yaml: expected a mapping of sections at the top, got nothing"),
         ("- a\n", "recipes/x.yaml: expected a mapping of sections at the top, got a list"),
@@ -330,11 +454,17 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
     [
         ("training.setps=3", "command line: training.setps: unknown key; did you mean 'steps'?"),
         ("trainig.steps=3", "command line: trainig: unknown key; did you mean 'training'?"),
-        ("drafter.num_layers=two", "command line: drafter.num_layers: expected an integer >= 1, got 'two'"),
+        (
+            "drafter.num_layers=two",
+            "command line: drafter.num_layers: expected an integer >= 1, got 'two'",
+        ),
         ("loss.jsdd=1", "command line: loss.jsdd: unknown divergence"),
         ("gates.t1.speed.min=1", "command line: gates.t1.speed: unknown figure"),
         ("data.train.3.limit=1", "command line: data.train.3.limit=1: data.train is a list of 1"),
-        ("data.train.first.limit=1", "command line: data.train.first.limit=1: data.train is a list of 1"),
+        (
+            "data.train.first.limit=1",
+            "command line: data.train.first.limit=1: data.train is a list of 1",
+        ),
         ("name.x=1", "command line: name.x=1: name is 'tiny/eagle3', not a section"),
         ("training.steps", "command line: expected section.key=value, got 'training.steps'"),
         ("training.=3", "command line: expected section.key=value, got 'training.=3'"),
@@ -354,7 +484,10 @@ def test_mistakes_in_both_places_are_kept_apart(recipe_file):
 
 
 def test_gates_need_something_to_measure_on(recipe_file):
-    text = MINIMAL.replace("  validation: [{path: held-out.jsonl}]\n", "") + "gates: {efficiency: {min: 0.8}}\n"
+    text = (
+        MINIMAL.replace("  validation: [{path: held-out.jsonl}]\n", "")
+        + "gates: {efficiency: {min: 0.8}}\n"
+    )
     assert "gates: there is nothing to measure on" in error_of(recipe_file(text))
 
 
@@ -364,6 +497,8 @@ def test_keys_that_never_had_an_effect_are_refused_and_their_old_defaults_are_no
     (tmp_path / "old.yaml").write_text(text)
     assert load_recipe(tmp_path / "old.yaml").training.steps == 1
     for key, value in (("compile", "true"), ("num_workers", "2")):
-        with pytest.raises(ConfigError, match=rf"training\.{key}: no longer a key.*leave the key out"):
+        with pytest.raises(
+            ConfigError, match=rf"training\.{key}: no longer a key.*leave the key out"
+        ):
             load_recipe(tmp_path / "old.yaml", [f"training.{key}={value}"])
     assert "num_workers" not in load_recipe(tmp_path / "old.yaml").resolved_yaml()

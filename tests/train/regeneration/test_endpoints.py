@@ -1,4 +1,5 @@
-"""Responses written at endpoints: complete, none twice, none lost, and those that this process would have written."""
+"""Responses written at endpoints: complete, none twice, none lost, and those that this process
+would have written."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from train.regeneration.store import ResponseStore
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 ENDS = list(range(0, 4096, 9))  # so many that a random model ends its turns now and then
-SECTION = RegenerateSection(temperatures={0.0: 0.5, 1.0: 0.5}, max_new_tokens=12, batch_size=8, request_timeout_s=20)
+SECTION = RegenerateSection(
+    temperatures={0.0: 0.5, 1.0: 0.5}, max_new_tokens=12, batch_size=8, request_timeout_s=20
+)
 RECORD = Record("some/target", None, "t", None, {})
 
 
@@ -64,12 +67,16 @@ def here(model, tokenizer):
 
 @pytest.fixture
 def server(serving, model, tokenizer):
-    return serving(LLM(model, tokenizer=tokenizer, max_num_seqs=8), served_model_name=("target",)) + "/v1"
+    return (
+        serving(LLM(model, tokenizer=tokenizer, max_num_seqs=8), served_model_name=("target",))
+        + "/v1"
+    )
 
 
 @pytest.fixture
 def write(here, tmp_path):
-    """write(folder, examples, **keys of the section): the responses, in process unless there are endpoints."""
+    """write(folder, examples, **keys of the section): the responses, in process unless there are
+    endpoints."""
 
     def run(folder: str, examples=PROMPTS, *, llm=None, max_length=128, options=None, **keys):
         # as read from YAML, where a URL alone is an endpoint
@@ -93,7 +100,11 @@ def write(here, tmp_path):
 
 def kept(folder: Path) -> tuple[list[str], dict]:
     """Keys of all lines on disk, and the record."""
-    lines = [json.loads(line) for path in folder.glob("*.0*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in folder.glob("*.0*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     (record,) = folder.glob("????????????????.json")
     return [line["key"] for line in lines if "token_ids" in line], json.loads(record.read_text())
 
@@ -108,22 +119,36 @@ def test_a_server_writes_what_this_process_writes(write, server, tmp_path, turns
     ours = write("here", [*PROMPTS[:6], *CHATS], turns=turns)
     theirs = write("there", [*PROMPTS[:6], *CHATS], turns=turns, endpoints=[server])
     assert theirs == ours
-    assert {r.temperature for r in ours} == {0.0, 1.0} and len({r.output_ids for r in ours}) > len(ours) / 2
-    assert write("here", [*PROMPTS[:6], *CHATS], turns=turns, endpoints=["http://127.0.0.1:9/v1"]) == ours
+    assert {r.temperature for r in ours} == {0.0, 1.0} and len({r.output_ids for r in ours}) > len(
+        ours
+    ) / 2
+    assert (
+        write("here", [*PROMPTS[:6], *CHATS], turns=turns, endpoints=["http://127.0.0.1:9/v1"])
+        == ours
+    )
     assert write("there", [*PROMPTS[:6], *CHATS], turns=turns) == ours
     keys, record = kept(tmp_path / "there")
-    assert len(keys) == len(set(keys)) == record["account"]["written"] == record["written_by"][0]["written"]
+    assert (
+        len(keys)
+        == len(set(keys))
+        == record["account"]["written"]
+        == record["written_by"][0]["written"]
+    )
     assert record["written_by"][0]["model"] == "target" and record["turns"] == turns
 
 
 @pytest.mark.slow
-def test_the_target_that_is_loaded_is_compared_with(write, server, here, tiny_model, tokenizer, serving, tmp_path):
+def test_the_target_that_is_loaded_is_compared_with(
+    write, server, here, tiny_model, tokenizer, serving, tmp_path
+):
     write("good", endpoints=[server], llm=here)
     assert kept(tmp_path / "good")[1]["written_by"][0]["agreement"] == 1.0
     other = tiny_model("qwen3", vocab_size=4096, num_hidden_layers=2)
     other.generation_config.eos_token_id = ENDS
     wrong = serving(LLM(other, tokenizer=tokenizer), served_model_name=("target",)) + "/v1"
-    with pytest.raises(EndpointError, match="agrees with the target loaded here in .* another model"):
+    with pytest.raises(
+        EndpointError, match="agrees with the target loaded here in .* another model"
+    ):
         write("bad", endpoints=[wrong], llm=here)
     with pytest.raises(EndpointError, match=f"{wrong}: serves target .* agrees with {server}"):
         write("bad", endpoints=[server, wrong])
@@ -158,7 +183,8 @@ def test_a_server_without_token_ids_is_refused_by_name(write, server):
 
 @pytest.mark.slow
 def test_text_that_is_proved_is_what_was_written(write, server, tmp_path):
-    """A random model writes tokens that no tokenizer would; what is taken for proved is right all the same."""
+    """A random model writes tokens that no tokenizer would; what is taken for proved is right all
+    the same."""
     examples = [*PROMPTS[:30], *CHATS]
     ours = {(r.example, r.prompt_ids): r.output_ids for r in write("here", examples)}
     found = write("text", examples, endpoints=[server], exchange="text", max_failures=1.0)
@@ -180,7 +206,9 @@ def test_a_server_that_counts_nothing_proves_nothing(write, server):
         write("x", CHATS, endpoints=[proxy.url], exchange="text")
     with pytest.raises(EndpointError, match="no server that knows top_k"):
         write("x", CHATS, endpoints=[proxy.url], exchange="text", top_k=5)
-    assert len(write("x", CHATS, endpoints=[proxy.url], exchange="text", unproved_tokens="keep")) >= 20
+    assert (
+        len(write("x", CHATS, endpoints=[proxy.url], exchange="text", unproved_tokens="keep")) >= 20
+    )
     proxy.kill()
 
 
@@ -188,7 +216,8 @@ def test_a_server_that_counts_nothing_proves_nothing(write, server):
 
 
 def test_each_turn_follows_those_written_before_it(write, here):
-    """Prompts are what serving would have sent: the template over the target's own earlier answers."""
+    """Prompts are what serving would have sent: the template over the target's own earlier
+    answers."""
     tokenizer = ConversationTokenizer(here.get_tokenizer())
     by_chat: dict[int, list] = {}
     for response in write("x", CHATS, turns="all"):
@@ -202,33 +231,50 @@ def test_each_turn_follows_those_written_before_it(write, here):
             so_far = replace(CHATS[number], messages=tuple(messages[:place]))
             assert list(response.prompt_ids) == tokenizer.prompt_ids(so_far)
             if place < len(messages):
-                text = here.get_tokenizer().decode(response.output_ids[:-1], skip_special_tokens=True)
+                text = here.get_tokenizer().decode(
+                    response.output_ids[:-1], skip_special_tokens=True
+                )
                 messages[place] = {"role": "assistant", "content": text}
         assert next(turns, None) is None
         longest = max(longest, len(responses))
-        assert all(r.output_ids[-1] in ENDS for r in responses[:-1])  # what was cut is followed by nothing
+        assert all(
+            r.output_ids[-1] in ENDS for r in responses[:-1]
+        )  # what was cut is followed by nothing
     assert longest >= 3
 
 
 def test_calls_of_tools_stay_as_they_are(write):
-    call = {"role": "assistant", "content": "calling", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": "calling",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
     user, told = {"role": "user", "content": "do it"}, {"role": "tool", "content": "42"}
-    example = Example("chat", "x:1", messages=(user, call, told, {"role": "assistant", "content": "so 42"}))
+    example = Example(
+        "chat", "x:1", messages=(user, call, told, {"role": "assistant", "content": "so 42"})
+    )
     (response,) = write("x", [example], turns="all", temperatures={0.0: 1.0})
-    assert write("y", [example], turns="last", temperatures={0.0: 1.0})[0].output_ids == response.output_ids
+    assert (
+        write("y", [example], turns="last", temperatures={0.0: 1.0})[0].output_ids
+        == response.output_ids
+    )
 
 
 # ------------------------------------------------------------------ trouble
 
 
 @pytest.mark.slow
-def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tmp_path, monkeypatch):
+def test_a_fifth_fails_and_the_server_is_restarted_twice(
+    write, server, here, tmp_path, monkeypatch
+):
     """Complete, none twice, none lost, and not a token other than in process."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(http_client, "LONGEST_PAUSE_S", 0.2)
     ours = write("here", [*PROMPTS, *CHATS], turns="all")
     proxy = FaultyProxy(server, 0.2)
-    lines = lambda: sum(path.read_bytes().count(b"\n") for path in (tmp_path / "there").glob("*.0*.jsonl"))
+    lines = lambda: sum(
+        path.read_bytes().count(b"\n") for path in (tmp_path / "there").glob("*.0*.jsonl")
+    )
 
     def restart() -> None:
         for wanted in (15, 45):
@@ -241,28 +287,50 @@ def test_a_fifth_fails_and_the_server_is_restarted_twice(write, server, here, tm
     restarts = threading.Thread(target=restart, daemon=True)
     restarts.start()
     endpoints = [{"url": proxy.url, "max_concurrency": 12}]
-    found = write("there", [*PROMPTS, *CHATS], turns="all", endpoints=endpoints, request_timeout_s=6.0, max_attempts=30)
+    found = write(
+        "there",
+        [*PROMPTS, *CHATS],
+        turns="all",
+        endpoints=endpoints,
+        request_timeout_s=6.0,
+        max_attempts=30,
+    )
     restarts.join(10)
     proxy.kill()
     assert found == ours
     keys, record = kept(tmp_path / "there")
     account = record["account"]
     assert len(keys) == len(set(keys)) == account["written"]
-    assert account["wanted"] == account["written"] + account["reused"] + sum(account["left_out"].values())
+    assert account["wanted"] == account["written"] + account["reused"] + sum(
+        account["left_out"].values()
+    )
     assert account["failed"] == {} and not list((tmp_path / "there").glob("*.failures.jsonl"))
-    assert proxy.seen["kill"] == 3 and all(proxy.seen[fault] for fault in ("http_500", "reset", "half_json", "aborted"))
-    assert set(account["retries"]) >= {"http_500", "http_503", "connection", "not_an_answer", "cut_off", "timeout"}
+    assert proxy.seen["kill"] == 3 and all(
+        proxy.seen[fault] for fault in ("http_500", "reset", "half_json", "aborted")
+    )
+    assert set(account["retries"]) >= {
+        "http_500",
+        "http_503",
+        "connection",
+        "not_an_answer",
+        "cut_off",
+        "timeout",
+    }
 
 
 @pytest.mark.slow
-def test_load_goes_where_there_is_room_and_away_from_what_is_broken(write, server, monkeypatch, tmp_path):
+def test_load_goes_where_there_is_room_and_away_from_what_is_broken(
+    write, server, monkeypatch, tmp_path
+):
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.02)
     good, broken = FaultyProxy(server, 0.0), FaultyProxy(server, 0.0)
     forward, written = broken._forward, []
 
     def breaks(path, body):
         """After four responses, examination apart."""
-        written.extend([1] if json.loads(body or b"{}").get("max_tokens", 0) > endpoint.PROBE_TOKENS else [])
+        written.extend(
+            [1] if json.loads(body or b"{}").get("max_tokens", 0) > endpoint.PROBE_TOKENS else []
+        )
         return (500, b"broken") if len(written) > 4 else forward(path, body)
 
     broken._forward = breaks
@@ -286,7 +354,9 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path
     forward = slow._forward
     slow._forward = lambda *each: (time.sleep(0.1), forward(*each))[1]
     endpoints = [{"url": slow.url, "max_concurrency": 1}, {"url": late.url, "max_concurrency": 8}]
-    found = write("x", endpoints=endpoints, options={"say": lambda text: (said.append(text), late.start())})
+    found = write(
+        "x", endpoints=endpoints, options={"say": lambda text: (said.append(text), late.start())}
+    )
     assert found == write("here") and "not there yet" in said[0] and late.url in said[0]
     assert kept(tmp_path / "x")[1]["written_by"][1]["written"] > 10
     with pytest.raises(EndpointError, match="none of them answers"):
@@ -333,13 +403,19 @@ def refusing(proxy: FaultyProxy, marked: str) -> None:
 def test_every_failure_is_accounted_for(write, server, tmp_path):
     proxy = FaultyProxy(server, 0.0)
     refusing(proxy, "number 5")  # 5 and 50 to 59
-    with pytest.raises(DataError, match=r"60 responses wanted: 49 written, 0 reused, 11 failed \(http_400: 11\)"):
+    with pytest.raises(
+        DataError, match=r"60 responses wanted: 49 written, 0 reused, 11 failed \(http_400: 11\)"
+    ):
         write("x", endpoints=[proxy.url])
-    assert proxy.seen["ok"] <= 3 + 8 + 60  # to look and to examine; what is the request's fault is not sent again
+    assert (
+        proxy.seen["ok"] <= 3 + 8 + 60
+    )  # to look and to examine; what is the request's fault is not sent again
     (path,) = (tmp_path / "x").glob("*.failures.jsonl")
     listed = [json.loads(line) for line in path.read_text().splitlines()]
     assert {each["origin"] for each in listed} == {"x:5", *(f"x:{i}" for i in range(50, 60))}
-    assert {(each["reason"], each["attempts"], each["endpoint"]) for each in listed} == {("http_400", 1, proxy.url)}
+    assert {(each["reason"], each["attempts"], each["endpoint"]) for each in listed} == {
+        ("http_400", 1, proxy.url)
+    }
     assert "too hard" in listed[0]["detail"]
 
     found = write("x", endpoints=[proxy.url], max_failures=0.2)  # asked again, and gone without
@@ -347,9 +423,13 @@ def test_every_failure_is_accounted_for(write, server, tmp_path):
     account = kept(tmp_path / "x")[1]["account"]
     assert (account["written"], account["reused"], account["failed"]) == (0, 49, {"http_400": 11})
 
-    proxy._forward = FaultyProxy._forward.__get__(proxy)  # mended, but a run that goes on sees the same rows
+    proxy._forward = FaultyProxy._forward.__get__(
+        proxy
+    )  # mended, but a run that goes on sees the same rows
     asked = proxy.seen["ok"]
-    assert write("x", endpoints=[proxy.url], max_failures=0.2) == found and proxy.seen["ok"] == asked
+    assert (
+        write("x", endpoints=[proxy.url], max_failures=0.2) == found and proxy.seen["ok"] == asked
+    )
     assert write("x", max_failures=0.2) == found  # in process, too
     whole = write("x", endpoints=[proxy.url], max_failures=0.2, options={"retry_failed": True})
     assert whole == write("here")
@@ -363,7 +443,9 @@ def test_it_stops_early_where_there_is_no_hope(write, server, monkeypatch):
     proxy = FaultyProxy(server, 0.0)
     refusing(proxy, "number 5")
     with pytest.raises(DataError, match=r"failed \(http_400"):
-        write("x", PROMPTS[50:] + PROMPTS[:50], endpoints=[{"url": proxy.url, "max_concurrency": 2}])
+        write(
+            "x", PROMPTS[50:] + PROMPTS[:50], endpoints=[{"url": proxy.url, "max_concurrency": 2}]
+        )
     assert proxy.seen["ok"] < 30
     proxy.kill()
 
@@ -404,4 +486,6 @@ def test_several_processes_share_the_work_and_no_file(write, server, tmp_path):
     parts = [write("y", endpoints=[server], options={"part": (i, 3)}) for i in range(3)]
     assert [len(part) for part in parts] == [20, 20, 20]
     whole = write("y", endpoints=["http://127.0.0.1:9/v1"])
-    assert whole == write("here") and sorted(r.example for part in parts for r in part) == list(range(60))
+    assert whole == write("here") and sorted(r.example for part in parts for r in part) == list(
+        range(60)
+    )

@@ -23,7 +23,9 @@ from train.regeneration.store import CHUNK_END
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SECTION = RegenerateSection(temperatures={0.0: 0.25, 1.0: 0.75}, max_new_tokens=6, batch_size=2)
-EXAMPLES = [Example("default", f"x:{i}", prompt=f"number {i} and " * (1 + i % 5)) for i in range(40)]
+EXAMPLES = [
+    Example("default", f"x:{i}", prompt=f"number {i} and " * (1 + i % 5)) for i in range(40)
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,14 @@ def write(llm):
     def run(folder, examples=EXAMPLES, section=SECTION, max_length=128, **options):
         tokenizer = ConversationTokenizer(llm.get_tokenizer())
         return regenerate(
-            llm, examples, tokenizer, section, target_hash="t", folder=folder, max_length=max_length, **options
+            llm,
+            examples,
+            tokenizer,
+            section,
+            target_hash="t",
+            folder=folder,
+            max_length=max_length,
+            **options,
         )
 
     return run
@@ -45,7 +54,8 @@ def write(llm):
 
 @pytest.mark.slow
 def test_a_kill_anywhere_changes_no_response(write, tmp_path):
-    """The file is cut where a kill may have cut it: between chunks, inside a line, or before the first chunk ended."""
+    """The file is cut where a kill may have cut it: between chunks, inside a line, or before the
+    first chunk ended."""
     whole = write(tmp_path / "whole")
     (path,) = (tmp_path / "whole").iterdir()
     text = path.read_text()
@@ -60,7 +70,8 @@ def test_a_kill_anywhere_changes_no_response(write, tmp_path):
 
 
 def test_parts_are_written_side_by_side(write, tmp_path):
-    """Each process has a file of its own, also one that is in the middle of a chunk when another starts or ends."""
+    """Each process has a file of its own, also one that is in the middle of a chunk when another
+    starts or ends."""
     for i in (1, 0):
         write(tmp_path, part=(i, 2))
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -78,8 +89,8 @@ def test_parts_are_written_side_by_side(write, tmp_path):
 
 
 def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[str]]:
-    """What this world's processes write together into `name`, and the files; `torn`: after a kill that left half of
-    each. In float32, where batches change nothing."""
+    """What this world's processes write together into `name`, and the files; `torn`: after a kill
+    that left half of each. In float32, where batches change nothing."""
     accelerator = Accelerator(cpu=True)
     if torn and accelerator.is_main_process:
         for path in (folder / name).iterdir():
@@ -92,7 +103,14 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
     def write(part: tuple[int, int]) -> list:
         tokenizer, place = ConversationTokenizer(llm.get_tokenizer()), folder / name
         return regenerate(
-            llm, EXAMPLES[:19], tokenizer, section, target_hash="t", folder=place, max_length=128, part=part
+            llm,
+            EXAMPLES[:19],
+            tokenizer,
+            section,
+            target_hash="t",
+            folder=place,
+            max_length=128,
+            part=part,
         )
 
     found = write_in_parts(accelerator, write)
@@ -103,7 +121,12 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
 @pytest.mark.slow
 def test_all_processes_write_what_one_would(tmp_path):
     """Each its part, after a kill too, and on another number of processes."""
-    kinds = {"one": (1, "one", False), "two": (2, "two", False), "killed": (2, "two", True), "less": (1, "two", True)}
+    kinds = {
+        "one": (1, "one", False),
+        "two": (2, "two", False),
+        "killed": (2, "two", True),
+        "less": (1, "two", True),
+    }
     scenarios = [
         Scenario(kind, processes, arguments={"name": name, "torn": torn})
         for kind, (processes, name, torn) in kinds.items()

@@ -1,4 +1,5 @@
-"""A target trained along with its heads: what is exported is what was trained, and a killed run ends the same."""
+"""A target trained along with its heads: what is exported is what was trained, and a killed run
+ends the same."""
 
 from __future__ import annotations
 
@@ -32,17 +33,31 @@ def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, *
             "drafter": {"num_heads": 2},
             "joint": {"r": 4, **joint},
             "training": {
-                "steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no",
+                "steps": 8,
+                "batch_size": 2,
+                "learning_rate": 1e-2,
+                "save_every": 2,
+                "mixed_precision": "no",
             },
         }
-    )  # fmt: skip
+    )
     target = target or FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
     torch.manual_seed(0)
-    drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    drafter = (
+        Medusa(config_for_target(target, "medusa", num_heads=2))
+        .attach(target)
+        .initialise_from(target)
+    )
     return Trainer(
-        recipe, target, drafter, make_rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a",
+        recipe,
+        target,
+        drafter,
+        make_rows(),
+        accelerator=Accelerator(cpu=True),
+        folder=folder,
+        fingerprint="a",
         joint=JointTarget(target, recipe.joint, recipe.training.seed),
-    )  # fmt: skip
+    )
 
 
 class Tokenizer:
@@ -59,18 +74,26 @@ def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     trainer.run()
     before, after = trainer.joint.held_out_loss(TEXTS)
     assert before == pytest.approx(cross_entropy(original, TEXTS), rel=1e-5)
-    assert after == pytest.approx(cross_entropy(trainer.target, TEXTS)) and abs(after - before) > 1e-3
-    folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {"before": before, "after": after})
+    assert (
+        after == pytest.approx(cross_entropy(trainer.target, TEXTS)) and abs(after - before) > 1e-3
+    )
+    folder = trainer.joint.export(
+        tmp_path / "target", Tokenizer(), {"before": before, "after": after}
+    )
     reloaded = FrozenTarget.from_pretrained(str(folder))
     assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=1e-4)
-    assert cross_entropy(trainer.target, TEXTS) == pytest.approx(after, rel=1e-4)  # exporting changed nothing
+    assert cross_entropy(trainer.target, TEXTS) == pytest.approx(
+        after, rel=1e-4
+    )  # exporting changed nothing
     assert (folder / "adapter_config.json").exists() == (exported == "adapter")
     assert not list(tmp_path.glob(".target*"))
 
 
 def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_path, monkeypatch):
     """On a CPU without bfloat16 a bfloat16 checkpoint is trained in float32."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_bf16": False})
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_bf16": False}
+    )
     copy.deepcopy(tiny_model("qwen2")).bfloat16().save_pretrained(tmp_path / "base")
     target = FrozenTarget.from_pretrained(str(tmp_path / "base"))
     trainer = make_trainer(tiny_model, tmp_path / "run", target)
@@ -78,8 +101,12 @@ def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_
     _, after = trainer.joint.held_out_loss(TEXTS)
     folder = trainer.joint.export(tmp_path / "target", Tokenizer(), {})
     tensors = load_file(folder / "model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and "lm_head.weight" not in tensors
-    assert target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16  # exporting changed nothing
+    assert {tensor.dtype for tensor in tensors.values()} == {
+        torch.bfloat16
+    } and "lm_head.weight" not in tensors
+    assert (
+        target.dtype == torch.float32 and target.checkpoint_dtype == torch.bfloat16
+    )  # exporting changed nothing
     reloaded = FrozenTarget.from_pretrained(str(folder))
     assert reloaded.dtype == torch.float32 and reloaded.checkpoint_dtype == torch.bfloat16
     assert cross_entropy(reloaded, TEXTS) == pytest.approx(after, rel=2e-3)
@@ -87,13 +114,17 @@ def test_a_target_that_ran_wide_is_exported_as_narrow_as_it_was(tiny_model, tmp_
 
 def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, heads_schedule="constant", head_lr_multiplier=1.0)
-    frozen = {n: p.clone() for n, p in trainer.joint.model.named_parameters() if not p.requires_grad}
+    frozen = {
+        n: p.clone() for n, p in trainer.joint.model.named_parameters() if not p.requires_grad
+    }
     history = trainer.run().history
     assert history[-1]["loss"] < history[0]["loss"]
     for name, parameter in trainer.joint.model.named_parameters():
         assert parameter.requires_grad != (name in frozen)
         assert name not in frozen or torch.equal(parameter, frozen[name])
-    assert all(bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters())  # B began at zero
+    assert all(
+        bool(p.detach().abs().sum() > 0) for p in trainer.joint.trainable_parameters()
+    )  # B began at zero
 
 
 def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_path):
@@ -127,8 +158,14 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
 
 
 def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
-    """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is continued."""
-    tree = {"name": "t", "family": "medusa", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
+    """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is
+    continued."""
+    tree = {
+        "name": "t",
+        "family": "medusa",
+        "target": {"model": "x"},
+        "data": {"train": [{"path": "chats.jsonl"}]},
+    }
     section = recipe_class("medusa").model_validate({**tree, "joint": {"r": 4}}).joint
 
     def drawn(before: int, seed: int) -> torch.Tensor:

@@ -40,7 +40,13 @@ def make_rows(count: int = 24, vocab: int = 100):
 
 
 def make_recipe(**training) -> Recipe:
-    defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2, "mixed_precision": "no"}
+    defaults = {
+        "steps": 8,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+        "save_every": 2,
+        "mixed_precision": "no",
+    }
     return recipe_class().model_validate(
         {
             "name": "t",
@@ -53,11 +59,19 @@ def make_recipe(**training) -> Recipe:
 
 
 def make_trainer(
-    make_model, folder: Path, recipe: Recipe, rows=None, evaluate=None, fingerprint="a", device="cpu"
+    make_model,
+    folder: Path,
+    recipe: Recipe,
+    rows=None,
+    evaluate=None,
+    fingerprint="a",
+    device="cpu",
 ) -> Trainer:
     target = FrozenTarget(make_model("llama").to(device), [1, 2, 3])
     torch.manual_seed(0)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)).attach(target)
+    drafter = Eagle3(
+        config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)
+    ).attach(target)
     drafter.initialise_from(target)
     return Trainer(
         recipe,
@@ -93,7 +107,8 @@ def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
 @pytest.mark.slow
 def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
-    """A run that dies after any step and is started again ends bit for bit like one that was left alone."""
+    """A run that dies after any step and is started again ends bit for bit like one that was left
+    alone."""
     whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe())
     whole.run()
 
@@ -137,7 +152,8 @@ def steps_seen(process: Forked, count: int) -> None:
 
 @pytest.mark.slow
 def test_kill_9_and_sigterm_then_rerun(tmp_path):
-    """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the end."""
+    """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the
+    end."""
     whole = start(tmp_path / "whole")
     broken = start(tmp_path / "broken")
     steps_seen(broken, 7)
@@ -153,7 +169,10 @@ def test_kill_9_and_sigterm_then_rerun(tmp_path):
     broken.stdout.read()
     whole.stdout.read()
     assert broken.wait() == 0 and whole.wait() == 0 and before is not None
-    ends = [load_file(checkpoint.latest(tmp_path / name) / "drafter.safetensors") for name in ("whole", "broken")]
+    ends = [
+        load_file(checkpoint.latest(tmp_path / name) / "drafter.safetensors")
+        for name in ("whole", "broken")
+    ]
     assert_equal(*ends)
 
 
@@ -166,22 +185,32 @@ def test_signal_saves_and_names_the_way_on(tiny_model, tmp_path):
 
     with pytest.raises(Interrupted, match="run the same command again"):
         trainer.run(stop)
-    assert checkpoint.latest(tmp_path).name == "step-00000004"  # the step under way is finished first
+    assert (
+        checkpoint.latest(tmp_path).name == "step-00000004"
+    )  # the step under way is finished first
 
 
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
-    """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts once."""
+    """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts
+    once."""
     rows = make_rows()
     one = make_trainer(tiny_model, tmp_path / "one", make_recipe(batch_size=4, steps=3), rows)
     two = make_trainer(
-        tiny_model, tmp_path / "two", make_recipe(batch_size=2, gradient_accumulation_steps=2, steps=3), rows
+        tiny_model,
+        tmp_path / "two",
+        make_recipe(batch_size=2, gradient_accumulation_steps=2, steps=3),
+        rows,
     )
     gradients = []
     for trainer in (one, two):
-        trainer.optimizer.step = lambda: None  # look at the gradient, not at what Adam makes of its sign
+        trainer.optimizer.step = lambda: (
+            None
+        )  # look at the gradient, not at what Adam makes of its sign
         trainer.optimizer.zero_grad = lambda set_to_none: None
         record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
-        gradients.append([record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)])
+        gradients.append(
+            [record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)]
+        )
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
@@ -204,7 +233,8 @@ trainer.accelerator.end_training()
 
 
 def test_two_processes_train_like_one(tmp_path):
-    """The same global batch gives the same loss, gradient norm and metrics whatever the number of processes."""
+    """The same global batch gives the same loss, gradient norm and metrics whatever the number of
+    processes."""
     base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
     def spawn(folder: Path, rows: int, extra: dict[str, str]) -> Forked:
@@ -213,13 +243,20 @@ def test_two_processes_train_like_one(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     pair = [spawn(tmp_path / "two", 2, world | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
     printed = [process.communicate(timeout=240)[0] for process in pair]
     alone = spawn(tmp_path / "one", 4, {}).communicate(timeout=240)[0]
     assert all(process.returncode == 0 for process in pair)
     two, one = json.loads(printed[0].splitlines()[-1]), json.loads(alone.splitlines()[-1])
-    torch.testing.assert_close(torch.tensor(two)[:, [0, 1, 3]], torch.tensor(one)[:, [0, 1, 3]], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(two)[:, [0, 1, 3]], torch.tensor(one)[:, [0, 1, 3]], atol=1e-5, rtol=1e-4
+    )
 
 
 def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
@@ -231,13 +268,18 @@ def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
     loss = float(trainer._micro_step(features, weights_per_row).loss)
     changed = {**batch, "input_ids": torch.where(batch["segment_ids"] < 0, 9, batch["input_ids"])}
     features = trainer.target.features(**changed)
-    assert float(trainer._micro_step(features, weights_per_row).loss) == pytest.approx(loss, rel=1e-6)
+    assert float(trainer._micro_step(features, weights_per_row).loss) == pytest.approx(
+        loss, rel=1e-6
+    )
 
 
 def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
     values = iter([1.0, 3.0, 2.0, 2.5])
     trainer = make_trainer(
-        tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {"expected_acceptance_length": next(values)}
+        tiny_model,
+        tmp_path,
+        make_recipe(eval_every=2),
+        evaluate=lambda d: {"expected_acceptance_length": next(values)},
     )
     seen = {}
     state = trainer.run(lambda share, note: seen.__setitem__(trainer.state.step, weights(trainer)))
@@ -253,26 +295,40 @@ def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
 
 
 def test_time_budget_ends_a_run(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.005, save_every=None))
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.005, save_every=None)
+    )
     began = time.monotonic()
     state = trainer.run()
     assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 0.3
 
 
 def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0))
-    rates = [learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)]
-    assert 0 < rates[0] < 0.2 and max(rates) <= 1.0 + 1e-6 and rates[10] == pytest.approx(1.0) and rates[100] == 0.0
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0)
+    )
+    rates = [
+        learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)
+    ]
+    assert (
+        0 < rates[0] < 0.2
+        and max(rates) <= 1.0 + 1e-6
+        and rates[10] == pytest.approx(1.0)
+        and rates[100] == 0.0
+    )
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 @pytest.mark.parametrize("warmup_ratio", [0.02, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("total_steps", [1, 3, 10, 1000, None])
 def test_the_warm_up_rises_and_never_passes_the_peak(total_steps, warmup_ratio):
-    """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large part of a run."""
+    """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large
+    part of a run."""
     training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
     shares = [s / 1000 for s in range(1001)]
     rates = [learning_rate(training, share, total_steps) for share in shares]
     assert 0 < rates[0] and max(rates) <= 1.0
     warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
-    assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)
+    assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(
+        rates[1 + len(warm) :], reverse=True
+    )

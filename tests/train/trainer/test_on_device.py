@@ -1,7 +1,8 @@
-"""Training on a device that is not there: no host tensor among its own, and few waits in a step, for every family.
+"""Training on a device that is not there: no host tensor among its own, and few waits in a step,
+for every family.
 
-What is trained is what is trained on a CPU, so only that it runs, and what it waits for, is asked here.
-"""
+What is trained is what is trained on a CPU, so only that it runs, and what it waits for, is asked
+here."""
 
 from __future__ import annotations
 
@@ -37,17 +38,27 @@ FITTED = {**SMALL, "norm_before_residual": True, "init": "least_squares"}
 LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 RECOMPUTED = {"activation_checkpointing": True, "gradient_accumulation_steps": 2}
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, drafter section, training section
+CASES: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # family, drafter section, training section
     "eagle3": ("eagle3", SMALL, {}),
     "eagle3, fitted": ("eagle3", FITTED, MUON),
-    "eagle3, 3.1, fitted": ("eagle3", {**FITTED, "fc_norm": True, "norm_output": True}, RECOMPUTED),
+    "eagle3, 3.1, fitted": (
+        "eagle3",
+        {**FITTED, "fc_norm": True, "norm_output": True},
+        RECOMPUTED,
+    ),
     "eagle3, own embeddings": ("eagle3", {**SMALL, "own_embeddings": True}, {}),
     "eagle": ("eagle", {}, RECOMPUTED),
     "eagle, HASS": ("eagle", {"unroll_steps": 3, "detach": True, "feature_noise": 0.0}, {}),
     "eagle, own embeddings": ("eagle", {"own_embeddings": True}, MUON),
     "eagle, pass through": ("eagle", {"init": "pass_through"}, {}),
     "medusa": ("medusa", {"num_heads": 3, "unroll_steps": 3}, RECOMPUTED),
-    "medusa, fitted": ("medusa", {"num_heads": 3, "unroll_steps": 3, "init": "least_squares"}, MUON),
+    "medusa, fitted": (
+        "medusa",
+        {"num_heads": 3, "unroll_steps": 3, "init": "least_squares"},
+        MUON,
+    ),
     "mlp": ("mlp", {"inner_dim": 24}, MUON),
     "mlp, tied": ("mlp", {"inner_dim": 24, "tie_weights": True}, RECOMPUTED),
     "mtp": ("mtp", {}, MUON),
@@ -63,7 +74,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, draf
 class Accelerator:
     """accelerate's, as far as the loop asks, on the claimed device."""
 
-    device, num_processes, process_index, is_main_process, distributed_type = DEVICE, 1, 0, True, None
+    device, num_processes, process_index, is_main_process, distributed_type = (
+        DEVICE,
+        1,
+        0,
+        True,
+        None,
+    )
     state = SimpleNamespace()
 
     def autocast(self):
@@ -77,12 +94,28 @@ def on_device(name: str, **changed: Any):
     return make_tiny_model(name, **changed).to("cuda")
 
 
-def make_trainer(folder: Path, family: str, drafter: dict[str, Any], training: dict[str, Any], rows=None) -> Trainer:
-    sizes = {"steps": 2, "batch_size": 2, "save_every": 2, "eval_every": 2, "mixed_precision": "no", **training}
-    recipe = recipe_class(family).model_validate({
-        "name": "t", "family": family, "target": {"model": "t"}, "data": {"train": [{"path": "x"}], "max_length": 48},
-        "drafter": drafter, "training": sizes, "evaluation": {"num_speculative_tokens": 3},
-    })  # fmt: skip
+def make_trainer(
+    folder: Path, family: str, drafter: dict[str, Any], training: dict[str, Any], rows=None
+) -> Trainer:
+    sizes = {
+        "steps": 2,
+        "batch_size": 2,
+        "save_every": 2,
+        "eval_every": 2,
+        "mixed_precision": "no",
+        **training,
+    }
+    recipe = recipe_class(family).model_validate(
+        {
+            "name": "t",
+            "family": family,
+            "target": {"model": "t"},
+            "data": {"train": [{"path": "x"}], "max_length": 48},
+            "drafter": drafter,
+            "training": sizes,
+            "evaluation": {"num_speculative_tokens": 3},
+        }
+    )
     probe = FrozenTarget(on_device("llama"))
     config = drafter_config(recipe, probe)
     target = FrozenTarget(probe.model, config.tap_layers)
@@ -92,26 +125,49 @@ def make_trainer(folder: Path, family: str, drafter: dict[str, Any], training: d
     made = make_drafter(recipe, config, target, features, Stages(1, enabled=False), folder)
     assert {p.device for p in made.parameters()} == {DEVICE}
     return Trainer(
-        recipe, target, made, rows, accelerator=Accelerator(), folder=folder, features=features,
+        recipe,
+        target,
+        made,
+        rows,
+        accelerator=Accelerator(),
+        folder=folder,
+        features=features,
         evaluate=held_out_evaluation(recipe, target, TEXTS),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_trains_evaluates_and_saves(claimed_gpu, tmp_path, name):
     state = make_trainer(tmp_path, *CASES[name]).run()
-    assert state.step == 2 and state.best_step == 2 and all(0 < record["loss"] < 10 for record in state.history)
+    assert (
+        state.step == 2
+        and state.best_step == 2
+        and all(0 < record["loss"] < 10 for record in state.history)
+    )
 
 
-NEVER_WAIT = ["eagle3", "eagle", "eagle, HASS", "medusa", "mlp", "mtp", "draft_model, cut", "dflash", "peagle"]
+NEVER_WAIT = [
+    "eagle3",
+    "eagle",
+    "eagle, HASS",
+    "medusa",
+    "mlp",
+    "mtp",
+    "draft_model, cut",
+    "dflash",
+    "peagle",
+]
 
 
 @pytest.mark.parametrize("name", NEVER_WAIT)
 def test_a_step_never_waits_and_is_read_at_once(claimed_gpu, tmp_path, name):
-    """Whatever its rows and micro-steps; reading the figures of several steps waits once for each."""
+    """Whatever its rows and micro-steps; reading the figures of several steps waits once for
+    each."""
     family, drafter, _ = CASES[name]
-    trainer = make_trainer(tmp_path, family, drafter, {"steps": 9, "gradient_accumulation_steps": 2})
+    trainer = make_trainer(
+        tmp_path, family, drafter, {"steps": 9, "gradient_accumulation_steps": 2}
+    )
     trainer.unread.append(trainer.step(0.1))  # what is looked up once is known
     with claimed_gpu.waits() as waits:
         trainer.unread.append(trainer.step(0.2))
@@ -142,7 +198,9 @@ def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path, encoding
     rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])
     caches.write(FeatureCache(tmp_path, key := caches.make_key(encoding)), rows, target)
     features = RowFeatures(target, rows, cache=FeatureCache(tmp_path, key).scan()).of([0, 2])
-    assert features.taps.device == features.last_hidden.device == DEVICE and bool(features.taps.isfinite().all())
+    assert features.taps.device == features.last_hidden.device == DEVICE and bool(
+        features.taps.isfinite().all()
+    )
 
 
 def test_the_held_out_evaluation_reads_the_runtime_on_the_device(claimed_gpu, tmp_path):

@@ -48,7 +48,8 @@ def test_muon_resumes_to_the_same_weights(tiny_model, tmp_path):
 
 
 def test_muon_moves_a_matrix_equally_in_all_directions(tiny_model, tmp_path):
-    """What it is chosen for: the singular values of an update are alike, those of the gradient are not."""
+    """What it is chosen for: the singular values of an update are alike, those of the gradient are
+    not."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(**MUON, warmup_ratio=0.0))
     before = trainer.drafter.fc.weight.detach().clone()
     trainer.step(0.0)
@@ -57,7 +58,8 @@ def test_muon_moves_a_matrix_equally_in_all_directions(tiny_model, tmp_path):
 
 
 def test_adamw_is_fused_and_goes_on_from_states_that_were_not(tiny_model, tmp_path):
-    """To the same weights, but for rounding; the options of the optimizer that made the states stay behind."""
+    """To the same weights, but for rounding; the options of the optimizer that made the states stay
+    behind."""
     recipe, found = make_recipe(steps=6), []
     for fused in (True, False):
         trainer = make_trainer(tiny_model, tmp_path / str(fused), recipe)

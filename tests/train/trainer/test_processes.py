@@ -1,4 +1,5 @@
-"""One recipe, any number of processes, whole or sharded, resumed on another: the same losses, metrics and weights."""
+"""One recipe, any number of processes, whole or sharded, resumed on another: the same losses,
+metrics and weights."""
 
 from __future__ import annotations
 
@@ -43,9 +44,18 @@ FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "draft_model": {"from_target": {"last": 2}},
 }
 FIGURES = (
-    "loss", "grad_norm", "acceptance_rate", "top1_agreement", "in_loop_acceptance_length", "terms",
-    "expected_acceptance_length", "on_policy", "suffix_loss", "suffix_terms", "rollout_acceptance_length",
-)  # fmt: skip
+    "loss",
+    "grad_norm",
+    "acceptance_rate",
+    "top1_agreement",
+    "in_loop_acceptance_length",
+    "terms",
+    "expected_acceptance_length",
+    "on_policy",
+    "suffix_loss",
+    "suffix_terms",
+    "rollout_acceptance_length",
+)
 
 
 class PowerCut(Exception):
@@ -53,17 +63,31 @@ class PowerCut(Exception):
 
 
 def make_trainer(folder: Path, family: str, sharding: str = "none", **training) -> Trainer:
-    defaults = {"steps": 4, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3, "muon_learning_rate": 1e-3}
+    defaults = {
+        "steps": 4,
+        "global_batch_size": 8,
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "muon_learning_rate": 1e-3,
+    }
     tree = {
         "name": "t",
         "family": family,
         "target": {"model": "tiny"},
         "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": FAMILIES[family],
-        "training": {**defaults, "save_every": 2, "eval_every": 2, "mixed_precision": "no", **training},
+        "training": {
+            **defaults,
+            "save_every": 2,
+            "eval_every": 2,
+            "mixed_precision": "no",
+            **training,
+        },
     }
     recipe = make_recipe(tree)
-    target = FrozenTarget(make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ()))
+    target = FrozenTarget(
+        make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ())
+    )
     made = family_class(family)
     shape = recipe.drafter.shape(made.config_class.model_fields, target)
     accelerator = Accelerator(cpu=True)
@@ -71,21 +95,37 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
     drafter = made(config_for_target(target, family, **shape)).attach(target)
     drafter.initialise_from(target, recipe.drafter)
     share_out(accelerator, target, sharding)
-    trainer = Trainer(recipe, target, drafter, make_rows(60), accelerator=accelerator, folder=folder, evaluate=size_of)
+    trainer = Trainer(
+        recipe,
+        target,
+        drafter,
+        make_rows(60),
+        accelerator=accelerator,
+        folder=folder,
+        evaluate=size_of,
+    )
     several = accelerator.num_processes > 1
-    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (several and sharding == "fsdp")
-    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (several and "ACCELERATE_USE_FSDP" in os.environ)
+    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (
+        several and sharding == "fsdp"
+    )
+    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (
+        several and "ACCELERATE_USE_FSDP" in os.environ
+    )
     return trainer
 
 
 def size_of(drafter: Drafter) -> dict[str, float]:
     """In place of a held-out evaluation: something of the whole drafter."""
-    return {"expected_acceptance_length": sum(float(p.detach().double().abs().mean()) for p in drafter.parameters())}
+    return {
+        "expected_acceptance_length": sum(
+            float(p.detach().double().abs().mean()) for p in drafter.parameters()
+        )
+    }
 
 
 def make_staged(folder: Path, **training) -> Iterator[Trainer]:
-    """Medusa-2: heads alone, then with the target, as `train.pipeline.run` makes the stages. `stop_after` ends the
-    second."""
+    """Medusa-2: heads alone, then with the target, as `train.pipeline.run` makes the stages.
+    `stop_after` ends the second."""
     tree = {
         "name": "t",
         "family": "medusa",
@@ -93,7 +133,12 @@ def make_staged(folder: Path, **training) -> Iterator[Trainer]:
         "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": {"num_heads": 2},
         "joint": {"r": 4, "heads_schedule": "constant", "dropout": 0.1},
-        "training": {"global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-2, "mixed_precision": "no"},
+        "training": {
+            "global_batch_size": 8,
+            "batch_size": 4,
+            "learning_rate": 1e-2,
+            "mixed_precision": "no",
+        },
         "stages": [
             {"name": "heads", "training": {"steps": 2}},
             {"name": "joint", "training": {"steps": 3, **training}},
@@ -101,20 +146,35 @@ def make_staged(folder: Path, **training) -> Iterator[Trainer]:
     }
     recipe = make_recipe(tree)
     target = FrozenTarget(copy.deepcopy(make_tiny_model("qwen2")))
-    drafter = Medusa(config_for_target(target, "medusa", num_heads=2)).attach(target).initialise_from(target)
+    drafter = (
+        Medusa(config_for_target(target, "medusa", num_heads=2))
+        .attach(target)
+        .initialise_from(target)
+    )
     accelerator = Accelerator(cpu=True)
     for name, part in recipe.training_stages():
-        seed = part.training.seed + accelerator.process_index  # the first process's weights are everybody's
+        seed = (
+            part.training.seed + accelerator.process_index
+        )  # the first process's weights are everybody's
         joint = JointTarget(target, part.joint, seed) if part.joint else None
         yield Trainer(
-            part, target, drafter, make_rows(), accelerator=accelerator, folder=folder / name, fingerprint=name,
+            part,
+            target,
+            drafter,
+            make_rows(),
+            accelerator=accelerator,
+            folder=folder / name,
+            fingerprint=name,
             joint=joint,
-        )  # fmt: skip
+        )
 
 
-def train_staged(folder: Path, run: str, stop_after: int | None = None, draws: int = 0) -> dict[str, np.ndarray]:
-    """Everything that trained, heads and adapter; nothing if the joint stage ends after `stop_after` of its steps.
-    `draws`: of random numbers beforehand, which no weight may depend on."""
+def train_staged(
+    folder: Path, run: str, stop_after: int | None = None, draws: int = 0
+) -> dict[str, np.ndarray]:
+    """Everything that trained, heads and adapter; nothing if the joint stage ends after
+    `stop_after` of its steps. `draws`: of random numbers beforehand, which no weight may depend
+    on."""
 
     def advance(share: float, note: str) -> None:
         if trainer.joint is not None and trainer.state.step == stop_after:
@@ -129,8 +189,16 @@ def train_staged(folder: Path, run: str, stop_after: int | None = None, draws: i
     return {name: p.detach().numpy().copy() for name, p in trainer.names().items()}
 
 
-def train(folder: Path, family: str, run: str, stop_after: int | None = None, on_policy: bool = False, **training):
-    """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power cut."""
+def train(
+    folder: Path,
+    family: str,
+    run: str,
+    stop_after: int | None = None,
+    on_policy: bool = False,
+    **training,
+):
+    """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power
+    cut."""
     if family == "medusa-2":
         return train_staged(folder, run, stop_after, **training)
     if on_policy:
@@ -149,7 +217,9 @@ def train(folder: Path, family: str, run: str, stop_after: int | None = None, on
     except PowerCut:
         return [], {}
     weights = {name: tensor.numpy() for name, tensor in trainer.drafter.state_dict().items()}
-    return [{name: np.asarray(record[name]) for name in FIGURES if name in record} for record in history], weights
+    return [
+        {name: np.asarray(record[name]) for name in FIGURES if name in record} for record in history
+    ], weights
 
 
 def scenario(family: str, processes: int, sharded: bool = False, **arguments) -> Scenario:
@@ -165,19 +235,30 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
         ({}, False),  # it writes the responses
         ({"regenerate": {"endpoints": [{"url": "http://cluster:8000/v1"}]}}, True),
         ({"regenerate": {"enabled": False}}, True),
-        ({"regenerate": {"enabled": False}, "validation": [{"path": "chats.jsonl"}]}, False),  # and those held out
-        ({"regenerate": {"enabled": False}, "init": "least_squares"}, False),  # features to fit the start to
+        (
+            {"regenerate": {"enabled": False}, "validation": [{"path": "chats.jsonl"}]},
+            False,
+        ),  # and those held out
+        (
+            {"regenerate": {"enabled": False}, "init": "least_squares"},
+            False,
+        ),  # features to fit the start to
         ({"regenerate": {"enabled": False}, "processes": 1}, False),
         ({"regenerate": {"enabled": False}, "sharding": "none"}, False),
     ],
 )
-def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes: dict[str, Any], waits: bool) -> None:
+def test_a_target_that_is_asked_for_nothing_waits_on_the_host(
+    changes: dict[str, Any], waits: bool
+) -> None:
     recipe = make_recipe(
         {
             "name": "t",
             "family": "eagle3",
             "target": {"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
-            "data": {"train": [{"path": "chats.jsonl"}], "validation": changes.get("validation", [])},
+            "data": {
+                "train": [{"path": "chats.jsonl"}],
+                "validation": changes.get("validation", []),
+            },
             "drafter": {"init": changes.get("init", "taps"), "norm_before_residual": True},
             "regenerate": changes.get("regenerate", {}),
             "training": {"steps": 1},
@@ -188,8 +269,15 @@ def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes: dict[str,
 
 
 EVERYWHERE = [(1, False), (2, False), (4, False), (2, True), (4, True)]
-WORLDS = {family: EVERYWHERE if family == "eagle3" else [(1, False), (2, False), (2, True)] for family in FAMILIES}
-MOVES = [((4, True), (2, False)), ((1, False), (4, True)), ((2, False), (1, False))]  # killed there, continued here
+WORLDS = {
+    family: EVERYWHERE if family == "eagle3" else [(1, False), (2, False), (2, True)]
+    for family in FAMILIES
+}
+MOVES = [
+    ((4, True), (2, False)),
+    ((1, False), (4, True)),
+    ((2, False), (1, False)),
+]  # killed there, continued here
 MOVES_OF = {"adamw": MOVES, "muon": MOVES[:1]}
 
 
@@ -200,24 +288,36 @@ def found(tmp_path_factory):
     for optimizer, moves in MOVES_OF.items():
         for number, (before, after) in enumerate(moves):
             run = f"{optimizer}-{number}"
-            scenarios.append(scenario("eagle3", *before, run=run, stop_after=3, optimizer=optimizer))
+            scenarios.append(
+                scenario("eagle3", *before, run=run, stop_after=3, optimizer=optimizer)
+            )
             scenarios.append(scenario("eagle3", *after, run=run, optimizer=optimizer))
-    scenarios += [scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]]
+    scenarios += [
+        scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]
+    ]
     scenarios += [scenario("eagle3", *world, sharding="fsdp") for world in ((4, False), (2, True))]
-    scenarios += [scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    scenarios += [
+        scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])
+    ]
     scenarios += [scenario("medusa-2", *world) for world in EVERYWHERE[:2]]
-    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", stop_after=1))  # before its first checkpoint
+    scenarios.append(
+        scenario("medusa-2", 1, run="medusa-2-cut", stop_after=1)
+    )  # before its first checkpoint
     scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", draws=7))
     return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
 
 
-def assert_same(one: tuple[list, dict], other: tuple[list, dict], what: str, atol: float = 1e-5) -> None:
+def assert_same(
+    one: tuple[list, dict], other: tuple[list, dict], what: str, atol: float = 1e-5
+) -> None:
     assert len(one[0]) == len(other[0]) > 0, what
     for step, (wanted, got) in enumerate(zip(one[0], other[0]), 1):
         assert wanted.keys() == got.keys()
         for name in wanted:
             message = f"{what}: {name} of step {step}"
-            np.testing.assert_allclose(got[name], wanted[name], atol=atol, rtol=atol, err_msg=message)
+            np.testing.assert_allclose(
+                got[name], wanted[name], atol=atol, rtol=atol, err_msg=message
+            )
     for name, tensor in one[1].items():
         np.testing.assert_allclose(other[1][name], tensor, atol=1e-4, err_msg=f"{what}: {name}")
 
@@ -257,7 +357,8 @@ def test_a_sharded_target_says_the_same(found):
 
 @pytest.mark.slow
 def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
-    """The adapter as well as the heads, after a stage that has drawn other numbers in every process."""
+    """The adapter as well as the heads, after a stage that has drawn other numbers in every
+    process."""
     one, two = found["medusa-2, 1 whole"], found["medusa-2, 2 whole"]
     assert any("lora_A" in name for name in one) and one.keys() == two.keys()
     for name, tensor in one.items():
@@ -266,36 +367,56 @@ def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
 
 @pytest.mark.slow
 def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
-    one, again = found["medusa-2, 1 whole"], found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name]
+    one, again = (
+        found["medusa-2, 1 whole"],
+        found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name],
+    )
     for name, tensor in one.items():
         np.testing.assert_array_equal(again[name], tensor, err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("eagle3", {}), ("draft_model", {"from_target": {"last": 2}, "peft": {"peft_type": "LORA", "r": 2}})],
+    [
+        ("eagle3", {}),
+        ("draft_model", {"from_target": {"last": 2}, "peft": {"peft_type": "LORA", "r": 2}}),
+    ],
 )
 def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path, family, options):
     """In every process, and in a run that is continued; an adapter of a draft model too."""
     recipe = make_recipe(
-        {"name": "t", "family": family, "target": {"model": "tiny"}, "data": {"train": [{"path": "chats.jsonl"}]},
-         "drafter": options, "training": {"seed": 3}}
-    )  # fmt: skip
+        {
+            "name": "t",
+            "family": family,
+            "target": {"model": "tiny"},
+            "data": {"train": [{"path": "chats.jsonl"}]},
+            "drafter": options,
+            "training": {"seed": 3},
+        }
+    )
     made = []
     for before in (0, 1):
         model = make_tiny_model("llama")
         config = drafter_config(recipe, FrozenTarget(model))
         target = FrozenTarget(model, config.tap_layers)
         torch.manual_seed(before)
-        made.append(make_drafter(recipe, config, target, RowFeatures(target, make_rows()), Stages(1), tmp_path))
+        made.append(
+            make_drafter(
+                recipe, config, target, RowFeatures(target, make_rows()), Stages(1), tmp_path
+            )
+        )
     one, other = (drafter.state_dict() for drafter in made)
-    assert one.keys() == other.keys() and ("peft" not in options or any("lora_A" in name for name in one))
+    assert one.keys() == other.keys() and (
+        "peft" not in options or any("lora_A" in name for name in one)
+    )
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.slow
 def test_on_policy_texts_are_those_of_one_process(found):
-    names = [scenario("eagle3", *world, on_policy=True).name for world in (EVERYWHERE[0], EVERYWHERE[3])]
+    names = [
+        scenario("eagle3", *world, on_policy=True).name for world in (EVERYWHERE[0], EVERYWHERE[3])
+    ]
     assert any(record["on_policy"] > 0 for record in found[names[0]][0])
     assert_same(found[names[0]], found[names[1]], names[1])

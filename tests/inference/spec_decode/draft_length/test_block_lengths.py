@@ -1,5 +1,5 @@
-"""Lengths of blocks that are drafted whole: chosen afterwards, by the drafter's own confidence where it has one, and
-without looking at a draft that is judged."""
+"""Lengths of blocks that are drafted whole: chosen afterwards, by the drafter's own confidence
+where it has one, and without looking at a draft that is judged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from inference import LLM, SamplingParams
-from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
+from inference.spec_decode.draft_length.acceptance_estimator import (
+    AcceptanceEstimator,
+    RequestHistory,
+)
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.draft_length.round_plan import RoundPlan
@@ -48,17 +51,27 @@ from tests.inference.spec_decode.verification.test_verification import (
 )
 from tests.speculators.families.conftest import Case, make
 
-BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}  # three drafts of a block that fills in
+BLOCK = {
+    "num_layers": 1,
+    "block_size": 4,
+    "mask_token_id": 2,
+}  # three drafts of a block that fills in
 MARKOV = {**BLOCK, "markov_rank": 8, "sample_from_anchor": False}
 FAMILIES = {
     "dspark": Case("dspark", MARKOV, taps=(1, 2)),
-    "dspark, no confidence": Case("dspark", {**MARKOV, "enable_confidence_head": False}, taps=(1, 2)),
+    "dspark, no confidence": Case(
+        "dspark", {**MARKOV, "enable_confidence_head": False}, taps=(1, 2)
+    ),
     "dflash": Case("dflash", BLOCK, taps=(1, 2)),
-    "dflash2": Case("dflash2", {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}, taps=(1, 2)),
+    "dflash2": Case(
+        "dflash2",
+        {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3},
+        taps=(1, 2),
+    ),
 }
 
 
-def block_llm(family: str, model, **options) -> LLM:  # noqa: F811
+def block_llm(family: str, model, **options) -> LLM:
     target, drafter = make(FAMILIES[family], model)
     if model.config.vocab_size == SMALL_VOCAB:
         follow_the_prompt(drafter, model)
@@ -66,11 +79,13 @@ def block_llm(family: str, model, **options) -> LLM:  # noqa: F811
 
 
 @torch.no_grad()
-def follow_the_prompt(drafter, model) -> None:  # noqa: F811
-    """Drafts much as the target goes on after SMALL_PROMPT and the token before; with a Markov head only after tokens
-    of even ids, and the confidence head knows after which."""
+def follow_the_prompt(drafter, model) -> None:
+    """Drafts much as the target goes on after SMALL_PROMPT and the token before; with a Markov head
+    only after tokens of even ids, and the confidence head knows after which."""
     drafter.norm.weight.fill_(0.1)  # what is left of the block itself
-    after = model(torch.tensor([[*SMALL_PROMPT, token] for token in range(SMALL_VOCAB)])).logits[:, -1]  # [V, V]
+    after = model(torch.tensor([[*SMALL_PROMPT, token] for token in range(SMALL_VOCAB)])).logits[
+        :, -1
+    ]  # [V, V]
     if (markov := getattr(drafter, "markov_head", None)) is None:
         return
     rank = MARKOV["markov_rank"]
@@ -85,7 +100,10 @@ def follow_the_prompt(drafter, model) -> None:  # noqa: F811
 def after_drafting(monkeypatch) -> None:
     """Lengths are chosen after drafting, as on a GPU."""
     monkeypatch.setattr(
-        head.HeadProposer, "stops_early", property(lambda self: False, lambda self, _: None), raising=False
+        head.HeadProposer,
+        "stops_early",
+        property(lambda self: False, lambda self, _: None),
+        raising=False,
     )
 
 
@@ -111,9 +129,9 @@ def recorded(drafter, monkeypatch) -> list:
     return seen
 
 
-def test_the_confidence_head_is_asked(model, monkeypatch):  # noqa: F811
-    """What the policy is told of a draft is the mean log-odds of the head's own probability and the largest of q; of
-    others the largest of q."""
+def test_the_confidence_head_is_asked(model, monkeypatch):
+    """What the policy is told of a draft is the mean log-odds of the head's own probability and the
+    largest of q; of others the largest of q."""
     after_drafting(monkeypatch)
     for family in ("dspark", "dspark, no confidence", "dflash"):
         llm = block_llm(family, model, draft_length=adaptive(CHEAP))
@@ -125,15 +143,19 @@ def test_the_confidence_head_is_asked(model, monkeypatch):  # noqa: F811
         for proposal, _ in told:
             for depth in range(proposal.width):
                 state = next(steps)
-                own, expected = drafter.confidence(state), drafter.head(state).float().softmax(-1).amax(-1)
+                own, expected = (
+                    drafter.confidence(state),
+                    drafter.head(state).float().softmax(-1).amax(-1),
+                )
                 if own is not None:
                     expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
                 torch.testing.assert_close(proposal.confidence[:, depth], expected)
             assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
 
 
-def test_a_draft_changes_the_confidence_of_those_behind_it(model):  # noqa: F811
-    """Why a DSpark block is judged depth by depth: the confidence of draft k + 1 has seen draft k."""
+def test_a_draft_changes_the_confidence_of_those_behind_it(model):
+    """Why a DSpark block is judged depth by depth: the confidence of draft k + 1 has seen draft
+    k."""
     _, drafter = make(FAMILIES["dspark"], model)
     state = torch.randn(1, drafter.config.hidden_size)
     told = [drafter.confidence(drafter.read(state, torch.tensor([token]))[0]) for token in (5, 6)]
@@ -141,7 +163,7 @@ def test_a_draft_changes_the_confidence_of_those_behind_it(model):  # noqa: F811
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash"])
-def test_no_more_is_verified_than_any_row_may_have(family, model, monkeypatch):  # noqa: F811
+def test_no_more_is_verified_than_any_row_may_have(family, model, monkeypatch):
     """A schedule of two of three drafts: blocks are the same, and verification is two wide."""
     params = SamplingParams(temperature=0, max_tokens=14)
     drafted = []
@@ -160,7 +182,8 @@ def test_no_more_is_verified_than_any_row_may_have(family, model, monkeypatch): 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("seed", range(3))
 def test_lengths_of_drafted_blocks_are_lossless_by_enumeration(seed, rule):
-    """Confidences that depend on the drafts before theirs, shown depth by depth, under both rules for chains."""
+    """Confidences that depend on the drafts before theirs, shown depth by depth, under both rules
+    for chains."""
     p, q = random_tables(seed), random_tables(seed + 50)
     counts = planned_counts(q, lambda q, x: float(q.max()), True)
     models = Models(K, p, q, told_counts=counts)
@@ -170,7 +193,9 @@ def test_lengths_of_drafted_blocks_are_lossless_by_enumeration(seed, rule):
 
 def plan_of(estimator: AcceptanceEstimator, verify, rows: int = 1) -> RoundPlan:
     costs = RoundCosts.given({"verify": verify, "draft": [0.3] * K}, K).of([])
-    return RoundPlan(copy.deepcopy(estimator), [RequestHistory() for _ in range(rows)], [K] * rows, *costs)
+    return RoundPlan(
+        copy.deepcopy(estimator), [RequestHistory() for _ in range(rows)], [K] * rows, *costs
+    )
 
 
 def test_the_enumeration_notices_confidences_of_drafts_shown_all_at_once():
@@ -186,10 +211,17 @@ def test_the_enumeration_notices_confidences_of_drafts_shown_all_at_once():
     assert enumerate_rule(models, "token")[0] > 1e-3
 
 
-def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa: F811
+def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:
     """χ² of four tokens at T = 1."""
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
-    llm = block_llm(family, small, seed=5, max_num_seqs=rows, max_num_batched_tokens=8000, draft_length=draft_length)
+    llm = block_llm(
+        family,
+        small,
+        seed=5,
+        max_num_seqs=rows,
+        max_num_batched_tokens=8000,
+        draft_length=draft_length,
+    )
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
     check_joint_pairs(output, exact_joint(small, params))
     return llm
@@ -198,9 +230,15 @@ def joint_fits(family, draft_length, small, samples=500, rows=1) -> LLM:  # noqa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rows", "asks"),
-    [("dspark", 1, True), ("dspark", 1, False), ("dspark", 3, False), ("dflash", 1, False), ("dflash2", 3, True)],
+    [
+        ("dspark", 1, True),
+        ("dspark", 1, False),
+        ("dspark", 3, False),
+        ("dflash", 1, False),
+        ("dflash2", 3, True),
+    ],
 )
-def test_joint_of_the_first_tokens(family, rows, asks, small, monkeypatch):  # noqa: F811
+def test_joint_of_the_first_tokens(family, rows, asks, small, monkeypatch):
     if not asks:
         after_drafting(monkeypatch)
     step = {"dspark": 1.5, "dflash": 2.2, "dflash2": 0.85}[family]
@@ -228,12 +266,15 @@ class Ahead(DraftLength):
         if not proposal.width:
             return proposal
         sure = (proposal.confidence[:, 1:] > 0.5).long().cumprod(1).sum(1).tolist()
-        counts = [min(count, most + (most == K - 1)) for count, most in zip(proposal.counts, sure, strict=True)]
+        counts = [
+            min(count, most + (most == K - 1))
+            for count, most in zip(proposal.counts, sure, strict=True)
+        ]
         return Proposal(proposal.token_ids, counts, proposal.q)
 
 
 @pytest.mark.slow
-def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):  # noqa: F811
+def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):
     """The power of the test above."""
     after_drafting(monkeypatch)
     with pytest.raises(AssertionError):
@@ -244,17 +285,28 @@ def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch
 @pytest.mark.parametrize("asks", [True, False])
 @pytest.mark.parametrize("length", ["cheap", "dear", "hopeless", "measured"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_the_target_alone(length, family, asks, model, texts, byte_tokenizer, monkeypatch):  # noqa: F811
+def test_greedy_equals_the_target_alone(
+    length, family, asks, model, texts, byte_tokenizer, monkeypatch
+):
     """Three rows of other lengths, each with its own room for drafts."""
     if not asks:
         after_drafting(monkeypatch)
     lengths = {"cheap": CHEAP, "dear": DEAR, "hopeless": HOPELESS}
-    draft_length = adaptive(lengths[length]) if length in lengths else AdaptiveDraftLength(K, MeasuredCosts(K))
+    draft_length = (
+        adaptive(lengths[length]) if length in lengths else AdaptiveDraftLength(K, MeasuredCosts(K))
+    )
     cases = greedy_cases(texts, byte_tokenizer)
     llm = block_llm(
-        family, model, draft_length=draft_length, tokenizer=byte_tokenizer, max_num_seqs=3, max_num_batched_tokens=16
+        family,
+        model,
+        draft_length=draft_length,
+        tokenizer=byte_tokenizer,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
     )
-    outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
+    outputs = llm.generate(
+        token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
+    )
     check_greedy(outputs, cases)
 
 
@@ -262,7 +314,8 @@ def test_greedy_equals_the_target_alone(length, family, asks, model, texts, byte
 
 
 def test_all_confidences_give_the_length_of_most_tokens_per_price():
-    """Over all lengths, where one draft that fails would have hidden what lies behind a step of the costs."""
+    """Over all lengths, where one draft that fails would have hidden what lies behind a step of the
+    costs."""
     source = np.random.default_rng(0)
     lengths = set()
     for _ in range(60):
@@ -279,8 +332,12 @@ def test_all_confidences_give_the_length_of_most_tokens_per_price():
 
 
 def test_a_block_is_drafted_whole_and_verified_as_far_as_it_pays():
-    """Half of all blocks are sure and accepted, the others unsure and rejected; all of each is drafted."""
-    length, source = adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}), np.random.default_rng(0)
+    """Half of all blocks are sure and accepted, the others unsure and rejected; all of each is
+    drafted."""
+    length, source = (
+        adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}),
+        np.random.default_rng(0),
+    )
     proposer = SimpleProposer()
     length.attach(proposer, lambda rows, tokens: None)
     request, wrong, drafted = SimpleRequest(), 0, set()
@@ -299,7 +356,7 @@ def test_a_block_is_drafted_whole_and_verified_as_far_as_it_pays():
     assert wrong < 10
 
 
-def test_the_first_draft_is_charged_with_the_whole_block(model, monkeypatch):  # noqa: F811
+def test_the_first_draft_is_charged_with_the_whole_block(model, monkeypatch):
     """What is rehearsed to be timed is the block of a round, however little is drafted of it."""
     llm = block_llm("dspark", model)
     drafter, asked = llm.engine.proposer._drafter, []
@@ -331,7 +388,9 @@ def test_where_blocks_do_not_pay_few_are_drafted():
         width = 0
         if limit:
             told = torch.tensor(source.uniform(0.2, 0.9, (1, limit)))
-            proposal = Proposal(torch.zeros(1, limit, dtype=torch.long), [limit], confidence=told, foreseen=True)
+            proposal = Proposal(
+                torch.zeros(1, limit, dtype=torch.long), [limit], confidence=told, foreseen=True
+            )
             width = length.settle(proposal).width
         length.learn([width], [int(width > 0 and source.random() < 0.3)], 0.0, 0.0)
         verified.append(width)

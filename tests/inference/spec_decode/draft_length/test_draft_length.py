@@ -1,4 +1,5 @@
-"""Lengths are chosen without anticipating, so that text keeps its distribution; they follow acceptance and costs."""
+"""Lengths are chosen without anticipating, so that text keeps its distribution; they follow
+acceptance and costs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from inference import LLM, SamplingParams
 from inference.entrypoints.loading import make_draft_length
 from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.sampling.sampler import batch_probabilities, inverse_cdf
-from inference.spec_decode.draft_length.acceptance_estimator import AcceptanceEstimator, RequestHistory
+from inference.spec_decode.draft_length.acceptance_estimator import (
+    AcceptanceEstimator,
+    RequestHistory,
+)
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.draft_length.round_plan import RoundPlan
@@ -72,14 +76,22 @@ def trained_estimator() -> AcceptanceEstimator:
         for confidence in sure:
             estimator.estimate_next(state, [confidence])
         accepted = next(
-            (k for k, confidence in enumerate(sure) if source.random() > (0.95 if confidence > 0.5 else 0.1)), K
+            (
+                k
+                for k, confidence in enumerate(sure)
+                if source.random() > (0.95 if confidence > 0.5 else 0.1)
+            ),
+            K,
         )
         estimator.learn(state, histories, [K], [accepted], confidence_available=True)
     return estimator
 
 
-def after_texts(estimator: AcceptanceEstimator, requests: int, acceptance: float, seed: int) -> AcceptanceEstimator:
-    """What `estimator` becomes by requests of five rounds whose confidences do not tell that acceptance."""
+def after_texts(
+    estimator: AcceptanceEstimator, requests: int, acceptance: float, seed: int
+) -> AcceptanceEstimator:
+    """What `estimator` becomes by requests of five rounds whose confidences do not tell that
+    acceptance."""
     source = np.random.default_rng(seed)
     for _ in range(requests):
         histories = [RequestHistory()]
@@ -118,7 +130,9 @@ def test_a_request_of_another_kind_is_noticed_among_others():
     assert seen["worse"] + 0.1 < seen["new"] < seen["better"] - 0.03
     for _ in range(400):
         histories["worse"].idle()
-    assert first_draft(copy.deepcopy(mixed), histories["worse"]) == pytest.approx(seen["new"], abs=0.02)
+    assert first_draft(copy.deepcopy(mixed), histories["worse"]) == pytest.approx(
+        seen["new"], abs=0.02
+    )
 
 
 def planned_counts(q, confidence, drafted):
@@ -129,7 +143,8 @@ def planned_counts(q, confidence, drafted):
     def counts(draft: tuple) -> int:
         plan = RoundPlan(copy.deepcopy(estimator), [RequestHistory()], [K], *costs)
         while plan.committed_length < K and plan.decide_next(
-            [confidence(q(draft[: plan.committed_length]), draft[plan.committed_length])], drafted=drafted
+            [confidence(q(draft[: plan.committed_length]), draft[plan.committed_length])],
+            drafted=drafted,
         ):
             pass
         return plan.committed_length
@@ -150,7 +165,9 @@ def test_lengths_of_a_plan_are_lossless_by_enumeration(seed, drafted):
 @pytest.mark.parametrize("drafted", [False, True])
 def test_the_enumeration_notices_a_plan_that_sees_the_draft(drafted):
     q = random_tables(51)
-    models = Models(K, random_tables(1), q, told_counts=planned_counts(q, lambda q, x: float(q[x]), drafted))
+    models = Models(
+        K, random_tables(1), q, told_counts=planned_counts(q, lambda q, x: float(q[x]), drafted)
+    )
     assert enumerate_rule(models, "token")[0] > 1e-3
     assert enumerate_rule(replace(models, told_counts=None), "token")[0] <= LOSSLESS
 
@@ -162,7 +179,12 @@ def test_answers_do_not_depend_on_what_is_shown_later():
         sure = source.uniform(0.05, 0.95, (K, 2))
         answers = []
         for later in (0.01, 0.99):
-            plan = RoundPlan(copy.deepcopy(trained_estimator()), [RequestHistory(), RequestHistory()], [K, K], *costs)
+            plan = RoundPlan(
+                copy.deepcopy(trained_estimator()),
+                [RequestHistory(), RequestHistory()],
+                [K, K],
+                *costs,
+            )
             first = plan.decide_next(list(sure[0]), drafted=True)
             answers.append((first, plan.committed_length))
             if first:
@@ -172,23 +194,28 @@ def test_answers_do_not_depend_on_what_is_shown_later():
 
 
 class Threshold(DraftLength):
-    """Goes on while the first row's confidence is 0.4 or more: a rule whose every decision matters."""
+    """Goes on while the first row's confidence is 0.4 or more: a rule whose every decision
+    matters."""
 
     def attach(self, proposer, forward):
         proposer.go_on = lambda confidence: 0 if confidence[0] < 0.4 else K
 
 
 class Bigrams:
-    """A head that drafts by the last token alone, much as the target goes on after the prompt and that token."""
+    """A head that drafts by the last token alone, much as the target goes on after the prompt and
+    that token."""
 
     reads_taps = reads_last_hidden = whole_blocks = False
     first_token, max_length, draft_to_target = 1, None, None
     config = SimpleNamespace(tap_layers=())
 
-    def __init__(self, model) -> None:  # noqa: F811
+    def __init__(self, model) -> None:
         with torch.no_grad():
             self.logits = (
-                0.85 * model(torch.tensor([[*SMALL_PROMPT, token] for token in range(SMALL_VOCAB)])).logits[:, -1]
+                0.85
+                * model(
+                    torch.tensor([[*SMALL_PROMPT, token] for token in range(SMALL_VOCAB)])
+                ).logits[:, -1]
             )
 
     def attach(self, target):
@@ -217,10 +244,15 @@ class Bigrams:
 LENGTHS = {"adaptive": lambda: adaptive(DEAR), "threshold": lambda: Threshold(K)}
 
 
-def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
-    """χ² of four tokens at T = 1, one request after the other: what one row does is decided by that row."""
+def joint_fits(draft_length, small, samples=500) -> LLM:
+    """χ² of four tokens at T = 1, one request after the other: what one row does is decided by that
+    row."""
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
-    drafting = {"drafter": Bigrams(small), "num_speculative_tokens": K, "draft_length": draft_length}
+    drafting = {
+        "drafter": Bigrams(small),
+        "num_speculative_tokens": K,
+        "draft_length": draft_length,
+    }
     llm = llm_of(small, seed=5, max_num_seqs=1, **drafting)
     (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
     check_joint_pairs(output, exact_joint(small, params))
@@ -228,10 +260,15 @@ def joint_fits(draft_length, small, samples=500) -> LLM:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "asks"), [("adaptive", True), ("adaptive", False), ("threshold", True)])
-def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("length", "asks"), [("adaptive", True), ("adaptive", False), ("threshold", True)]
+)
+def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):
     monkeypatch.setattr(
-        head.HeadProposer, "stops_early", property(lambda self: asks, lambda self, value: None), raising=False
+        head.HeadProposer,
+        "stops_early",
+        property(lambda self: asks, lambda self, value: None),
+        raising=False,
     )
     llm = joint_fits(LENGTHS[length](), small)
     counters = llm.get_metrics()
@@ -240,7 +277,7 @@ def test_joint_of_the_first_tokens(length, asks, small, monkeypatch):  # noqa: F
 
 
 @pytest.mark.slow
-def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noqa: F811
+def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
     """The power of the test above: what is shown is the probability of the token that was drawn."""
 
     samplers = []
@@ -252,7 +289,10 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noq
 
     def probability_of_the_draft(logits):
         sample = samplers[-1]
-        drawn = inverse_cdf(batch_probabilities(logits[:, None], sample._params)[:, 0], sample._noise[len(sample._q)])
+        drawn = inverse_cdf(
+            batch_probabilities(logits[:, None], sample._params)[:, 0],
+            sample._noise[len(sample._q)],
+        )
         return logits.softmax(-1).gather(1, drawn[:, None])[:, 0]
 
     monkeypatch.setattr(head, "_SampledChain", Sampler)
@@ -261,17 +301,24 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):  # noq
         joint_fits(Threshold(K), small)
 
 
-# ---------------------------------------------------------------------- text at temperature 0, and what heads are fed
+# ---------------------------------------------------------------------- text at temperature 0, and
+# what heads are fed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", ["cheap", "hopeless", "scheduled", "measured"])
 @pytest.mark.parametrize(
-    ("kind", "asks"), [("ngram", False), ("right", False), ("fake", True), ("fake", False), ("eagle3", True)]
+    ("kind", "asks"),
+    [("ngram", False), ("right", False), ("fake", True), ("fake", False), ("eagle3", True)],
 )
-def test_greedy_equals_the_target_alone(length, kind, asks, make_llm, texts, byte_tokenizer, monkeypatch):  # noqa: F811
+def test_greedy_equals_the_target_alone(
+    length, kind, asks, make_llm, texts, byte_tokenizer, monkeypatch
+):
     monkeypatch.setattr(
-        head.HeadProposer, "stops_early", property(lambda self: asks, lambda self, value: None), raising=False
+        head.HeadProposer,
+        "stops_early",
+        property(lambda self: asks, lambda self, value: None),
+        raising=False,
     )
     lengths = {
         "cheap": adaptive,
@@ -280,11 +327,15 @@ def test_greedy_equals_the_target_alone(length, kind, asks, make_llm, texts, byt
         "measured": lambda: AdaptiveDraftLength(K, MeasuredCosts(K)),
     }
     cases = greedy_cases(texts, byte_tokenizer)
-    llm = make_llm(kind, max_num_seqs=3, **({} if kind == "ngram" else {"draft_length": lengths[length]()}))
+    llm = make_llm(
+        kind, max_num_seqs=3, **({} if kind == "ngram" else {"draft_length": lengths[length]()})
+    )
     if kind == "ngram":
         llm.engine.draft_length = lengths[length]()
         llm.engine.draft_length.attach(llm.engine.proposer, llm.engine._rehearse)
-    outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
+    outputs = llm.generate(
+        token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
+    )
     check_greedy(outputs, cases)
 
 
@@ -297,11 +348,14 @@ class Irregular(DraftLength):
         self.rounds += 1
         if self.rounds % 29 < 24:
             return [0] * len(rows)
-        return [min((self.rounds + row) % (K + 1), request.draft_limit) for row, request in enumerate(rows)]
+        return [
+            min((self.rounds + row) % (K + 1), request.draft_limit)
+            for row, request in enumerate(rows)
+        ]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_head_that_paused_has_seen_the_committed_text(rows, make_llm, monkeypatch):  # noqa: F811
+def test_a_head_that_paused_has_seen_the_committed_text(rows, make_llm, monkeypatch):
     llm = make_llm("fake", max_num_seqs=rows, draft_length=Irregular(K))
     proposer, drafter = llm.engine.proposer, llm.engine.proposer._drafter
     propose, paused, checked = proposer.propose, 0, 0
@@ -316,20 +370,26 @@ def test_a_head_that_paused_has_seen_the_committed_text(rows, make_llm, monkeypa
                 ids = request.token_ids
                 assert proposer._cache.lengths[row] == len(ids) - 1
                 taps, hidden = llm.engine.target(torch.tensor([ids[:-1]]))
-                slots = drafter.embedding[ids[1:]] + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
+                slots = (
+                    drafter.embedding[ids[1:]]
+                    + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
+                )
                 seen = proposer._cache._values[0][row, 0, : len(ids) - 1]
                 torch.testing.assert_close(seen, slots, atol=1e-4, rtol=1e-4)
                 checked += 1
         return proposal
 
     monkeypatch.setattr(proposer, "propose", checking)
-    params = [SamplingParams(temperature=t, max_tokens=n, seed=n) for t, n in ((0, 50), (1, 40), (1, 9), (0, 45))]
+    params = [
+        SamplingParams(temperature=t, max_tokens=n, seed=n)
+        for t, n in ((0, 50), (1, 40), (1, 9), (0, 45))
+    ]
     llm.generate(token_prompts("plain", "one token", "long", "plain"), params, False)
     assert checked > 12
 
 
 @pytest.mark.parametrize("kind", ["fake", "eagle3"])
-def test_rehearsing_leaves_no_trace(kind, make_llm, monkeypatch):  # noqa: F811
+def test_rehearsing_leaves_no_trace(kind, make_llm, monkeypatch):
     params = [SamplingParams(temperature=t, max_tokens=20, seed=3) for t in (0, 1)]
     expected = ids_of(make_llm(kind).generate(token_prompts("plain", "long"), params, False))
     llm = make_llm(kind)
@@ -345,12 +405,17 @@ def test_rehearsing_leaves_no_trace(kind, make_llm, monkeypatch):  # noqa: F811
     assert ids_of(llm.generate(token_prompts("plain", "long"), params, False)) == expected
 
 
-def test_given_costs_make_runs_equal(make_llm):  # noqa: F811
+def test_given_costs_make_runs_equal(make_llm):
     params = [SamplingParams(temperature=t, max_tokens=30, seed=3) for t in (1, 0, 1)]
     runs = []
     for _ in range(2):
         llm = make_llm("eagle3", max_num_seqs=2, draft_length=adaptive(DEAR))
-        runs.append((ids_of(llm.generate(token_prompts("plain", "long", "plain"), params, False)), llm.get_metrics()))
+        runs.append(
+            (
+                ids_of(llm.generate(token_prompts("plain", "long", "plain"), params, False)),
+                llm.get_metrics(),
+            )
+        )
     assert runs[0] == runs[1]
 
 
@@ -358,16 +423,20 @@ def test_given_costs_make_runs_equal(make_llm):  # noqa: F811
 
 
 class Rows:
-    """A drafter and a target made of acceptance probabilities, run through a draft length without any model."""
+    """A drafter and a target made of acceptance probabilities, run through a draft length without
+    any model."""
 
     def __init__(self, draft_length: AdaptiveDraftLength, rows: int = 1, seed: int = 0) -> None:
         self.length, self.source = draft_length, np.random.default_rng(seed)
-        self.length.attach(SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None)
+        self.length.attach(
+            SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None
+        )
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
     def round(self, acceptance: list[float]) -> int:
-        """One round with a chance of acceptance per row, the same at every depth; returns its width."""
+        """One round with a chance of acceptance per row, the same at every depth; returns its
+        width."""
         limits = self.length.limits(self.requests)
         tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
         proposal = self.length.settle(Proposal(tokens, limits))
@@ -400,9 +469,15 @@ def test_probing_costs_less_than_a_hundredth_and_finds_what_pays_again():
     spent, rounds = 0.0, 2000
     for _ in range(rounds):
         width = rows.round([0.0])
-        spent += costs["verify"][width] + (costs["draft"][width - 1] if width else 0) - costs["verify"][0]
+        spent += (
+            costs["verify"][width]
+            + (costs["draft"][width - 1] if width else 0)
+            - costs["verify"][0]
+        )
     assert 0 < sum(width > 0 for width in rows.widths[-500:])
-    assert spent / (rounds * costs["verify"][0]) < 0.01 + 10 / rounds  # the allowance at the start, once
+    assert (
+        spent / (rounds * costs["verify"][0]) < 0.01 + 10 / rounds
+    )  # the allowance at the start, once
     rows.widths.clear()
     for _ in range(800):
         rows.round([0.97])
@@ -421,7 +496,8 @@ def test_a_request_whose_drafts_fail_does_not_spoil_the_next():
 
 
 def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
-    """Three rows that fail and one that succeeds: the width that is right for the one alone loses for the batch."""
+    """Three rows that fail and one that succeeds: the width that is right for the one alone loses
+    for the batch."""
     alone, together = Rows(adaptive(DEAR)), Rows(adaptive(DEAR), rows=4)
     for _ in range(200):
         alone.round([0.9])
@@ -435,8 +511,12 @@ def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
 
 
 def test_confidence_decides_where_it_means_something():
-    """Half of all drafts are sure and accepted, the others unsure and rejected; on average drafting does not pay."""
-    length, source = adaptive({"verify": [10, 17, 24, 31], "draft": [0.2, 0.4, 0.6]}), np.random.default_rng(0)
+    """Half of all drafts are sure and accepted, the others unsure and rejected; on average drafting
+    does not pay."""
+    length, source = (
+        adaptive({"verify": [10, 17, 24, 31], "draft": [0.2, 0.4, 0.6]}),
+        np.random.default_rng(0),
+    )
     length.attach(SimpleNamespace(stops_early=True, whole_blocks=False), lambda rows, tokens: None)
     request, wrong = SimpleRequest(), 0
     for turn in range(400):
@@ -456,7 +536,8 @@ def test_confidence_decides_where_it_means_something():
 
 
 def test_the_lengths_chosen_for_recorded_confidences():
-    """Golden: the decisions of the first version, so that a rewrite of the estimator or the plan changes none."""
+    """Golden: the decisions of the first version, so that a rewrite of the estimator or the plan
+    changes none."""
     length = adaptive({"verify": [10, 11, 12, 13], "draft": [0.5, 1, 1.5]})
     length.attach(SimpleNamespace(stops_early=False, whole_blocks=False), lambda rows, tokens: None)
     source, request, widths = np.random.default_rng(7), SimpleRequest(), []
@@ -467,7 +548,9 @@ def test_the_lengths_chosen_for_recorded_confidences():
         (hits,) = source.random((1, K)) < sure ** (0.2 if turn < 40 else 1)
         length.learn([width], [next((k for k in range(width) if not hits[k]), width)], 0.0, 0.0)
         widths.append(width)
-    assert "".join(map(str, widths)) == "333333333333333333333333333333323333333333333333333233222221"
+    assert (
+        "".join(map(str, widths)) == "333333333333333333333333333333323333333333333333333233222221"
+    )
 
 
 # ---------------------------------------------------------------------- costs
@@ -488,7 +571,7 @@ def test_measured_costs_follow_the_rounds():
     assert costs.of(rows)[0][0] < 0.012
 
 
-def test_measuring_a_batch_size_stays_within_its_budget(make_llm):  # noqa: F811
+def test_measuring_a_batch_size_stays_within_its_budget(make_llm):
     from time import perf_counter
 
     llm = make_llm("eagle3", draft_length=AdaptiveDraftLength(K, MeasuredCosts(K)))
@@ -509,7 +592,9 @@ def config(**options):
 
 
 def test_schedule_by_batch_size():
-    length = make_draft_length(config(num_speculative_tokens_per_batch_size=[[2, 4, 2], [8, 64, 0]]))
+    length = make_draft_length(
+        config(num_speculative_tokens_per_batch_size=[[2, 4, 2], [8, 64, 0]])
+    )
     found = [max(length.limits([SimpleRequest()] * size)) for size in (1, 2, 4, 6, 8, 100)]
     assert found == [K, 2, 2, 2, 0, 0]
     capped = make_draft_length(
@@ -537,13 +622,17 @@ def test_refused_options(options, message):
         config(**options)
 
 
-@pytest.mark.parametrize("costs", [{"verify": [1, 2]}, {**CHEAP, "verify": [0, 1, 1, 1]}, {**CHEAP, "draft": [1]}])
+@pytest.mark.parametrize(
+    "costs", [{"verify": [1, 2]}, {**CHEAP, "verify": [0, 1, 1, 1]}, {**CHEAP, "draft": [1]}]
+)
 def test_refused_costs(costs):
     with pytest.raises(ConfigError, match="adaptive_verification_costs"):
-        make_draft_length(config(enable_adaptive_verification=True, adaptive_verification_costs=costs))
+        make_draft_length(
+            config(enable_adaptive_verification=True, adaptive_verification_costs=costs)
+        )
 
 
-def test_an_llm_with_the_options(model, texts):  # noqa: F811
+def test_an_llm_with_the_options(model, texts):
     options = {
         "method": "ngram",
         "num_speculative_tokens": K,
@@ -551,6 +640,8 @@ def test_an_llm_with_the_options(model, texts):  # noqa: F811
         "enable_adaptive_verification": True,
     }
     llm = LLM(model, speculative_config=options)
-    (output,) = llm.generate(token_prompts("plain"), SamplingParams(temperature=0, max_tokens=40), False)
+    (output,) = llm.generate(
+        token_prompts("plain"), SamplingParams(temperature=0, max_tokens=40), False
+    )
     assert output.outputs[0].token_ids == texts[tuple(PROMPTS["plain"])][:40]
     assert 0 < llm.engine.mean_draft_length <= K

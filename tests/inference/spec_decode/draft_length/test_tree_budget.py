@@ -1,4 +1,5 @@
-"""Trees that grow while a place is worth its verification: as far as prices say, and without looking."""
+"""Trees that grow while a place is worth its verification: as far as prices say, and without
+looking."""
 
 from __future__ import annotations
 
@@ -38,13 +39,20 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
 )
 from tests.inference.modules import make_llm
 from tests.inference.spec_decode.draft_length.test_block_lengths import FAMILIES, follow_the_prompt
-from tests.inference.spec_decode.verification.test_tree_verification import LOSSLESS, VOCAB, EveryThrow, random_table
+from tests.inference.spec_decode.verification.test_tree_verification import (
+    LOSSLESS,
+    VOCAB,
+    EveryThrow,
+    random_table,
+)
 from tests.speculators.families.conftest import Case, make
 
 SHAPE = DynamicTree(topk=3, depth=3, budget=7)
 CASES = {
     **FAMILIES,
-    "peagle": Case("peagle", {"num_depths": 3, "mask_token_id": 2}, {"own_embeddings": False}, taps=(1, 2)),
+    "peagle": Case(
+        "peagle", {"num_depths": 3, "mask_token_id": 2}, {"own_embeddings": False}, taps=(1, 2)
+    ),
     "eagle3": Case("eagle3", taps=(1, 2)),
 }
 
@@ -61,10 +69,22 @@ def linear(slope: float) -> list[float]:
 # ---------------------------------------------------------------------- how far a tree grows
 
 
-def grown(shape: DynamicTree, temperature: float, prices, rows: int = 1, seeds=None, sharpness: float = 2.0):
+def grown(
+    shape: DynamicTree,
+    temperature: float,
+    prices,
+    rows: int = 1,
+    seeds=None,
+    sharpness: float = 2.0,
+):
     requests = [
         Request(
-            str(b), b, [1], SamplingParams(temperature=temperature), generator=make_generator(seed), max_model_len=64
+            str(b),
+            b,
+            [1],
+            SamplingParams(temperature=temperature),
+            generator=make_generator(seed),
+            max_model_len=64,
         )
         for b, seed in enumerate(seeds or range(rows))
     ]
@@ -87,7 +107,8 @@ def test_free_places_are_all_taken_and_dear_ones_are_not(temperature):
     _, dear = grown(shape, temperature, [2.0 * w for w in range(15)])
     assert dear.counts == [1]
     counts = [
-        grown(shape, temperature, [slope * w for w in range(15)])[1].counts[0] for slope in (0.3, 0.1, 0.03, 0.01)
+        grown(shape, temperature, [slope * w for w in range(15)])[1].counts[0]
+        for slope in (0.3, 0.1, 0.03, 0.01)
     ]
     assert counts == sorted(counts) and 1 < counts[1] < 14
 
@@ -106,7 +127,8 @@ def test_a_price_of_a_place_is_a_threshold_of_path_probabilities():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_share_the_columns_of_a_forward(temperature):
-    """A column that is dear for one row pays for five that are alike; no row is wider than the batch's places."""
+    """A column that is dear for one row pays for five that are alike; no row is wider than the
+    batch's places."""
     shape, prices = DynamicTree(4, 4, 14), [0.2 * w for w in range(15)]
     _, alone = grown(shape, temperature, prices)
     _, together = grown(shape, temperature, prices, rows=5, seeds=[0] * 5)
@@ -115,9 +137,13 @@ def test_rows_share_the_columns_of_a_forward(temperature):
 
 
 def test_a_step_of_the_costs_is_climbed_where_what_lies_behind_it_pays():
-    """The first place is the expensive one, as where a product of a vector becomes one of a matrix."""
+    """The first place is the expensive one, as where a product of a vector becomes one of a
+    matrix."""
     shape = DynamicTree(4, 4, 14)
-    for step, expected in ((0.2, 14), (50.0, 14)):  # one place at least is verified, and the others cost nothing
+    for step, expected in (
+        (0.2, 14),
+        (50.0, 14),
+    ):  # one place at least is verified, and the others cost nothing
         assert grown(shape, 0.0, [0.0, *[step] * 14])[1].counts == [expected]
     assert grown(shape, 0.0, [0.0, 0.0, *[50.0] * 13])[1].counts == [1]
     assert grown(shape, 0.0, [0.0, 0.0, *[0.3] * 13], sharpness=3.0)[1].counts == [14]
@@ -126,7 +152,10 @@ def test_a_step_of_the_costs_is_climbed_where_what_lies_behind_it_pays():
 def test_what_is_drawn_does_not_decide_how_much_is():
     """Of the first level, whose logits are the same whatever the numbers are."""
     prices = [0.05 * w for w in range(15)]
-    alive = [grown(DynamicTree(4, 4, 14), 1.0, prices, seeds=[seed])[0]._levels[0].alive for seed in range(8)]
+    alive = [
+        grown(DynamicTree(4, 4, 14), 1.0, prices, seeds=[seed])[0]._levels[0].alive
+        for seed in range(8)
+    ]
     assert all(torch.equal(alive[0], each) for each in alive)
     assert 1 <= int(alive[0].sum()) < 4
 
@@ -142,8 +171,8 @@ class PrunedAfterwards(TreeGrowth):
 
 
 def distance(growth, prices, rule: str, monkeypatch) -> tuple[float, set[int]]:
-    """Total variation of three tokens from the target's, over every tree that can be drawn and every throw of the rule;
-    and the numbers of places that there were."""
+    """Total variation of three tokens from the target's, over every tree that can be drawn and
+    every throw of the rule; and the numbers of places that there were."""
     p, q, shape = random_table(3), random_table(60), DynamicTree(2, 2, 4)
     drafting, written, sizes = EveryThrow(), {}, set()
 
@@ -151,10 +180,14 @@ def distance(growth, prices, rule: str, monkeypatch) -> tuple[float, set[int]]:
         return torch.tensor([drafting.draw(row) if row.sum() > 0 else VOCAB for row in weights])
 
     monkeypatch.setattr(tree_drafting, "inverse_cdf", draw)
-    monkeypatch.setattr(tree_drafting, "batch_probabilities", lambda logits, params: logits.exp())  # in float64
+    monkeypatch.setattr(
+        tree_drafting, "batch_probabilities", lambda logits, params: logits.exp()
+    )  # in float64
 
     def tree():
-        request = Request("0", 0, [1], SamplingParams(), generator=make_generator(0), max_model_len=64)
+        request = Request(
+            "0", 0, [1], SamplingParams(), generator=make_generator(0), max_model_len=64
+        )
         grow, paths = growth(shape, [request], [2], None, VOCAB, prices=prices), [()]
         while (level := grow(torch.stack([q(path) for path in paths]).log()[None])) is not None:
             (tokens,), (parents,) = level.token_ids.tolist(), level.parents.tolist()
@@ -193,7 +226,7 @@ def test_the_enumeration_notices_a_tree_that_is_pruned_after_drawing(monkeypatch
     assert distance(PrunedAfterwards, None, "traversal", monkeypatch)[0] > 1e-3
 
 
-def tree_llm(family: str, model, length, **options):  # noqa: F811
+def tree_llm(family: str, model, length, **options):
     target, drafter = make(CASES[family], model)
     if model.config.vocab_size == SMALL_VOCAB and family in FAMILIES:
         follow_the_prompt(drafter, model)
@@ -202,7 +235,7 @@ def tree_llm(family: str, model, length, **options):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["dspark", "dflash", "peagle"])
-def test_joint_of_the_first_tokens(family, small):  # noqa: F811
+def test_joint_of_the_first_tokens(family, small):
     """χ² of four tokens at T = 1, five rows at a time."""
     params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=1500)
     llm = tree_llm(family, small, budget(linear(1.0)), seed=5, max_num_seqs=5)
@@ -216,7 +249,7 @@ def test_joint_of_the_first_tokens(family, small):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("costs", ["cheap", "dear", "measured"])
 @pytest.mark.parametrize("family", CASES)
-def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokenizer):  # noqa: F811
+def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokenizer):
     made = {
         "cheap": lambda: budget(linear(0.0)),
         "dear": lambda: budget(linear(1.5)),
@@ -225,7 +258,9 @@ def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokeni
     cases = greedy_cases(texts, byte_tokenizer)
     options = {"tokenizer": byte_tokenizer, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     llm = tree_llm(family, model, made, **options)
-    outputs = llm.generate(token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False)
+    outputs = llm.generate(
+        token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
+    )
     check_greedy(outputs, cases)
     counters = llm.get_metrics()
     mean = counters.num_draft_tokens / counters.num_drafts
@@ -233,7 +268,7 @@ def test_greedy_equals_the_target_alone(costs, family, model, texts, byte_tokeni
         assert mean > 0.8 * SHAPE.budget if costs == "cheap" else 1 <= mean < 3
 
 
-def test_a_rehearsed_tree_leaves_no_trace(model, monkeypatch):  # noqa: F811
+def test_a_rehearsed_tree_leaves_no_trace(model, monkeypatch):
     params = [SamplingParams(temperature=t, max_tokens=20, seed=3) for t in (0, 1)]
     runs = []
     for rehearsing in (False, True):
@@ -263,7 +298,8 @@ class SimpleRequest:
 
 
 def test_time_that_is_put_to_good_use_becomes_dearer():
-    """ρ is what rounds of late gained; it follows the rounds, and is never below that of plain decoding."""
+    """ρ is what rounds of late gained; it follows the rounds, and is never below that of plain
+    decoding."""
     length, proposer = budget(linear(1.0)), FakeProposer()
     length.attach(proposer, lambda rows, tokens: None)
     rows = [SimpleRequest()] * 2
@@ -301,9 +337,18 @@ def test_a_drafter_that_is_too_sure_is_corrected():
 
 
 def test_options():
-    base = {"method": "dspark", "model": "somewhere", "num_speculative_tokens": 7, "enable_adaptive_verification": True}
-    grown = parse_speculative_config({**base, "speculative_eagle_topk": 3, "speculative_num_steps": 3})
+    base = {
+        "method": "dspark",
+        "model": "somewhere",
+        "num_speculative_tokens": 7,
+        "enable_adaptive_verification": True,
+    }
+    grown = parse_speculative_config(
+        {**base, "speculative_eagle_topk": 3, "speculative_num_steps": 3}
+    )
     assert isinstance(make_draft_length(grown), AdaptiveTreeBudget)
     assert isinstance(make_draft_length(parse_speculative_config(base)), AdaptiveDraftLength)
     with pytest.raises(ConfigError, match="the shape of these drafts is fixed"):
-        parse_speculative_config({**base, "num_speculative_tokens": 1, "speculative_token_tree": "[(0,)]"})
+        parse_speculative_config(
+            {**base, "num_speculative_tokens": 1, "speculative_token_tree": "[(0,)]"}
+        )

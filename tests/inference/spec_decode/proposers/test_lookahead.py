@@ -1,4 +1,5 @@
-"""Lookahead decoding writes the target's own text, and its window and pool are those of the published algorithm."""
+"""Lookahead decoding writes the target's own text, and its window and pool are those of the
+published algorithm."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ import torch
 
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.lookahead import JacobiWindow, LookaheadProposer, NgramPool, merged
+from inference.spec_decode.proposers.lookahead import (
+    JacobiWindow,
+    LookaheadProposer,
+    NgramPool,
+    merged,
+)
 from speculators.errors import ConfigError
 
 LIMIT = 120
@@ -45,7 +51,8 @@ def greedy_next(model, text) -> int:
     return int(model(torch.tensor([text])).logits[0, -1].argmax())
 
 
-# ---------------------------------------------------------------------- a forward over a tree, and a walk in it
+# ---------------------------------------------------------------------- a forward over a tree, and
+# a walk in it
 
 
 def ancestors(parents: list[int]) -> list[list[int]]:
@@ -59,7 +66,8 @@ def ancestors(parents: list[int]) -> list[list[int]]:
 
 @torch.no_grad()
 def tree_logits(model, text: list[int], tokens: list[int], parents: list[int]) -> torch.Tensor:
-    """[1 + places, V]: of the text's last token, then of every place, which sees the text and the places above it."""
+    """[1 + places, V]: of the text's last token, then of every place, which sees the text and the
+    places above it."""
     length, places = len(text), len(tokens)
     mask = torch.zeros(length + places, length + places, dtype=torch.bool)
     mask[:length, :length] = torch.ones(length, length).tril().bool()
@@ -70,12 +78,17 @@ def tree_logits(model, text: list[int], tokens: list[int], parents: list[int]) -
         positions.append(length - 1 + len(path))
     assert max(positions) < LIMIT
     allowed = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-    logits = model(torch.tensor([text + tokens]), attention_mask=allowed, position_ids=torch.tensor([positions])).logits
+    logits = model(
+        torch.tensor([text + tokens]),
+        attention_mask=allowed,
+        position_ids=torch.tensor([positions]),
+    ).logits
     return logits[0, length - 1 :]
 
 
 def walked(best: list[int], tokens: list[int], parents: list[int], judged: int) -> list[int]:
-    """Greedy verification: from the last token down to whichever child says what the target says; `best` per entry."""
+    """Greedy verification: from the last token down to whichever child says what the target says;
+    `best` per entry."""
     at, written = -1, []
     while True:
         written.append(best[1 + at])
@@ -93,13 +106,18 @@ def one_round(model, proposer, requests: list[Request]) -> list[int]:
     trees, logits = [], []
     for row, request in enumerate(requests):
         judged, places = proposal.counts[row], proposal.counts[row] + proposal.scaffold[row]
-        assert judged <= proposer.num_speculative_tokens and places - judged <= proposer.num_scaffold_tokens
+        assert (
+            judged <= proposer.num_speculative_tokens
+            and places - judged <= proposer.num_scaffold_tokens
+        )
         tokens, parents = proposal.token_ids[row, :places].tolist(), proposal.parents[row]
         deepest = max((len(path) for path in ancestors(parents)), default=0)
         assert len(request.token_ids) - 1 + deepest < request.max_model_len
         own = tree_logits(model, request.token_ids, tokens, parents)
         trees.append((tokens, parents, judged))
-        logits.append(torch.cat([own, torch.full((proposal.width - places, own.shape[1]), torch.nan)]))
+        logits.append(
+            torch.cat([own, torch.full((proposal.width - places, own.shape[1]), torch.nan)])
+        )
     proposer.see_logits(requests, proposal, torch.stack(logits))
     new = [walked(own.argmax(-1).tolist(), *tree) for own, tree in zip(logits, trees, strict=True)]
     return [request.commit(tokens) for request, tokens in zip(requests, new, strict=True)]
@@ -125,7 +143,9 @@ def test_text_is_the_target_s_own(columns, ngram_size, from_prompt, model):
         text = request.token_ids[: request.num_prompt_tokens]
         while len(text) < len(request.token_ids):
             text.append(greedy_next(model, text))
-        assert request.token_ids == text and len(text) == request.num_prompt_tokens + 1 + sum(counts)
+        assert request.token_ids == text and len(text) == request.num_prompt_tokens + 1 + sum(
+            counts
+        )
     assert max(map(max, written)) > 1  # a random model repeats itself soon
 
 
@@ -144,14 +164,17 @@ def test_up_to_the_context_limit(model):
     assert len(requests[0].token_ids) == 30
 
 
-# ---------------------------------------------------------------------- against the published algorithm
+# ---------------------------------------------------------------------- against the published
+# algorithm
 
 
 class Published:
-    """Lookahead as its paper tells it, one column at a time: each token of the window is read after the text, the
-    part of level 0 up to its column, and its own column so far. No tree, no mask."""
+    """Lookahead as its paper tells it, one column at a time: each token of the window is read after
+    the text, the part of level 0 up to its column, and its own column so far. No tree, no mask."""
 
-    def __init__(self, model, level: list[int], columns: int, ngram_size: int, guesses: int) -> None:
+    def __init__(
+        self, model, level: list[int], columns: int, ngram_size: int, guesses: int
+    ) -> None:
         self.model, self.columns, self.n, self.most = model, columns, ngram_size, guesses
         self.levels, self.pool = [level], {}
 
@@ -190,7 +213,9 @@ def test_window_and_pool_are_those_of_the_published_algorithm(columns, ngram_siz
         published.step(text)
         assert row.window.levels == published.levels
         assert {first: list(rest) for first, rest in row.pool._known.items()} == published.pool
-    assert [len(level) for level in row.window.levels] == [columns - 1] + [columns] * (ngram_size - 2)
+    assert [len(level) for level in row.window.levels] == [columns - 1] + [columns] * (
+        ngram_size - 2
+    )
 
 
 # ---------------------------------------------------------------------- its parts
@@ -200,7 +225,11 @@ def test_the_pool_keeps_the_latest_of_each_token():
     pool = NgramPool(2)
     for first, rest in [(1, (2, 3)), (1, (4, 5)), (7, (8, 9)), (1, (2, 3)), (1, (6, 6))]:
         pool.add(first, rest)
-    assert pool.guesses(1) == [(6, 6), (2, 3)] and pool.guesses(7) == [(8, 9)] and pool.guesses(2) == []
+    assert (
+        pool.guesses(1) == [(6, 6), (2, 3)]
+        and pool.guesses(7) == [(8, 9)]
+        and pool.guesses(2) == []
+    )
 
 
 def test_guesses_share_their_beginnings():

@@ -1,4 +1,5 @@
-"""Suffix decoding drafts what counting by hand would, whatever was added and removed, and forgets what it should."""
+"""Suffix decoding drafts what counting by hand would, whatever was added and removed, and forgets
+what it should."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def occurrences(texts, depth=DEPTH) -> Counter:
 
 
 def check_counts(counts: SuffixCounts, texts, vocabulary: int) -> None:
-    """Every pattern that occurs is matched, and led on to its most frequent follower, with the counts' ratio."""
+    """Every pattern that occurs is matched, and led on to its most frequent follower, with the
+    counts' ratio."""
     expected = occurrences(texts)
     for pattern, count in expected.items():
         if len(pattern) == DEPTH:
@@ -68,25 +70,33 @@ def test_a_store_counts_its_last_texts_only(vocabulary, most):
         texts.append(text)
         store.add(text)
         check_counts(store.counts, texts[-most:], vocabulary)
-    assert len(store.counts) <= 2 * 12 * 3 * most  # and its memory is that of a few times as many texts
+    assert (
+        len(store.counts) <= 2 * 12 * 3 * most
+    )  # and its memory is that of a few times as many texts
 
 
 def by_counting(own, served, options, most) -> list[int]:
-    """The definition: for every match length go on with the most frequent follower, of equals the last one to become
-    so; the best sum of probabilities, the request's own text and longer matches first."""
+    """The definition: for every match length go on with the most frequent follower, of equals the
+    last one to become so; the best sum of probabilities, the request's own text and longer matches
+    first."""
     best, drafted, depth = 0.0, [], options["max_tree_depth"]
     for texts in ([own], served):
         expected = occurrences(texts, depth)
         last = {}  # pattern -> when it was last counted
         for i, text in enumerate(texts):
             for end in range(len(text) + 1):
-                last |= {tuple(text[start:end]): (i, end) for start in range(max(0, end - depth), end)}
+                last |= {
+                    tuple(text[start:end]): (i, end) for start in range(max(0, end - depth), end)
+                }
         for m in range(min(depth - 1, len(own)), 0, -1):
             pattern = tuple(own[-m:])
             budget = min(most, int(m * options["max_spec_factor"] + 1e-6), depth - m)
             tokens, probability, score = [], 1.0, 0.0
             while len(tokens) < budget and expected[pattern]:
-                grown = max(((*pattern, t) for t in range(10)), key=lambda p: (expected[p], last.get(p, (-1, 0))))
+                grown = max(
+                    ((*pattern, t) for t in range(10)),
+                    key=lambda p: (expected[p], last.get(p, (-1, 0))),
+                )
                 probability *= expected[grown] / expected[pattern]
                 if probability < options["min_token_prob"] or probability == 0:
                     break
@@ -105,7 +115,9 @@ def request(tokens, **options) -> Request:
 OPTIONS = dict(max_tree_depth=12, max_cached_requests=10, max_spec_factor=1.0, min_token_prob=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_spec_factor": 2.5}, {"max_spec_factor": 0.5, "min_token_prob": 0.4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_spec_factor": 2.5}, {"max_spec_factor": 0.5, "min_token_prob": 0.4}]
+)
 def test_drafts_are_those_of_the_definition(options):
     options = OPTIONS | options
     source = random.Random(3)
@@ -118,7 +130,9 @@ def test_drafts_are_those_of_the_definition(options):
             row.token_ids += source.choice(phrases + served[-1:])[:9]
             limit = source.randint(1, 9)
             proposal = proposer.propose([row], [limit])
-            assert proposal.token_ids[0].tolist() == by_counting(row.token_ids, served, options, min(limit, 8))
+            assert proposal.token_ids[0].tolist() == by_counting(
+                row.token_ids, served, options, min(limit, 8)
+            )
             drafted += proposal.counts[0]
         row.finish("stop")
         served.append(row.output_token_ids)
@@ -130,12 +144,16 @@ def test_a_longer_match_gets_a_longer_draft():
     phrase = [*range(10, 30)]
     for matched in (1, 3, 8):
         proposer.reset(0)
-        assert proposer.propose([request([*phrase, 1, *phrase[:matched]])], [24]).counts == [matched]
+        assert proposer.propose([request([*phrase, 1, *phrase[:matched]])], [24]).counts == [
+            matched
+        ]
 
 
 def drafts_of(proposer, *requests) -> list[list[int]]:
     proposal = proposer.propose(requests, [9] * len(requests))
-    return [row[:count] for row, count in zip(proposal.token_ids.tolist(), proposal.counts, strict=True)]
+    return [
+        row[:count] for row, count in zip(proposal.token_ids.tolist(), proposal.counts, strict=True)
+    ]
 
 
 def test_finished_responses_are_remembered_and_forgotten_in_their_order():
@@ -167,7 +185,9 @@ def test_rows_keep_their_texts_when_they_move_and_leave():
     assert drafts_of(proposer, rows[2], rows[1])[0][:1] in ([8], [1])
     assert drafts_of(proposer, rows[2], rows[1])[1] == [53]
     rows[1].token_ids += [54]
-    assert len(drafts_of(proposer, rows[2])) == 1  # the other left unfinished, and is not remembered
+    assert (
+        len(drafts_of(proposer, rows[2])) == 1
+    )  # the other left unfinished, and is not remembered
     rows[2].token_ids += [52]
     assert drafts_of(proposer, rows[2]) == [[53]]
 
@@ -189,7 +209,8 @@ def test_depth_is_checked():
 
 
 def test_confidence_grows_with_what_was_seen():
-    """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the counts differ."""
+    """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the
+    counts differ."""
     proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 0, "min_token_prob": 0.0})
     told = []
     for text in ([1, 2, 3, 9, 1, 2], [1, 2, 3, 9] * 3 + [1, 2], [9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]):

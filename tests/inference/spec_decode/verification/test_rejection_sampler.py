@@ -2,8 +2,8 @@
 
 The same check must fail for known bugs.
 
-A Markov target and drafter; text is written in rounds of draft and verify until every row has three tokens.
-"""
+A Markov target and drafter; text is written in rounds of draft and verify until every row has three
+tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ TREES = [
     (4096, True, "recursive"),
     (4096, True, "traversal"),
 ]
-ALPHA = FAMILY_ALPHA / ((len(CASES) + len(TREES)) * (WRITTEN + 1))  # each position and the joint of the first two
+ALPHA = FAMILY_ALPHA / (
+    (len(CASES) + len(TREES)) * (WRITTEN + 1)
+)  # each position and the joint of the first two
 TARGET_PARAMS = SamplingParams(temperature=0.8, top_p=0.9)
 DRAFT_PARAMS = SamplingParams(temperature=1.3, top_k=12)
 
@@ -93,7 +95,9 @@ class Path:
             last = draw(q, generators) if self.dense else q.argmax(-1)
             tokens.append(last)
             qs.append(q)
-        return Proposal(torch.stack(tokens, 1), [WIDTH] * len(last), self.told_q(torch.stack(qs, 1)))
+        return Proposal(
+            torch.stack(tokens, 1), [WIDTH] * len(last), self.told_q(torch.stack(qs, 1))
+        )
 
     def told_q(self, q: Tensor) -> Tensor | None:
         return q if self.dense else None
@@ -102,7 +106,9 @@ class Path:
         proposal = self.draft(last, generators)
         context = torch.cat([last.unsqueeze(1), proposal.token_ids], 1)  # [B, K+1]
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule)
+        return verify_and_sample(
+            logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule
+        )
 
     def write(self, rows: int, batch: int) -> Tensor:
         """The first WRITTEN tokens of each row, after token 0: [rows, WRITTEN]."""
@@ -112,14 +118,17 @@ class Path:
             new: list[list[int]] = [[] for _ in range(batch)]
             while todo := [b for b in range(batch) if len(new[b]) < WRITTEN]:
                 last = torch.tensor([new[b][-1] if new[b] else 0 for b in todo])
-                for b, tokens in zip(todo, self.round(last, [generators[b] for b in todo]), strict=True):
+                for b, tokens in zip(
+                    todo, self.round(last, [generators[b] for b in todo]), strict=True
+                ):
                     new[b] += tokens
             texts += [text[:WRITTEN] for text in new]
         return torch.tensor(texts)
 
 
 class TreePath(Path):
-    """Two drafts after the last token, and two after each of them, siblings drawn without replacement."""
+    """Two drafts after the last token, and two after each of them, siblings drawn without
+    replacement."""
 
     parents = (-1, -1, 0, 0, 1, 1)
 
@@ -135,7 +144,9 @@ class TreePath(Path):
                 tokens.append(drawn)
                 qs.append(q)
         parents = [list(self.parents) for _ in last]
-        return Proposal(torch.stack(tokens, 1), [6] * len(last), self.told_q(torch.stack(qs, 1)), parents)
+        return Proposal(
+            torch.stack(tokens, 1), [6] * len(last), self.told_q(torch.stack(qs, 1)), parents
+        )
 
 
 def p_value(observed: Tensor, expected: Tensor) -> float:
@@ -145,7 +156,9 @@ def p_value(observed: Tensor, expected: Tensor) -> float:
     order = expected.argsort()
     pools = (expected[order].cumsum(0) / 10).floor().clamp(max=10**9)
     _, pools = pools.unique_consecutive(return_inverse=True)
-    wanted = torch.zeros(int(pools.max()) + 1, dtype=torch.float64).index_add_(0, pools, expected[order])
+    wanted = torch.zeros(int(pools.max()) + 1, dtype=torch.float64).index_add_(
+        0, pools, expected[order]
+    )
     got = torch.zeros_like(wanted).index_add_(0, pools, observed[order].double())
     kept = wanted > 1
     statistic = ((got - wanted)[kept] ** 2 / wanted[kept]).sum()
@@ -187,13 +200,17 @@ def groups_of(p: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab,dense,rule", CASES)
 def test_text_is_distributed_as_the_targets(vocab, dense, rule):
-    assert_written_by_target(Path(make_world(vocab), dense, rule), rows=8_000 if vocab == 16 else 2_000)
+    assert_written_by_target(
+        Path(make_world(vocab), dense, rule), rows=8_000 if vocab == 16 else 2_000
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab,dense,rule", TREES)
 def test_text_of_tree_drafts_is_distributed_as_the_targets(vocab, dense, rule):
-    assert_written_by_target(TreePath(make_world(vocab), dense, rule), rows=3_000 if vocab == 16 else 1_000)
+    assert_written_by_target(
+        TreePath(make_world(vocab), dense, rule), rows=3_000 if vocab == 16 else 1_000
+    )
 
 
 # (c) each known bug, put in, fails the check of (b)
@@ -209,7 +226,9 @@ class SharedNoise(Path):
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule)
+        return verify_and_sample(
+            logits, proposal, [TARGET_PARAMS] * len(last), generators, self.rule
+        )
 
 
 class RawTarget(Path):
@@ -219,7 +238,9 @@ class RawTarget(Path):
         proposal = self.draft(last, generators)
         context = torch.cat([last.unsqueeze(1), proposal.token_ids], 1)
         logits = self.world.target_logits[context % CLASSES]
-        return verify_and_sample(logits, proposal, [SamplingParams()] * len(last), generators, self.rule)
+        return verify_and_sample(
+            logits, proposal, [SamplingParams()] * len(last), generators, self.rule
+        )
 
 
 class RawDrafter(Path):
@@ -244,21 +265,26 @@ class LengthAfterLooking(Path):
 
     def draft(self, last, generators):
         proposal = super().draft(last, generators)
-        likely = self.world.q[last % CLASSES].gather(-1, proposal.token_ids[:, :1]).squeeze(-1) > 0.2
+        likely = (
+            self.world.q[last % CLASSES].gather(-1, proposal.token_ids[:, :1]).squeeze(-1) > 0.2
+        )
         proposal.counts = [WIDTH if ok else 0 for ok in likely.tolist()]
         return proposal
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("bug", [SharedNoise, RawTarget, RawDrafter, NotScattered, LengthAfterLooking])
+@pytest.mark.parametrize(
+    "bug", [SharedNoise, RawTarget, RawDrafter, NotScattered, LengthAfterLooking]
+)
 def test_the_check_fails_for(bug, rule):
     with pytest.raises(AssertionError, match=r"χ² p-value \d"):
         assert_written_by_target(bug(make_world(16), dense=True, rule=rule), rows=4_000)
 
 
 class SecondIsTheBest(TreePath):
-    """The rule is told that both siblings were drawn, but the second one is the likeliest that was left."""
+    """The rule is told that both siblings were drawn, but the second one is the likeliest that was
+    left."""
 
     def draft(self, last, generators):
         proposal = super().draft(last, generators)
@@ -274,7 +300,10 @@ class PrunedAfterLooking(TreePath):
         proposal = super().draft(last, generators)
         likely = proposal.q[:, 0].gather(-1, proposal.token_ids[:, :1]).squeeze(-1) > 0.2
         proposal.counts = [6 if ok else 0 for ok in likely.tolist()]
-        proposal.parents = [parents[:count] for parents, count in zip(proposal.parents, proposal.counts, strict=True)]
+        proposal.parents = [
+            parents[:count]
+            for parents, count in zip(proposal.parents, proposal.counts, strict=True)
+        ]
         return proposal
 
 
@@ -288,7 +317,8 @@ def test_the_check_fails_for_trees(bug, rule):
 
 @pytest.mark.parametrize("path", [Path, TreePath])
 def test_matched_drafts_leave_every_seeds_text_as_it_is(path):
-    """The target draws every token itself, from the numbers it would draw it from without drafts."""
+    """The target draws every token itself, from the numbers it would draw it from without
+    drafts."""
     world = make_world(16)
     drafted = path(world, dense=False, rule="sample_match").write(50, 50)
     alone = path(world, dense=False)
@@ -314,9 +344,14 @@ def mixed_batch(rows=12, width=3, vocab=50):
     """Greedy and sampled rows, all draft lengths: logits, proposal, params."""
     generator = torch.Generator().manual_seed(5)
     logits = 2 * torch.randn(rows, width + 1, vocab, generator=generator)
-    q = torch.softmax(logits[:, :width] + 0.5 * torch.randn(rows, width, vocab, generator=generator), -1)
+    q = torch.softmax(
+        logits[:, :width] + 0.5 * torch.randn(rows, width, vocab, generator=generator), -1
+    )
     tokens = torch.stack([draw(q[:, k], [generator] * rows) for k in range(width)], 1)
-    params = [SamplingParams(temperature=(0, 0.7, 1.0)[b % 3], top_p=1 - 0.1 * (b % 2)) for b in range(rows)]
+    params = [
+        SamplingParams(temperature=(0, 0.7, 1.0)[b % 3], top_p=1 - 0.1 * (b % 2))
+        for b in range(rows)
+    ]
     return logits, Proposal(tokens, [b % (width + 1) for b in range(rows)], q), params
 
 
@@ -331,9 +366,13 @@ def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(dense, rule):
     for b, count in enumerate(proposal.counts):
         generator = make_generator(b)
         alone = Proposal(
-            proposal.token_ids[b : b + 1, :count], [count], proposal.q[b : b + 1, :count] if dense else None
+            proposal.token_ids[b : b + 1, :count],
+            [count],
+            proposal.q[b : b + 1, :count] if dense else None,
         )
-        (tokens,) = verify_and_sample(logits[b : b + 1, : count + 1], alone, [params[b]], [generator], rule)
+        (tokens,) = verify_and_sample(
+            logits[b : b + 1, : count + 1], alone, [params[b]], [generator], rule
+        )
         assert together[b] == tokens
         assert 1 <= len(tokens) <= count + 1
         assert torch.equal(generator.get_state(), generators[b].get_state())
@@ -344,29 +383,41 @@ def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(dense, rule):
 
 
 def drafted_batch(seed: int, rows=6, width=7, vocab=12, *, chains: bool, sampled: bool):
-    """Chains or trees of all sizes, scaffold behind those that were not sampled, rows of many parameters."""
+    """Chains or trees of all sizes, scaffold behind those that were not sampled, rows of many
+    parameters."""
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, width + 1, vocab, generator=generator)
     counts = [source.randint(0, width) for _ in range(rows)]
     scaffold = [0 if chains or sampled else source.randint(0, width - count) for count in counts]
     parents = [[source.randint(-1, k // 2 - 1) for k in range(width)] for _ in range(rows)]
-    tokens, q = torch.randint(vocab, (rows, width), generator=generator), torch.zeros(rows, width, vocab)
+    tokens, q = (
+        torch.randint(vocab, (rows, width), generator=generator),
+        torch.zeros(rows, width, vocab),
+    )
     for b, count in enumerate(counts):
         left: dict[int, Tensor] = {}  # by parent, what the next sibling is drawn from
         for k in range(count):
             above = k - 1 if chains else parents[b][k]
-            fresh = torch.softmax(logits[b, above + 1] + 0.7 * torch.randn(vocab, generator=generator), -1)
+            fresh = torch.softmax(
+                logits[b, above + 1] + 0.7 * torch.randn(vocab, generator=generator), -1
+            )
             first = above not in left
             weights = left.setdefault(above, fresh)
             q[b, k] = fresh if first else q[b, next(j for j in range(k) if parents[b][j] == above)]
             tokens[b, k] = token = int(draw(weights[None], [generator]))
             weights = left[above] = weights.clone()
             weights[token] = 0
-    of_rows = [row[: count + more] for row, count, more in zip(parents, counts, scaffold, strict=True)]
-    proposal = Proposal(tokens, counts, q if sampled else None, *(() if chains else (of_rows, scaffold)))
+    of_rows = [
+        row[: count + more] for row, count, more in zip(parents, counts, scaffold, strict=True)
+    ]
+    proposal = Proposal(
+        tokens, counts, q if sampled else None, *(() if chains else (of_rows, scaffold))
+    )
     params = [
         SamplingParams(
-            temperature=source.choice((0, 0.7, 1.0)), top_p=source.choice((0.9, 1)), top_k=source.choice((-1, 5))
+            temperature=source.choice((0, 0.7, 1.0)),
+            top_p=source.choice((0.9, 1)),
+            top_k=source.choice((-1, 5)),
         )
         for _ in range(rows)
     ]
@@ -388,9 +439,12 @@ class Alone:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("chains", [True, False], ids=["chains", "trees"])
-@pytest.mark.parametrize("rule", ["recursive", "traversal", "sample_match", "sample_match of a list"])
+@pytest.mark.parametrize(
+    "rule", ["recursive", "traversal", "sample_match", "sample_match of a list"]
+)
 def test_all_rows_at_once_is_one_row_after_the_other(rule, chains, seed):
-    """The rule as it is proved, walked by each row alone: the same drafts, the same token, the same numbers taken."""
+    """The rule as it is proved, walked by each row alone: the same drafts, the same token, the same
+    numbers taken."""
     rule, _, listed = rule.partition(" ")
     logits, proposal, params = drafted_batch(seed, chains=chains, sampled=not listed)
     generators = [make_generator(b) for b in range(len(params))]
@@ -400,7 +454,9 @@ def test_all_rows_at_once_is_one_row_after_the_other(rule, chains, seed):
         p = probabilities(logits[b : b + 1], each)
         tree = trees_of(proposal.select([b]), p)[0]
         walk = TREE_RULES["greedy" if each.greedy else rule]
-        ((path, token),) = walk_together([walk(p[0], tree, Alone(generator))], Alone(generator).draw)
+        ((path, token),) = walk_together(
+            [walk(p[0], tree, Alone(generator))], Alone(generator).draw
+        )
         assert together[b] == (path, [*(proposal.drafted[b][place] for place in path), token])
         assert torch.equal(generator.get_state(), generators[b].get_state())
 
@@ -418,7 +474,9 @@ def test_greedy_rows_need_no_generator_and_no_q_and_write_the_argmax():
 def test_nothing_drafted_is_plain_sampling():
     logits, _, _ = mixed_batch(rows=6)
     params = [SamplingParams(temperature=0.9)] * 6
-    written = verify_and_sample(logits[:, :1], Proposal.empty(6), params, [make_generator(b) for b in range(6)])
+    written = verify_and_sample(
+        logits[:, :1], Proposal.empty(6), params, [make_generator(b) for b in range(6)]
+    )
     p = probabilities(logits[:, 0], params[0])
     assert written == [[int(t)] for t in draw(p, [make_generator(b) for b in range(6)])]
 

@@ -1,4 +1,5 @@
-"""Rules that walk through a tree are lossless: all trees, all throws enumerated, total variation <= 1e-12."""
+"""Rules that walk through a tree are lossless: all trees, all throws enumerated, total variation <=
+1e-12."""
 
 from __future__ import annotations
 
@@ -20,17 +21,26 @@ VOCAB = 3
 LOSSLESS = 1e-12
 Table = Callable[[tuple], Tensor]
 PAIRS = (-1, -1, 0, 0, 1, 1)  # two drafts, and two after each
-SHAPES = {"chain": (-1, 0, 1), "wide": (-1, -1, -1), "pairs": PAIRS, "uneven": (-1, -1, 1, 1, 3), "one": (-1,)}
+SHAPES = {
+    "chain": (-1, 0, 1),
+    "wide": (-1, -1, -1),
+    "pairs": PAIRS,
+    "uneven": (-1, -1, 1, 1, 3),
+    "one": (-1,),
+}
 SAMPLED = ("recursive", "traversal", "sample_match")
 
 
 class EveryThrow:
-    """Dice that come out every way there is: one walk after the other, `probability` that of the last one."""
+    """Dice that come out every way there is: one walk after the other, `probability` that of the
+    last one."""
 
     def __init__(self) -> None:
         self._script: list[int] = []
 
-    def walks(self, walk: Callable[[], tuple[list[int], int]]) -> Iterator[tuple[list[int], int, float]]:
+    def walks(
+        self, walk: Callable[[], tuple[list[int], int]]
+    ) -> Iterator[tuple[list[int], int, float]]:
         while True:
             self._trail: list[tuple[int, int]] = []  # which of how many outcomes
             self.probability = 1.0
@@ -81,7 +91,8 @@ class Models:
         return found
 
     def trees(self) -> Iterator[tuple[tuple, float]]:
-        """Every tree that can be drafted, and its probability: siblings are drawn in turn, without replacement."""
+        """Every tree that can be drafted, and its probability: siblings are drawn in turn, without
+        replacement."""
         for tokens in itertools.product(range(VOCAB), repeat=len(self.parents)):
             prefixes, mass = self.prefixes(tokens), 1.0
             for k, parent in enumerate(self.parents):
@@ -100,7 +111,9 @@ class Models:
 
     def q_of(self, tokens: tuple) -> Tensor:
         prefixes, table = self.prefixes(tokens), self.told_q or self.q
-        return torch.stack([table(prefixes[parent] if parent >= 0 else ()) for parent in self.parents])
+        return torch.stack(
+            [table(prefixes[parent] if parent >= 0 else ()) for parent in self.parents]
+        )
 
 
 def random_table(seed: int, sparse: bool = False) -> Table:
@@ -116,7 +129,8 @@ def random_table(seed: int, sparse: bool = False) -> Table:
 
 
 def enumerate_rule(models: Models, rule: str, tokens: tuple | None = None) -> tuple[float, float]:
-    """(total variation of the text from the target's, expected accepted drafts). `tokens`: always that tree."""
+    """(total variation of the text from the target's, expected accepted drafts). `tokens`: always
+    that tree."""
     length = 1 + max(len(prefix) for prefix in models.prefixes(tuple([0] * len(models.parents))))
     written: dict[tuple, float] = {}
     accepted = 0.0
@@ -160,7 +174,12 @@ def assert_lossless(models: Models, rule: str, **how) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", SAMPLED)
 def test_lossless_for_sampled_trees(rule, shape, sparse):
-    assert_lossless(Models(random_table(3, sparse), random_table(60, sparse and shape != "wide"), SHAPES[shape]), rule)
+    assert_lossless(
+        Models(
+            random_table(3, sparse), random_table(60, sparse and shape != "wide"), SHAPES[shape]
+        ),
+        rule,
+    )
 
 
 @pytest.mark.parametrize("shape", ["chain", "wide", "uneven"])
@@ -239,7 +258,9 @@ def test_the_check_fails_for(bug, monkeypatch):
 @pytest.mark.parametrize("rule", ["recursive", "traversal"])
 def test_the_check_fails_for_q_before_temperature(rule):
     q = random_table(21)
-    told = Models(random_table(20), q, PAIRS, told_q=lambda prefix: q(prefix) ** 2 / (q(prefix) ** 2).sum())
+    told = Models(
+        random_table(20), q, PAIRS, told_q=lambda prefix: q(prefix) ** 2 / (q(prefix) ** 2).sum()
+    )
     with pytest.raises(AssertionError, match=r"total variation \d"):
         assert_lossless(told, rule)
 

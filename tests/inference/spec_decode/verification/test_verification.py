@@ -1,4 +1,5 @@
-"""Verification is lossless: all drafts and decisions enumerated, total variation from the target <= 1e-12.
+"""Verification is lossless: all drafts and decisions enumerated, total variation from the target <=
+1e-12.
 
 The same check must fail for each known bug put in; a check that cannot fail proves nothing.
 """
@@ -15,7 +16,13 @@ from torch import Tensor
 
 import inference.spec_decode.verification.chain_rules
 from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.chain_rules import RULES, Verdict, decide, verify, verify_greedy
+from inference.spec_decode.verification.chain_rules import (
+    RULES,
+    Verdict,
+    decide,
+    verify,
+    verify_greedy,
+)
 from inference.spec_decode.verification.rejection_sampler import METHODS, is_lossless
 from speculators.errors import ConfigError
 
@@ -25,7 +32,8 @@ LOSSLESS = 1e-12
 
 @dataclass
 class Models:
-    """A target and a drafter that remember everything: prefix (tuple of tokens) -> distribution [V] float64.
+    """A target and a drafter that remember everything: prefix (tuple of tokens) -> distribution [V]
+    float64.
 
     The `told_` fields are what the verifier is given; unless a bug is put in, the truth.
     """
@@ -46,10 +54,16 @@ class Models:
 
     def verdict(self, drafts: list[tuple], rule: str) -> Verdict:
         p, q = self.told_p or self.p, self.told_q or self.q
-        p_all = torch.stack([torch.stack([p(d[:k]) for k in range(self.gamma + 1)]) for d in drafts])
+        p_all = torch.stack(
+            [torch.stack([p(d[:k]) for k in range(self.gamma + 1)]) for d in drafts]
+        )
         q_all = torch.stack([torch.stack([q(d[:k]) for k in range(self.gamma)]) for d in drafts])
         counts = [self.told_counts(d) if self.told_counts else self.gamma for d in drafts]
-        return verify(p_all, Proposal(torch.tensor(drafts), counts, None if self.deterministic else q_all), rule)
+        return verify(
+            p_all,
+            Proposal(torch.tensor(drafts), counts, None if self.deterministic else q_all),
+            rule,
+        )
 
 
 def random_tables(seed: int, sparse: bool = False) -> Callable[[tuple], Tensor]:
@@ -71,7 +85,8 @@ def one_hot(table: Callable[[tuple], Tensor]) -> Callable[[tuple], Tensor]:
 
 
 def outcomes(verdict: Verdict) -> tuple[Tensor, list[list[int]]]:
-    """Every pattern of passed and failed throws, through `decide`: probabilities [patterns, B], accepted."""
+    """Every pattern of passed and failed throws, through `decide`: probabilities [patterns, B],
+    accepted."""
     accept = verdict.accept_probs
     weights, accepted = [], []
     for pattern in itertools.product([True, False], repeat=accept.shape[1]):
@@ -85,8 +100,8 @@ def outcomes(verdict: Verdict) -> tuple[Tensor, list[list[int]]]:
 def enumerate_rule(models: Models, rule: str, only: int | None = None) -> tuple[float, float]:
     """Total variation of the first γ+1 tokens from the target's own, and expected accepted drafts.
 
-    What a round leaves unwritten is completed with the target's own distributions. `only`: always that draft.
-    """
+    What a round leaves unwritten is completed with the target's own distributions. `only`: always
+    that draft."""
     drafts, drawn = models.drafts()
     if only is not None:
         drawn = torch.nn.functional.one_hot(torch.tensor(only), len(drafts)).double()
@@ -122,7 +137,9 @@ def assert_lossless(models: Models, rule: str, **how) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_token_rule_is_lossless(gamma, seed, sparse_p, sparse_q):
-    assert_lossless(Models(gamma, random_tables(seed, sparse_p), random_tables(seed + 50, sparse_q)), "token")
+    assert_lossless(
+        Models(gamma, random_tables(seed, sparse_p), random_tables(seed + 50, sparse_q)), "token"
+    )
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
@@ -136,7 +153,10 @@ def test_a_one_hot_vector_is_no_vector():
     dense = Models(3, random_tables(6), one_hot(random_tables(7)))
     drafts, drawn = dense.drafts()
     sure = [b for b in range(len(drafts)) if drawn[b] == 1]
-    told, untold = dense.verdict(drafts, "token"), replace(dense, deterministic=True).verdict(drafts, "token")
+    told, untold = (
+        dense.verdict(drafts, "token"),
+        replace(dense, deterministic=True).verdict(drafts, "token"),
+    )
     torch.testing.assert_close(told.accept_probs[sure], untold.accept_probs[sure], rtol=0, atol=0)
     torch.testing.assert_close(told.residual[sure], untold.residual[sure], rtol=0, atol=1e-15)
     assert_lossless(dense, "token")
@@ -146,7 +166,10 @@ def test_a_one_hot_vector_is_no_vector():
 @pytest.mark.parametrize("counts", list(itertools.product([0, 1, 3], repeat=2)))
 def test_drafts_shorter_than_their_padding(counts, rule):
     """Row by row as if alone, whatever lies in the padding."""
-    p, q = torch.rand(2, 4, VOCAB, dtype=torch.float64), torch.rand(2, 3, VOCAB, dtype=torch.float64)
+    p, q = (
+        torch.rand(2, 4, VOCAB, dtype=torch.float64),
+        torch.rand(2, 3, VOCAB, dtype=torch.float64),
+    )
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     tokens = torch.tensor([[0, 1, 2], [2, 2, 0]])
     for row, count in enumerate(counts):
@@ -156,7 +179,9 @@ def test_drafts_shorter_than_their_padding(counts, rule):
         verdict = verify(p, Proposal(tokens, list(counts), dense), rule)
         for row, count in enumerate(counts):
             one = slice(row, row + 1)
-            short = Proposal(tokens[one, :count], [count], None if dense is None else dense[one, :count])
+            short = Proposal(
+                tokens[one, :count], [count], None if dense is None else dense[one, :count]
+            )
             alone = verify(p[one, : count + 1], short, rule)
             assert torch.equal(verdict.accept_probs[row, :count], alone.accept_probs[0])
             assert (verdict.accept_probs[row, count:] == 0).all()
@@ -231,9 +256,14 @@ def test_greedy_rule_is_lossless_at_temperature_zero_only():
 @pytest.mark.parametrize("sparse_p,sparse_q", list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_block_rule_is_lossless_and_keeps_no_less_than_the_token_rule(gamma, seed, sparse_p, sparse_q):
+def test_block_rule_is_lossless_and_keeps_no_less_than_the_token_rule(
+    gamma, seed, sparse_p, sparse_q
+):
     models = Models(gamma, random_tables(seed, sparse_p), random_tables(seed + 50, sparse_q))
-    (distance, kept), (_, by_token) = enumerate_rule(models, "block"), enumerate_rule(models, "token")
+    (distance, kept), (_, by_token) = (
+        enumerate_rule(models, "block"),
+        enumerate_rule(models, "token"),
+    )
     assert distance <= LOSSLESS
     assert kept >= by_token - 1e-12
 
@@ -242,7 +272,9 @@ def test_block_rule_is_lossless_and_keeps_no_less_than_the_token_rule(gamma, see
 def test_block_rule_is_the_token_rule_for_deterministic_drafts(gamma):
     models = Models(gamma, random_tables(4, sparse=True), random_tables(5), deterministic=True)
     for draft in range(VOCAB**gamma):
-        (distance, kept), (_, by_token) = (enumerate_rule(models, rule, only=draft) for rule in ("block", "token"))
+        (distance, kept), (_, by_token) = (
+            enumerate_rule(models, rule, only=draft) for rule in ("block", "token")
+        )
         assert distance <= LOSSLESS
         assert kept == pytest.approx(by_token, abs=1e-12)
 
@@ -297,8 +329,12 @@ BUGS = {
     "q not scattered to the full vocabulary": replace(
         TRUTH, q=reduced, told_q=lambda prefix: torch.tensor([0.4, 0.6, 0.0], dtype=torch.float64)
     ),
-    "length chosen after looking": replace(TRUTH, told_counts=lambda draft: 2 if draft[0] == 0 else 0),
-    "length chosen after looking at the last token": replace(TRUTH, told_counts=lambda draft: 1 + (draft[1] == 1)),
+    "length chosen after looking": replace(
+        TRUTH, told_counts=lambda draft: 2 if draft[0] == 0 else 0
+    ),
+    "length chosen after looking at the last token": replace(
+        TRUTH, told_counts=lambda draft: 1 + (draft[1] == 1)
+    ),
 }
 
 
@@ -311,7 +347,8 @@ def test_the_check_fails_for(bug, rule):
 
 
 def test_choosing_the_length_after_looking_gives_the_known_bias():
-    """p = (.7, .3), q = (.5, .5), verified only if the draft is token 0: the output is (.85, .15)."""
+    """p = (.7, .3), q = (.5, .5), verified only if the draft is token 0: the output is (.85,
+    .15)."""
     p, q = torch.tensor([[0.7, 0.3, 0], [0.5, 0.5, 0]], dtype=torch.float64)
     biased = Models(1, lambda _: p, lambda _: q, told_counts=lambda draft: int(draft[0] == 0))
     distance, _ = enumerate_rule(biased, "token")
@@ -330,19 +367,25 @@ class BadVerdict(Verdict):
             return p
         if proposal.q is not None:
             return normed(type(self).wrong(p, proposal.q[:, j]))
-        return normed(type(self).wrong(p, torch.nn.functional.one_hot(proposal.token_ids[:, j], VOCAB)))
+        return normed(
+            type(self).wrong(p, torch.nn.functional.one_hot(proposal.token_ids[:, j], VOCAB))
+        )
 
 
 def normed(weights: Tensor) -> Tensor:
     """norm(·), and 1/V where nothing is left."""
-    return torch.where(weights.sum(-1, keepdim=True) > 0, weights / weights.sum(-1, keepdim=True), 1 / VOCAB)
+    return torch.where(
+        weights.sum(-1, keepdim=True) > 0, weights / weights.sum(-1, keepdim=True), 1 / VOCAB
+    )
 
 
 WRONG_RESIDUALS = {
     "p itself": lambda p, q: p,
     "not clamped": lambda p, q: (p - q).abs(),
     "of a scalar q = 1": lambda p, q: (p - 1).clamp(min=0),
-    "of a scalar q, that of the draft": lambda p, q: (p - q.max(-1, keepdim=True).values).clamp(min=0),
+    "of a scalar q, that of the draft": (
+        lambda p, q: (p - q.max(-1, keepdim=True).values).clamp(min=0)
+    ),
 }
 
 
@@ -368,8 +411,12 @@ def test_the_check_fails_for_scalar_q_where_the_vector_is_dense(monkeypatch):
 
 
 def test_hiding_q_is_lossless_but_costs_acceptance():
-    """Any fixed draft is verified without loss as one-hot, hence any mixture of drafts: only waste."""
-    told, hidden = enumerate_rule(TRUTH, "token"), enumerate_rule(replace(TRUTH, deterministic=True), "token")
+    """Any fixed draft is verified without loss as one-hot, hence any mixture of drafts: only
+    waste."""
+    told, hidden = (
+        enumerate_rule(TRUTH, "token"),
+        enumerate_rule(replace(TRUTH, deterministic=True), "token"),
+    )
     assert hidden[0] <= LOSSLESS and hidden[1] < told[1]
 
 

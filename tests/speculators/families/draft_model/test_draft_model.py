@@ -1,4 +1,5 @@
-"""Draft models: students cut from their target, plain Hugging Face folders, tables of other sizes, positions."""
+"""Draft models: students cut from their target, plain Hugging Face folders, tables of other sizes,
+positions."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def student(target: FrozenTarget, noise: float = 0.0, **options: Any) -> DraftMo
     """The draft model that a recipe with these options starts with, and some noise."""
     chosen = DraftModelOptions.model_validate(options)
     torch.manual_seed(1)
-    drafter = DraftModel(config_for_target(target, "draft_model", **chosen.shape({}, target))).attach(target)
+    drafter = DraftModel(
+        config_for_target(target, "draft_model", **chosen.shape({}, target))
+    ).attach(target)
     drafter.initialise_from(target, chosen)
     for parameter in drafter.parameters():
         parameter.data += noise * torch.randn_like(parameter)
@@ -83,7 +86,9 @@ def test_a_student_of_all_layers_is_the_target(tiny_model, any_architecture: str
 
 @pytest.mark.parametrize("kept", [[0, 2], [1, 2]])
 @torch.no_grad()
-def test_a_cut_student_is_the_target_with_layers_passed_over(tiny_model, any_architecture: str, kept) -> None:
+def test_a_cut_student_is_the_target_with_layers_passed_over(
+    tiny_model, any_architecture: str, kept
+) -> None:
     """Weights, masks and whatever else its configuration says for each layer come along."""
     model = tiny_model(any_architecture)
     target = FrozenTarget(model)
@@ -113,25 +118,42 @@ GPT2 = dict(
     eos_token_id=2,
 )
 NEOX = dict(
-    vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    max_position_embeddings=256, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 
 
-@pytest.mark.parametrize("kind, fields", [("gpt2", GPT2), ("gpt_neox", NEOX), ("opt", OPT | {"vocab_size": 101})])
-def test_older_architectures_have_names_of_their_own(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, fields", [("gpt2", GPT2), ("gpt_neox", NEOX), ("opt", OPT | {"vocab_size": 101})]
+)
+def test_older_architectures_have_names_of_their_own(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     """As targets, cut students, students from a configuration, and plain folders."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields)).eval()
     target = FrozenTarget(model)
-    metrics = drafted(model, student(target, from_target={"first": target.num_layers})).get_metrics()
+    metrics = drafted(
+        model, student(target, from_target={"first": target.num_layers})
+    ).get_metrics()
     assert 1 + metrics.num_accepted_tokens / metrics.num_drafts == 4
     cut = student(target, 0.02, from_target={"last": 1})
     drafted(model, cut)
     assert (
         target.num_layers
         > 1
-        == len(load_drafter(export_drafter(cut, tmp_path, dtype=torch.float32), target).runner._parts.layers)
+        == len(
+            load_drafter(
+                export_drafter(cut, tmp_path, dtype=torch.float32), target
+            ).runner._parts.layers
+        )
     )
     assert cut.config.describe().startswith(f"a causal LM of its own: {kind}, 1 x ")
     drafted(model, student(target, config={"model_type": kind, **fields}))
@@ -152,7 +174,10 @@ def test_lists_of_the_configuration_are_cut_where_they_speak_of_layers(tiny_mode
     assert gemma["eos_token_id"] == [2, 3, 4]
     qwen = tiny_model("qwen3_sliding").config  # sliding from layer max_window_layers = 1 on
     assert cut_fields(qwen, [0, 2], "x")["layer_types"] == ["full_attention", "sliding_attention"]
-    assert cut_fields(qwen, [1, 2], "x")["layer_types"] == ["sliding_attention", "sliding_attention"]
+    assert cut_fields(qwen, [1, 2], "x")["layer_types"] == [
+        "sliding_attention",
+        "sliding_attention",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +209,10 @@ def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
     [
         ({"from_target": {"first": 1}, "init_from": "a"}, "got init_from and from_target"),
         ({"from_target": [0], "config": {"model_type": "llama"}}, "got from_target and config"),
-        ({"init_from": "a", "config": {}, "from_target": [0]}, "got init_from and from_target and config"),
+        (
+            {"init_from": "a", "config": {}, "from_target": [0]},
+            "got init_from and from_target and config",
+        ),
         ({"from_target": {"first": 1, "last": 1}}, "expected one of first, last, spread"),
         ({"from_target": []}, "at least one layer"),
         ({"from_target": {"middle": 1}}, "middle"),
@@ -216,7 +244,9 @@ def test_configurations_that_are_no_causal_lm_are_refused(tiny_model, config, me
 
 # ---------------------------------------------------------------------- plain folders
 
-FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # architecture, its config, of save_pretrained
+FOLDERS: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # architecture, its config, of save_pretrained
     "llama": ("llama", {"num_hidden_layers": 1}, {}),
     "sharded": ("llama", {}, {"max_shard_size": "20KB"}),
     "tied": ("qwen2", {}, {}),
@@ -242,7 +272,9 @@ def target_folder(tiny_model, tokenizer, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_plain_folder_drafts(tiny_model, tokenizer, target_folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_plain_folder_drafts(
+    tiny_model, tokenizer, target_folder: Path, tmp_path: Path, name: str
+) -> None:
     """As transformers saves it, without a word of ours; also once it went through our export."""
     architecture, config, how = FOLDERS[name]
     model = tiny_model(architecture, **({"vocab_size": 416} | config))
@@ -259,8 +291,15 @@ def test_a_plain_folder_drafts(tiny_model, tokenizer, target_folder: Path, tmp_p
         torch.testing.assert_close(again(IDS).logits, expected)
     tokenizer.save_pretrained(tmp_path / "again")
     for folder in ("draft", "again"):
-        drafting = {"method": "draft_model", "model": str(tmp_path / folder), "num_speculative_tokens": 3}
-        same_text(LLM(str(target_folder), speculative_config=drafting), prompts=["The quick brown", "def add"])
+        drafting = {
+            "method": "draft_model",
+            "model": str(tmp_path / folder),
+            "num_speculative_tokens": 3,
+        }
+        same_text(
+            LLM(str(target_folder), speculative_config=drafting),
+            prompts=["The quick brown", "def add"],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -269,29 +308,38 @@ def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path, dtype: torch.d
     model, target = tiny_model("qwen2"), FrozenTarget(tiny_model("llama"))
     model.save_pretrained(tmp_path / "draft")
     export_drafter(load_drafter(tmp_path / "draft", target), tmp_path / "again", dtype=dtype)
-    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("draft", "again")]
+    names = [
+        set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("draft", "again")
+    ]
     assert names[0] == names[1] and "lm_head.weight" not in names[0]
     again = load_drafter(tmp_path / "again", target).model
     assert again.lm_head.weight is again.get_input_embeddings().weight
     torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight.to(dtype).float())
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tiny_model, target_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(
+    tiny_model, target_folder: Path, tmp_path: Path
+) -> None:
     tiny_model("llama", vocab_size=416).save_pretrained(tmp_path)
     drafting = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
     with pytest.raises((CheckpointError, ConfigError), match="tokenizer"):
         LLM(str(target_folder), speculative_config=drafting)
 
 
-def test_a_folder_of_another_kind_of_model_is_refused(tiny_model, target_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_of_model_is_refused(
+    tiny_model, target_folder: Path, tmp_path: Path
+) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["LlamaForSequenceClassification"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(fields | {"architectures": ["LlamaForSequenceClassification"]})
+    )
     with pytest.raises(CheckpointError, match="not a drafter this version reads"):
         read_drafter_config(tmp_path)
 
 
-# ---------------------------------------------------------------------- tables padded to other sizes
+# ---------------------------------------------------------------------- tables padded to other
+# sizes
 
 
 def small_table(model: Any, size: int, noise: float = 0.1) -> tuple[FrozenTarget, DraftModel]:
@@ -302,11 +350,14 @@ def small_table(model: Any, size: int, noise: float = 0.1) -> tuple[FrozenTarget
 
 @pytest.mark.parametrize("size", [64, 120])
 def test_tables_of_other_sizes_unroll_as_they_draft(tiny_model, size: int) -> None:
-    """The target may write tokens that the student has no row for; the student may have rows that mean nothing."""
+    """The target may write tokens that the student has no row for; the student may have rows that
+    mean nothing."""
     world = small_table(tiny_model("llama"), size)
     assert world[1].head(torch.zeros(2, 24)).shape == (2, min(size, 101))
     assert_unroll_equals_draft(world, packed([9, 6]), torch.arange(101) < size)
-    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7)]
+    rows = [
+        torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7)
+    ]
     assert_ragged_rows_draft_as_alone(world, rows)
 
 
@@ -321,21 +372,31 @@ def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model, size: i
 
 def test_longer_texts_than_the_draft_model_knows_are_refused(tiny_model) -> None:
     model = tiny_model("llama")  # 256 positions
-    drafter = student(FrozenTarget(model), config={"model_type": "opt", **OPT, "max_position_embeddings": 64})
-    with pytest.raises(ConfigError, match="max_model_len is 256, but this drafter .* was made for 64 positions"):
+    drafter = student(
+        FrozenTarget(model), config={"model_type": "opt", **OPT, "max_position_embeddings": 64}
+    )
+    with pytest.raises(
+        ConfigError, match="max_model_len is 256, but this drafter .* was made for 64 positions"
+    ):
         drafted(model, drafter, max_model_len=256)
     assert drafted(model, drafter).engine.max_model_len == 64  # where nothing was asked for
-    sections = {"training": {"steps": 1}, "data": {"train": [{"path": "chats.jsonl"}], "max_length": 65}}
+    sections = {
+        "training": {"steps": 1},
+        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 65},
+    }
     with pytest.raises(ConfigError, match="data.max_length is 65, but .* made for 64 positions"):
         sketch_drafter(recipe({"config": {}}, **sections), drafter.config)
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
 def test_drafting_goes_on_to_the_last_position(tiny_model, kind: str) -> None:
-    """Learned positions end there; drafts that will never be verified may be asked for behind it."""
+    """Learned positions end there; drafts that will never be verified may be asked for behind
+    it."""
     model = tiny_model("llama", max_position_embeddings=32)
     fields = (
-        {"model_type": "opt", **OPT} if kind == "opt" else tiny_model("llama", num_hidden_layers=1).config.to_dict()
+        {"model_type": "opt", **OPT}
+        if kind == "opt"
+        else tiny_model("llama", num_hidden_layers=1).config.to_dict()
     )
     drafter = student(FrozenTarget(model), 0.1, config=fields | {"max_position_embeddings": 32})
     llm = drafted(model, drafter, k=5, tokens=32)

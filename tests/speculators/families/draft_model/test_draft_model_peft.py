@@ -32,15 +32,32 @@ IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
 PEFT: dict[str, dict[str, Any]] = {
     "lora, all linear": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
-    "lora, a list": {"peft_type": "lora", "r": 4, "lora_alpha": 16, "use_rslora": True, "target_modules": PROJECTIONS},
-    "lora, embeddings and head": {"peft_type": "LORA", "r": 4, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "lora, a list": {
+        "peft_type": "lora",
+        "r": 4,
+        "lora_alpha": 16,
+        "use_rslora": True,
+        "target_modules": PROJECTIONS,
+    },
+    "lora, embeddings and head": {
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": ["embed_tokens", "lm_head", "q_proj"],
+    },
     "lora, a module trained whole": {
-        "peft_type": "LORA", "r": 4, "target_modules": PROJECTIONS, "modules_to_save": ["norm", "lm_head"],
+        "peft_type": "LORA",
+        "r": 4,
+        "target_modules": PROJECTIONS,
+        "modules_to_save": ["norm", "lm_head"],
     },
     "dora": {"peft_type": "LORA", "r": 4, "use_dora": True, "target_modules": "all-linear"},
-    "ia3": {"peft_type": "IA3", "target_modules": PROJECTIONS, "feedforward_modules": ["down_proj"]},
+    "ia3": {
+        "peft_type": "IA3",
+        "target_modules": PROJECTIONS,
+        "feedforward_modules": ["down_proj"],
+    },
     "oft": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
-}  # fmt: skip
+}
 any_peft = pytest.mark.parametrize("peft", PEFT.values(), ids=PEFT.keys())
 
 
@@ -59,16 +76,32 @@ def base(tiny_model, tmp_path_factory) -> str:
 def trainer(
     target: FrozenTarget, base: str, peft: dict | None, folder: Path, steps: int = 4, **options: Any
 ) -> Trainer:
-    training = {"steps": steps, "batch_size": 2, "learning_rate": 3e-2, "save_every": 2, "mixed_precision": "no"}
+    training = {
+        "steps": steps,
+        "batch_size": 2,
+        "learning_rate": 3e-2,
+        "save_every": 2,
+        "mixed_precision": "no",
+    }
     data = {"train": [{"path": "chats.jsonl"}], "max_length": 48}
     chosen = recipe({"init_from": base, "peft": peft, **options}, training=training, data=data)
     drafter = DraftModel(read_drafter_config(base)).attach(target)
     load_weights(drafter, Path(base))
     torch.manual_seed(0)
-    return Trainer(chosen, target, drafter, rows(), accelerator=Accelerator(cpu=True), folder=folder, fingerprint="a")
+    return Trainer(
+        chosen,
+        target,
+        drafter,
+        rows(),
+        accelerator=Accelerator(cpu=True),
+        folder=folder,
+        fingerprint="a",
+    )
 
 
-def trained(target: FrozenTarget, base: str, peft: dict | None, folder: Path, **options: Any) -> DraftModel:
+def trained(
+    target: FrozenTarget, base: str, peft: dict | None, folder: Path, **options: Any
+) -> DraftModel:
     run = trainer(target, base, peft, folder, **options)
     history = run.run().history
     assert history[-1]["loss"] < history[0]["loss"]
@@ -119,7 +152,9 @@ def test_an_adapter_export_is_one_for_peft(target, base, peft, tmp_path: Path) -
     expected = logits(drafter.model)
     folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
     assert read_drafter_config(folder).adapter_of == base
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    assert (
+        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+    )
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
     torch.testing.assert_close(logits(plain), expected)
     again = load_drafter(folder, target)
@@ -143,15 +178,21 @@ def test_an_adapter_drafts_as_it_is_trained(target, base, peft, tmp_path: Path) 
 
 
 def test_an_exported_adapter_drafts_the_same(target, base, tmp_path: Path) -> None:
-    drafter = trained(target, base, PEFT["lora, all linear"], tmp_path / "run", peft_export="adapter")
+    drafter = trained(
+        target, base, PEFT["lora, all linear"], tmp_path / "run", peft_export="adapter"
+    )
     again = load_drafter(export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32), target)
     forced = torch.tensor([3, 4, 0])
     expected = draft_logits((target, drafter.freeze()), IDS[0], 7, DEPTHS, forced)
-    torch.testing.assert_close(draft_logits((target, again), IDS[0], 7, DEPTHS, forced), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        draft_logits((target, again), IDS[0], 7, DEPTHS, forced), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @any_peft
-def test_killed_and_started_again_ends_with_the_same_weights(target, base, peft, tmp_path: Path) -> None:
+def test_killed_and_started_again_ends_with_the_same_weights(
+    target, base, peft, tmp_path: Path
+) -> None:
     whole = trainer(target, base, peft, tmp_path / "whole")
     whole.run()
     broken = trainer(target, base, peft, tmp_path / "broken")
@@ -173,13 +214,16 @@ def test_killed_and_started_again_ends_with_the_same_weights(target, base, peft,
 
 
 def test_training_goes_on_from_an_exported_adapter(target, base, tmp_path: Path) -> None:
-    """Whole or by another adapter, merged at the end: an adapter of an adapter is nothing others can load."""
+    """Whole or by another adapter, merged at the end: an adapter of an adapter is nothing others
+    can load."""
     lora = PEFT["lora, all linear"]
     first = trained(target, base, lora, tmp_path / "first", peft_export="adapter")
     folder = str(export_drafter(first, tmp_path / "adapter", dtype=torch.float32))
     for name, peft in {"whole": None, "second": lora}.items():
         drafter = trained(target, folder, peft, tmp_path / name)
-        again = load_drafter(export_drafter(drafter, tmp_path / f"{name} export", dtype=torch.float32), target)
+        again = load_drafter(
+            export_drafter(drafter, tmp_path / f"{name} export", dtype=torch.float32), target
+        )
         torch.testing.assert_close(logits(again.model), logits(drafter.model), atol=1e-4, rtol=1e-4)
     options = recipe({"init_from": folder, "peft": lora, "peft_export": "adapter"}).drafter
     with pytest.raises(ConfigError, match="peft_export.*is itself an adapter.*merged"):
@@ -198,7 +242,10 @@ def test_training_goes_on_from_an_exported_adapter(target, base, tmp_path: Path)
         ({"peft_type": "LORAX"}, "LORAX.*expected one that .*LORA"),
         ({"peft_type": "LORA", "rank": 8}, "does not take this LORA configuration.*rank"),
         ({"peft_type": "LORA", "r": 8, "task_type": "SEQ_CLS"}, "task_type"),
-        ({"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": ["up_proj"]}, "subset"),
+        (
+            {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": ["up_proj"]},
+            "subset",
+        ),
     ],
 )
 def test_what_is_no_adapter_of_layers_is_refused_in_the_recipe(peft, message: str) -> None:
@@ -224,7 +271,9 @@ def test_an_adapter_needs_a_model_that_others_have() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lora, all linear", "lora, a module trained whole", "dora", "ia3", "oft"])
+@pytest.mark.parametrize(
+    "name", ["lora, all linear", "lora, a module trained whole", "dora", "ia3", "oft"]
+)
 def test_an_incomplete_adapter_is_refused(target, base, name: str, tmp_path: Path) -> None:
     drafter = trained(target, base, PEFT[name], tmp_path / "run", peft_export="adapter")
     folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""Draft models with another tokenizer than their target's: refused, or drafting what both have; still lossless."""
+"""Draft models with another tokenizer than their target's: refused, or drafting what both have;
+still lossless."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ PROMPTS = ["The quick brown fox", "def add(left, right):", "läuft über die 日
 
 
 def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
-    """Target ids 6, 13, … are spelt by nothing, 2, 5, 8, … by two draft tokens; the others are shared."""
+    """Target ids 6, 13, … are spelt by nothing, 2, 5, 8, … by two draft tokens; the others are
+    shared."""
     place = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(3)).tolist()
     shared, spellings = {}, []
     for id in range(vocab):
@@ -56,9 +58,13 @@ def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
     )
 
 
-def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> tuple[FrozenTarget, Any]:
+def other_tokens(
+    model: Any, draft_vocab: int, opening: list[int], **config: Any
+) -> tuple[FrozenTarget, Any]:
     target = FrozenTarget(model)
-    drafter = student(target, 0.1, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab, **config})
+    drafter = student(
+        target, 0.1, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab, **config}
+    )
     drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
     drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})
     return target, drafter
@@ -73,7 +79,8 @@ def starting_with(row: torch.Tensor, *ids: int) -> torch.Tensor:
 
 @OPENINGS
 def test_unroll_equals_draft(tiny_model, opening) -> None:
-    """Also where a document begins with tokens that are spelt by nothing: the model has read nothing of it then."""
+    """Also where a document begins with tokens that are spelt by nothing: the model has read
+    nothing of it then."""
     world = other_tokens(tiny_model("llama"), 90, opening)
     batch = packed([9, 7, 8])
     ids = batch["input_ids"][0]
@@ -83,7 +90,8 @@ def test_unroll_equals_draft(tiny_model, opening) -> None:
 
 
 def test_texts_that_are_longer_in_the_draft_models_tokens(tiny_model) -> None:
-    """Learned positions end before the text does; the last one is used again, in training as in drafting."""
+    """Learned positions end before the text does; the last one is used again, in training as in
+    drafting."""
     world = other_tokens(tiny_model("llama"), 90, [4], max_position_embeddings=8)
     batch = packed([9, 7])
     batch["input_ids"][0, :6] = 8
@@ -103,7 +111,10 @@ def test_a_token_that_is_spelt_by_nothing_changes_nothing(tiny_model) -> None:
 @OPENINGS
 def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
     world = other_tokens(tiny_model("llama"), 90, opening)
-    rows = [torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7, 1, 3)]
+    rows = [
+        torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n))
+        for n in (5, 9, 7, 1, 3)
+    ]
     rows += [torch.tensor([NOTHING, NOTHING]), torch.tensor([NOTHING, 3])]
     rows[0] = starting_with(rows[0], NOTHING, 8)
     assert_ragged_rows_draft_as_alone(world, rows)
@@ -128,14 +139,17 @@ def test_only_shared_tokens_are_drafted(tiny_model) -> None:
     _, drafter = other_tokens(tiny_model("llama"), 90, [4])
     hidden = torch.randn(3, OPT["hidden_size"])
     whole = drafter.runner.logits(hidden).softmax(-1)[:, drafter.token_map.draft_ids]
-    torch.testing.assert_close(drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True)
+    )
     cache = RaggedCache(1, 64)
     inputs = DraftInput(cache, 0, 1, torch.tensor([[5, 9, 8]]), None, None, [3])
     ids = drafter.draft(inputs, 20, lambda q: drafter.draft_to_target[q.argmax(-1)])
     assert torch.isin(ids, drafter.token_map.target_ids).all()
 
 
-# ---------------------------------------------------------------------- real tokenizers, real folders
+# ---------------------------------------------------------------------- real tokenizers, real
+# folders
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> str:
@@ -146,7 +160,9 @@ def save(folder: Path, model: Any, tokenizer: Any) -> str:
 
 @pytest.fixture(scope="module")
 def target_folder(tiny_model, tmp_path_factory) -> str:
-    return save(tmp_path_factory.mktemp("target"), tiny_model("llama", vocab_size=408), byte_level(400))
+    return save(
+        tmp_path_factory.mktemp("target"), tiny_model("llama", vocab_size=408), byte_level(400)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,33 +176,52 @@ def drafting(folder: str | Path, **options: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3, **options}
 
 
-def test_another_tokenizer_is_refused_with_the_reason(target_folder: str, draft_folder: str) -> None:
+def test_another_tokenizer_is_refused_with_the_reason(
+    target_folder: str, draft_folder: str
+) -> None:
     reason = "tokenizer is not the target's: .*have another id.*use_heterogeneous_vocab: true"
     with pytest.raises(ConfigError, match=reason):
         LLM(target_folder, speculative_config=drafting(draft_folder))
 
 
-def test_a_tokenizer_that_shares_next_to_nothing_is_refused(tiny_model, target_folder: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_shares_next_to_nothing_is_refused(
+    tiny_model, target_folder: str, tmp_path: Path
+) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:20])}
+    alphabet = {
+        letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:20])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    folder = save(tmp_path, tiny_model("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    folder = save(
+        tmp_path, tiny_model("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    )
     with pytest.raises(ConfigError, match="share 20 of them"):
         LLM(target_folder, speculative_config=drafting(folder, use_heterogeneous_vocab=True))
 
 
 def test_the_option_belongs_to_draft_models() -> None:
     with pytest.raises(ConfigError, match="use_heterogeneous_vocab belongs to draft_model"):
-        LLM("x", speculative_config={"method": "ngram", "num_speculative_tokens": 2, "use_heterogeneous_vocab": True})
+        LLM(
+            "x",
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "use_heterogeneous_vocab": True,
+            },
+        )
 
 
-def test_an_intersection_drafts_and_is_exported_with_its_map(target_folder: str, draft_folder: str, tmp_path) -> None:
-    """The export needs no option: its map says what is drafted. Without the map it is no drafter."""
+def test_an_intersection_drafts_and_is_exported_with_its_map(
+    target_folder: str, draft_folder: str, tmp_path
+) -> None:
+    """The export needs no option: its map says what is drafted. Without the map it is no
+    drafter."""
     llm = same_text(
-        LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)), prompts=PROMPTS
+        LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)),
+        prompts=PROMPTS,
     )
     drafter = llm.engine.proposer._drafter
     assert isinstance(drafter, DraftModel) and len(drafter.token_map.opening_ids) == 1
@@ -194,7 +229,10 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(target_folder: str,
     assert read_drafter_config(folder) == drafter.config
     again = LLM(target_folder, speculative_config=drafting(folder))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=5)
-    texts = [[o.outputs[0].token_ids for o in each.generate(PROMPTS, params, False)] for each in (llm, again)]
+    texts = [
+        [o.outputs[0].token_ids for o in each.generate(PROMPTS, params, False)]
+        for each in (llm, again)
+    ]
     assert texts[0] == texts[1]
     llm.reset_metrics(), again.reset_metrics()
     same_text(llm, prompts=PROMPTS), same_text(again, prompts=PROMPTS)
@@ -204,8 +242,12 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(target_folder: str,
         load_drafter(folder, FrozenTarget.from_pretrained(target_folder))
 
 
-def test_a_map_for_another_target_is_refused(target_folder: str, draft_folder: str, tiny_model, tmp_path) -> None:
-    llm = LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True))
+def test_a_map_for_another_target_is_refused(
+    target_folder: str, draft_folder: str, tiny_model, tmp_path
+) -> None:
+    llm = LLM(
+        target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)
+    )
     folder = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
     with pytest.raises(CheckpointError, match="spells 408 target ids, the target has 101"):
         load_drafter(folder, FrozenTarget(tiny_model("llama")))
