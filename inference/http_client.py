@@ -1,8 +1,8 @@
 """Async HTTP client of OpenAI-compatible servers: JSON answers, event streams, vLLM's counters, and
 the retry policy.
 
-The load generator, regeneration at endpoints, the evaluation of running vLLM servers and the soak
-test use it. It knows routes and failures, and leaves the meaning of an answer to its callers."""
+The load generator, regeneration at endpoints and the evaluation of running vLLM servers use it. It
+knows routes and failures, and leaves the meaning of an answer to its callers."""
 
 from __future__ import annotations
 

@@ -258,16 +258,6 @@ class Engine:
         committed text: the way out of a step that failed. Returns those that had finished."""
         return self.rows.preempt_all()
 
-    def take_over(self, other: Engine) -> None:
-        """Continues the unfinished requests of another engine, computing them again, with its
-        totals and its listener; the other one is done. Between steps."""
-        other.preempt_all()
-        self.on_round = other.on_round
-        self.rows.scheduler, self.rows.counters = other.scheduler, other.counters
-        self.timers, self._row_rounds = other.timers, other._row_rounds
-        if other.compiled is not None:
-            self.start_graphs()
-
     # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
@@ -336,8 +326,6 @@ class Engine:
             )  # what follows the end was not accepted
             request.count_round(drafted, accepted, depth := max(depths[row][:drafted], default=0))
             self.counters.add(drafted, accepted, depth)
-            if proposer is not None:
-                proposer.count(request, drafted, accepted, depth)
         self._row_rounds += len(rows)
         if proposer is not None:
             self.draft_length.learn(

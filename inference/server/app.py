@@ -41,7 +41,6 @@ from inference.server.api.protocol import (
 )
 from inference.server.api.requests import Prompts, RequestParser
 from inference.server.async_engine import AsyncEngine, Ticket
-from inference.server.drafter_swap import DrafterSwap
 from inference.server.metrics import ServerMetrics
 from inference.server.middleware import RequestGuard
 from inference.server.options import ServerOptions
@@ -77,11 +76,8 @@ class Server:
         self.metrics = ServerMetrics(options.served_model_name[0], llm.engine.max_model_len)
         self.engine = AsyncEngine(llm, self.metrics, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
-        self.drafters = DrafterSwap(llm, self.engine, self.run_in_worker)
-        engine, drafters = self.engine, self.drafters
-        self.metrics.watch(
-            llm, lambda: engine.in_flight, drafters.counters, lambda: drafters.most_drafts
-        )
+        engine = self.engine
+        self.metrics.watch(llm, lambda: engine.in_flight)
         self.parser = RequestParser(llm, options)
         self.texts = TokenTexts(llm.get_tokenizer())
 
@@ -221,8 +217,6 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
     _add_generation(app, server)
     _add_tokens(app, server)
     _add_state(app, server)
-    if options.enable_drafter_swap:
-        app.post("/drafter")(server.drafters.swap)
     app.add_middleware(RequestGuard, options=options)
     if origins := options.allowed_origins:
         app.add_middleware(

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
 
 from inference.console import progress_bar
 from inference.engine.round_trace import RoundTracer
@@ -41,8 +40,6 @@ from speculators.errors import DraftsmithError
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60
-HEALTH_CHECK_S = 0.5  # between looks whether the thread is alive, while a call is awaited
-R = TypeVar("R")
 
 
 @dataclass(eq=False)
@@ -221,24 +218,6 @@ class AsyncEngine:
             self._calls.append(work)
             self._wake.notify()
 
-    async def between_rounds(self, work: Callable[[], R]) -> R:
-        """Awaits the result of `work`, called by the engine's thread between two rounds. APIError
-        if the thread has ended."""
-        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-
-        def run() -> None:
-            try:
-                settle = partial(result.set_result, work())
-            except Exception as error:
-                settle = partial(result.set_exception, error)
-            self._in_loop(lambda: None if result.done() else settle())
-
-        self.call(run)
-        while not result.done():
-            self.require_health()
-            await asyncio.wait([result], timeout=HEALTH_CHECK_S)
-        return result.result()
-
     # ------------------------------------------------------------------ the thread's side
 
     def _run(self) -> None:
@@ -261,7 +240,7 @@ class AsyncEngine:
                 for call in calls:
                     call()
                 self._expire()
-                if self.llm.engine.has_unfinished:  # a call may have replaced the engine
+                if self.llm.engine.has_unfinished:
                     self._round()
                 updates, self._updates = self._updates, []
                 if updates:

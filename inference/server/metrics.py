@@ -5,7 +5,7 @@ A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. Ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from inference.entrypoints.llm import LLM
-from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
 
@@ -160,18 +159,10 @@ class ServerMetrics:
             **self._labels
         )
 
-    def watch(
-        self,
-        llm: LLM,
-        in_flight: Callable[[], int],
-        drafters: Mapping[str, SpecDecodeCounters],
-        most_drafts: Callable[[], int | None],
-    ) -> None:
-        """Registers values that are read at each scrape. `in_flight`: responses that run or wait.
-        `drafters`: the counters of each by its name. `most_drafts`: the longest proposal; None:
-        nothing was ever drafted."""
-        labels = list(self._labels.values())
-        self.registry.register(_EngineCollector(llm, in_flight, drafters, most_drafts, labels))
+    def watch(self, llm: LLM, in_flight: Callable[[], int]) -> None:
+        """Registers values that are read at each scrape. `in_flight`: responses that run or
+        wait."""
+        self.registry.register(_EngineCollector(llm, in_flight, list(self._labels.values())))
 
     def first_token(self, request: Request, seconds: float) -> None:
         self.prompt_tokens.inc(request.num_prompt_tokens)
@@ -210,16 +201,14 @@ class ServerMetrics:
 
 @dataclass(eq=False)
 class _EngineCollector(Collector):
-    """The state and totals of the engine, and totals of each drafter."""
+    """The state and totals of the engine."""
 
     llm: LLM
     in_flight: Callable[[], int]
-    drafters: Mapping[str, SpecDecodeCounters]
-    most_drafts: Callable[[], int | None]
     labels: Sequence[str]
 
     def collect(self) -> Iterator[Metric]:
-        engine, most = self.llm.engine, self.most_drafts()
+        engine = self.llm.engine
         running, counters = list(engine.scheduler.running), engine.counters
         gauges = {
             "num_requests_running": len(running),
@@ -235,34 +224,16 @@ class _EngineCollector(Collector):
             )
         for name, text in ENGINE_COUNTERS.items():
             yield _family(f"vllm:{name}", text, LABELS, [(self.labels, getattr(counters, name))])
-        if most is None:  # as in vLLM
+        if engine.proposer is None:  # as in vLLM
             return
-        drafters = {(*self.labels, name): each for name, each in dict(self.drafters).items()}
-        yield from _speculative("draftsmith", (*LABELS, "drafter"), drafters, most)
-        yield from _speculative("vllm", LABELS, {tuple(self.labels): counters}, most)
-
-
-def _speculative(
-    prefix: str,
-    names: tuple[str, ...],
-    rows: Mapping[tuple[str, ...], SpecDecodeCounters],
-    positions: int,
-) -> Iterator[Metric]:
-    """Counters by their label values. `positions`: the least number of positions that are
-    reported."""
-    for field, text in SPECULATIVE_COUNTERS.items():
-        values = [(labels, getattr(counters, field)) for labels, counters in rows.items()]
-        yield _family(f"{prefix}:spec_decode_{field}", text, names, values)
-    values = []
-    for labels, counters in rows.items():
+        for field, text in SPECULATIVE_COUNTERS.items():
+            rows = [(self.labels, getattr(counters, field))]
+            yield _family(f"vllm:spec_decode_{field}", text, LABELS, rows)
         counts = list(counters.num_accepted_tokens_per_pos)
-        counts += [0] * (positions - len(counts))
-        values += [((*labels, str(position)), count) for position, count in enumerate(counts)]
-    name, text = (
-        f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
-        "Accepted by position in the proposal",
-    )
-    yield _family(name, text, (*names, "position"), values)
+        counts += [0] * (engine.proposer.num_speculative_tokens - len(counts))
+        positions = [((*self.labels, str(i)), count) for i, count in enumerate(counts)]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield _family(name, "Accepted by position", (*LABELS, "position"), positions)
 
 
 def _family(

@@ -104,9 +104,6 @@ class ServerOptions(BaseModel):
     )
     enable_per_request_metrics: bool = option(False, "times of each response")
     enable_prompt_tokens_details: bool = option(False, "cached prompt tokens in the usage")
-    enable_drafter_swap: bool = option(
-        False, "POST /drafter changes the drafter of a running server"
-    )
     enable_force_include_usage: bool = option(False, "usage at the end of every stream")
 
 

@@ -33,23 +33,6 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class DrafterCard(BaseModel):
-    """`method`: None without a drafter. `share`: its part of the new requests."""
-
-    name: str
-    method: str | None
-    num_speculative_tokens: int | None
-    share: float
-
-
-class DrafterResponse(BaseModel):
-    """The drafters from now on. `requests_computed_again`: the requests that had rows."""
-
-    drafters: list[DrafterCard]
-    requests_computed_again: int
-    seconds: float
-
-
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
 

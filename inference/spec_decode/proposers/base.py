@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
-from inference.metrics import SpecDecodeCounters
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 
@@ -51,7 +50,6 @@ class Proposer:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self.counters = SpecDecodeCounters()
 
     @property
     def max_places(self) -> int:
@@ -86,10 +84,6 @@ class Proposer:
     ) -> None:
         """Receives, after a round, features of the counts[b] positions kept in rows 0..B-1; their
         next tokens are committed."""
-
-    def count(self, request: Request, num_drafted: int, num_accepted: int, depth: int) -> None:
-        """Counts a request's drafts of this round; `depth` as in the counters."""
-        self.counters.add(num_drafted, num_accepted, depth)
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         """Receives the target's logits [B, 1+K, V] over its own proposal before verification: entry

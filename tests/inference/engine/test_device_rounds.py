@@ -20,8 +20,6 @@ from inference.server.options import ServerOptions
 from inference.spec_decode.draft_length.costs import RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
 from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
-from inference.spec_decode.proposers.ab_split import Arm, SplitProposer
-from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer
@@ -101,8 +99,6 @@ WAYS = {
         "eagle3", 4 + 2, HOT, {"tree": STATIC, "rejection_sample_method": "recursive"}
     ),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
-    "split": Way("split", 2, COLD),
-    "split, block": Way("split", 4, HOT, {"rejection_sample_method": "block"}),
     "adaptive": Way("adaptive", 3, COLD),
     "adaptive, blocks": Way("adaptive dspark", 3, COLD),
     "adaptive, blocks at once": Way("adaptive dflash", 5, HOT),
@@ -135,7 +131,7 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
         "tokenizer": tokenizer,
     }
     adaptive, _, block = way.drafter.partition(" ")
-    family = block or {"split": "mlp", "adaptive": "eagle3"}.get(way.drafter, way.drafter)
+    family = block or {"adaptive": "eagle3"}.get(way.drafter, way.drafter)
     if family == "other_tokens":
         target, drafter = other_tokens(model, 240, [4])
     else:
@@ -154,10 +150,9 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
         length = kind(most, RoundCosts.given(costs, most))
         return make_llm(target, drafter=drafter, draft_length=length, **options | way.options)
     options.pop("num_speculative_tokens")
-    lookup, chains = NgramProposer(K, 1, 3, device=device), DraftOptions(num_speculative_tokens=K)
     proposer = {
         "off": lambda: None,
-        "ngram": lambda: lookup,
+        "ngram": lambda: NgramProposer(K, 1, 3, device=device),
         "suffix": lambda: SuffixProposer(
             K,
             max_tree_depth=12,
@@ -168,9 +163,6 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
         ),
         "lookahead": lambda: LookaheadProposer(
             6, window_size=4, ngram_size=3, num_guesses=3, pool_from_prompt=True, device=device
-        ),
-        "split": lambda: SplitProposer(
-            [Arm("a", HeadProposer(drafter, target, chains, rows, 200)), Arm("b", lookup)], VOCAB
         ),
     }[way.drafter]()
     return make_llm(target, proposer=proposer, **options | way.options)

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
@@ -218,26 +217,6 @@ def test_streams_that_nobody_reads(serving, drafting_llm, model):
     assert not scheduler.has_unfinished
     for each in readers:
         each.close()
-
-
-def test_two_swaps_at_once(serving, drafting_llm, model):
-    """One after the other; whoever is being answered notices neither."""
-    url = serving(drafting_llm("ngram", model), enable_drafter_swap=True)
-    asked = GOOD | {"max_tokens": 150}
-    expected = CLIENT.post(url + PATH, json=asked).json()["choices"]
-    configs = [{"method": "ngram", "num_speculative_tokens": k} for k in (1, 2, 3)] + [
-        None,
-        {"method": "nothing"},
-    ]
-    with ThreadPoolExecutor(12) as pool:
-        answers = [pool.submit(CLIENT.post, url + PATH, json=asked) for _ in range(4)]
-        swaps = [
-            pool.submit(CLIENT.post, f"{url}/drafter", json={"speculative_config": each})
-            for each in configs
-        ]
-        assert [each.result().json()["choices"] for each in answers] == [expected] * 4
-    assert [each.result().status_code for each in swaps] == [200, 200, 200, 200, 400]
-    assert CLIENT.post(url + PATH, json=asked).json()["choices"] == expected
 
 
 class _Lost:
