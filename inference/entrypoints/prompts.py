@@ -3,11 +3,12 @@ limits."""
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
-
-from jinja2 import TemplateError
 
 from speculators.errors import ConfigError
 
@@ -66,34 +67,109 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
     return Prompt(text, list(_needed(tokenizer)(text).input_ids))
 
 
-def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
+def chat_prompts(
+    messages: Sequence[Any],
+    tokenizer: Any,
+    options: dict[str, Any],
+    *,
+    max_tokens: int | None = None,
+) -> list[Prompt]:
     """Conversations through the tokenizer's chat template, which writes every special token
-    itself."""
+    itself.
+
+    `max_tokens`: ConfigError for a text that cannot be as few tokens, before it is tokenized."""
     tokenizer = _needed(tokenizer)
     if not messages:
         raise ConfigError("chat: no messages; expected a list of {'role': ..., 'content': ...}")
     conversations = [messages] if isinstance(messages[0], dict) else messages
     prompts = []
     for conversation in conversations:
-        _refuse_media(conversation)
+        turns = [template_message(i, message) for i, message in enumerate(conversation)]
+        require_short(sum(len(turn["content"]) for turn in turns), tokenizer, max_tokens)
         try:
-            text = tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
-        except TemplateError as error:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"chat: the chat template cannot be used: {error}") from error
+        require_short(len(text), tokenizer, max_tokens)
         prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
     return prompts
 
 
-def _refuse_media(conversation: Sequence[Any]) -> None:
-    """ConfigError for parts that are no text: a template would write a placeholder for an image
-    that nobody reads."""
-    for i, message in enumerate(conversation):
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            if isinstance(part, dict) and part.get("type", "text") != "text":
+def template_message(index: int, message: Any) -> dict[str, Any]:
+    """A message of a conversation as chat templates read it, as in vLLM: its content is one string
+    (no content is "", text parts are joined by line breaks), and the arguments of tool calls are
+    objects. ConfigError for anything that is not text."""
+    if not isinstance(message, dict):
+        raise ConfigError(
+            f"chat: message {index} is a {type(message).__name__};"
+            " expected {'role': ..., 'content': ...}"
+        )
+    return {
+        **message,
+        "content": _content_text(index, message.get("content")),
+        **(
+            {"tool_calls": _tool_calls(index, calls)}
+            if (calls := message.get("tool_calls"))
+            else {}
+        ),
+    }
+
+
+def _content_text(index: int, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise ConfigError(
+            f"chat: the content of message {index} is a {type(content).__name__};"
+            " expected a string or text parts"
+        )
+    return "\n".join(_part_text(index, part) for part in content)
+
+
+def _part_text(index: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise ConfigError(f"chat: message {index} has a part of type {kind}; only text is read")
+    if not isinstance(part.get("text"), str):
+        raise ConfigError(f"chat: message {index} has a text part without a text")
+    return part["text"]
+
+
+def _tool_calls(index: int, calls: Any) -> list[Any]:
+    """The calls with their arguments as objects, which clients send as JSON text."""
+    read = copy.deepcopy(list(calls))
+    for call in read:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError:
                 raise ConfigError(
-                    f"chat: message {i} has a part of type {part['type']}; only text is read here"
-                )
+                    f"chat: message {index}: tool_calls with arguments that are not JSON"
+                ) from None
+    return read
+
+
+def require_short(characters: int, tokenizer: Any, max_tokens: int | None) -> None:
+    """ConfigError for a text of so many characters that it cannot be `max_tokens` tokens or fewer
+    (None: any length will do): tokenizing it would take long, and in vain."""
+    if max_tokens is None:
+        return
+    most = max_tokens * _longest_token(tokenizer)
+    if characters > most:
+        raise ConfigError(
+            f"{characters} characters; a context of {max_tokens} tokens holds {most} at most"
+        )
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token of the vocabulary."""
+    return max((len(token) for token in tokenizer.get_vocab()), default=1)
 
 
 def _needed(tokenizer: Any) -> Any:

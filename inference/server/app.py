@@ -278,15 +278,18 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
 
 
 def _add_state(app: FastAPI, server: Server) -> None:
+    def card(name: str) -> schema.ModelCard:
+        engine = server.llm.engine
+        root, limit = engine.target.name_or_path, engine.max_model_len
+        return schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit)
+
     @app.get("/v1/models")
     async def models() -> schema.ModelList:
-        root, limit = server.llm.engine.target.name_or_path, server.llm.engine.max_model_len
-        names = server.options.served_model_name
-        cards = [
-            schema.ModelCard(id=name, created=server.started, root=root, max_model_len=limit)
-            for name in names
-        ]
-        return schema.ModelList(data=cards)
+        return schema.ModelList(data=[card(name) for name in server.options.served_model_name])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> schema.ModelCard:
+        return card(server.model_name(name))
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -89,12 +89,19 @@ def add_error_handlers(app: FastAPI) -> None:
                     400, "the body is not read: send JSON, with Content-Type: application/json"
                 )
             )
-        messages, params = [], [_param(fault, error.body) for fault in error.errors()]
-        for fault, param in zip(error.errors(), params):
+        faults = _of_the_type_that_was_sent(error.errors())
+        messages, params = [], [_param(fault, error.body) for fault in faults]
+        for fault, param in zip(faults, params):
             message = fault["msg"].removeprefix("Value error, ")
             messages.append(f"{param}: {message}" if param else message)
         text = "; ".join(list(dict.fromkeys(messages))[:MAX_VALIDATION_ERRORS])
         return error_response(APIError(400, text, params[0] or None))
+
+
+def _of_the_type_that_was_sent(faults: Sequence[Any]) -> list[Any]:
+    """Without the faults of a union's other types, where one type fits and its value does not."""
+    fitting = {f["loc"][1:2] for f in faults if not f["type"].endswith("_type")}
+    return [f for f in faults if not f["type"].endswith("_type") or f["loc"][1:2] not in fitting]
 
 
 def _param(fault: Mapping[str, Any], body: Any) -> str:

@@ -7,12 +7,11 @@ threads can do it."""
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from typing import Any
 
 from inference.entrypoints.llm import LLM
-from inference.entrypoints.prompts import Prompt, chat_prompts
+from inference.entrypoints.prompts import Prompt, chat_prompts, require_short
 from inference.sampling_params import SamplingParams, StructuredOutputsParams
 from inference.server.api.errors import APIError
 from inference.server.api.protocol import (
@@ -20,7 +19,6 @@ from inference.server.api.protocol import (
     ChatFields,
     CompletionRequest,
     GenerationRequest,
-    Message,
     PlainFormat,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
@@ -62,9 +60,8 @@ class RequestParser:
             raise ConfigError("a server needs a tokenizer; pass one with the model, or --tokenizer")
         self._max_model_len = llm.engine.max_model_len
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
-        self._reserved_kwargs = {
-            p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD
-        }
+        named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        self._reserved_kwargs = named | {"self", "messages"}
 
     def count(self, request: GenerationRequest, prompts: int) -> int:
         """The number of responses asked for."""
@@ -153,19 +150,25 @@ class RequestParser:
             **kwargs,
         }
         try:
-            turns = [_turn(message) for message in request.messages]
-            (prompt,) = chat_prompts([turns], self._tokenizer, template_options)
-        except Exception as error:  # templates are programs, which may raise anything
-            raise APIError(
-                400, f"the chat template refuses these messages: {error}", "messages"
-            ) from error
+            turns = [message.model_dump(exclude_unset=True) for message in request.messages]
+            (prompt,) = chat_prompts(
+                [turns], self._tokenizer, template_options, max_tokens=self._max_model_len
+            )
+        except ConfigError as error:
+            raise APIError(400, str(error), "messages") from error
         if request.add_special_tokens and prompt.text is not None:
-            prompt = self._prompt(prompt.text, True)
+            prompt = self._prompt(prompt.text, True, "messages")
         return prompt
 
-    def _prompt(self, given: str | list[int], add_special_tokens: bool) -> Prompt:
+    def _prompt(
+        self, given: str | list[int], add_special_tokens: bool, field: str = "prompt"
+    ) -> Prompt:
         if isinstance(given, list):
             return Prompt(None, given)
+        try:
+            require_short(len(given), self._tokenizer, self._max_model_len)
+        except ConfigError as error:
+            raise APIError(400, f"{field}: {error}", field) from error
         return Prompt(
             given, list(self._tokenizer(given, add_special_tokens=add_special_tokens).input_ids)
         )
@@ -291,22 +294,6 @@ def _structure(request: GenerationRequest) -> StructuredOutputsParams | None:
         if structured is None
         else StructuredOutputsParams(**structured.model_dump(by_alias=True))
     )
-
-
-def _turn(message: Message) -> dict[str, Any]:
-    """A message as chat templates read it: content is text, and the arguments of calls are
-    objects."""
-    turn = message.model_dump(exclude_unset=True)
-    if isinstance(message.content, list):
-        turn["content"] = "\n".join(part.text for part in message.content)
-    for call in turn.get("tool_calls") or ():
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
-                raise ConfigError("tool_calls: arguments that are no JSON") from None
-    return turn
 
 
 def _with_field(error: ConfigError, request: GenerationRequest, field: str) -> APIError:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
-from openai import OpenAI
+from openai import NotFoundError, OpenAI
 
 from inference import SamplingParams
 from inference.entrypoints.prompts import chat_prompts
@@ -320,6 +320,9 @@ def test_tokens_and_state(url, client):
         and httpx2.get(f"{url}/version").json()["version"]
     )
     assert client.models.list().data[0].max_model_len == 256
+    assert client.models.retrieve("tiny") == client.models.list().data[0]
+    with pytest.raises(NotFoundError):
+        client.models.retrieve("org/other")
 
 
 def test_acceptance_of_a_response(client):

@@ -71,7 +71,7 @@ FAULTS = [
     (COMPLETION, {"prompt": "x", "min_tokens": 20, "max_tokens": 5}, "min_tokens"),
     (COMPLETION, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
     (COMPLETION, {"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
-    (COMPLETION, {"prompt": "x", "stop": ["a", ""]}, "stop"),
+    (COMPLETION, {"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
     (COMPLETION, {"prompt": "x", "stop_token_ids": [9999]}, "stop_token_ids"),
     (COMPLETION, {"prompt": "x", "stream_options": {}}, None),
     (COMPLETION, {"prompt": "x", "use_beam_search": True}, "use_beam_search"),
@@ -84,12 +84,14 @@ FAULTS = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content",
+        "messages[0].content[0]",
     ),
     (CHAT, {"messages": HI, "top_logprobs": 2}, None),
     (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
     (
         CHAT,
         {"messages": HI, "response_format": {"type": "json_schema"}},
@@ -110,6 +112,12 @@ def test_every_fault_names_its_field(url):
             check_shape(answer, 400, param, "BadRequestError")
         except AssertionError as error:
             raise AssertionError(f"{path} {body}: {answer.text}") from error
+
+
+def test_a_value_of_a_right_type_is_not_blamed_for_its_type(url):
+    answer = CLIENT.post(url + COMPLETION, json={"prompt": "x", "stop": ""})
+    message = check_shape(answer, 400, "stop")
+    assert "at least 1 character" in message and "list" not in message
 
 
 def test_what_is_no_request_at_all(url):

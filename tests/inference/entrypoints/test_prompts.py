@@ -1,0 +1,85 @@
+"""Conversations as chat templates read them, offline and on a server alike."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from inference import SamplingParams
+from inference.entrypoints.prompts import chat_prompts
+from speculators.errors import ConfigError
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+HISTORY = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "rain"},
+]
+# as SmolLM2's: fails on whatever is not a string
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m.role + ':' + m.content + '>' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.arguments.city }}]{% endfor %}{% endfor %}"
+)
+WRITTEN = "<user:a\nb><assistant:>[Bern]<tool:rain>"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, byte_tokenizer):
+    return tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
+
+
+def test_contents_and_calls_are_the_same_text_offline_and_online(drafting_llm, model, serving):
+    llm = drafting_llm("off", model)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    (output,) = llm.chat(HISTORY, params, False, chat_template=TEMPLATE)
+    assert output.prompt == WRITTEN
+    asked = {"messages": HISTORY, "max_tokens": 1, "return_token_ids": True}
+    url = serving(llm, chat_template=TEMPLATE)
+    answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
+    assert answer["prompt_token_ids"] == output.prompt_token_ids
+    assert "tool_calls" in HISTORY[1] and CALL["function"]["arguments"] == '{"city": "Bern"}'
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("hi", "message 0"),
+        ({"role": "user", "content": 5}, "message 0"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
+        ({"role": "user", "content": [{"type": "text"}]}, "message 0"),
+        (
+            {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": "{"}}]},
+            "JSON",
+        ),
+        ({"role": "user", "content": "a", "fault": True}, "template"),
+    ],
+)
+def test_what_a_template_cannot_read_is_an_error_of_the_user(message, named, byte_tokenizer):
+    template = "{{ messages[0].fault + 'x' if messages[0].fault else 'x' }}"  # a TypeError
+    with pytest.raises(ConfigError, match=named):
+        chat_prompts([[message]], byte_tokenizer, {"chat_template": template})
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    drafting_llm, model, serving, byte_tokenizer, monkeypatch
+):
+    llm = drafting_llm("off", model)
+    url = serving(llm, chat_template="{{ messages[0].content }}")
+    tokenizer = llm.get_tokenizer()
+    longest = max(map(len, tokenizer.get_vocab())) * 256
+    lengths = []
+    encode = type(tokenizer)._encode_plus
+    monkeypatch.setattr(
+        type(tokenizer),
+        "_encode_plus",
+        lambda self, text, *a, **k: lengths.append(len(text)) or encode(self, text, *a, **k),
+    )
+    for length in (longest, longest + 1):
+        text = "a" * length
+        for path, body in (
+            ("completions", {"prompt": text}),
+            ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            answer = httpx2.post(f"{url}/v1/{path}", json=body, timeout=60)
+            assert answer.status_code == 400, answer.text
+    assert lengths == [longest, longest]
