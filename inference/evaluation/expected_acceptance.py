@@ -7,6 +7,7 @@ pass."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -84,7 +85,7 @@ def accept_probabilities(
     states to match; target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows
     whose logits exist at once. p and q are taken after temperature, top_p and top_k of `params`, as
     the runtime takes them; q is 0 outside the draft vocabulary. temperature 0: 1 where the
-    drafter's argmax is x, else 0."""
+    drafter's argmax is x, else 0. NaN where the drafter's logits are NaN."""
     exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
     accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
     if hidden.shape[0] == 0:
@@ -98,7 +99,8 @@ def accept_probabilities(
         rows = slice(start, start + chunk_size)
         draft_logits = head(hidden[rows]).to(exact)  # [n, V_draft]
         if params.greedy:
-            accept[rows] = (argmax(draft_logits) == draft_labels[rows]).to(exact)
+            chosen = (argmax(draft_logits) == draft_labels[rows]).to(exact)
+            accept[rows] = chosen.where(~draft_logits.amax(-1).isnan(), math.nan)
         else:
             logits = target_logits(target_hidden[rows]).to(exact)  # [n, V]
             accept[rows] = _ratio(draft_logits, logits, draft_labels[rows], labels[rows], params)

@@ -74,7 +74,7 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     (the last token already written), draft k+1 is accepted as x_{s+k+1} given that the k before it
     were. Entries whose token lies past the text (s + k + 1 >= length) are not read: a draft there
     does not exist, as the text has ended. A round that accepts j drafts writes x_{s+j+1} as its
-    bonus, and the next round is anchored there."""
+    bonus, and the next round is anchored there. NaN in `accept` makes every count NaN."""
     table = (
         accept.detach().double().cpu().numpy()
         if isinstance(accept, Tensor)
@@ -88,6 +88,8 @@ def replay(accept: Tensor | np.ndarray, length: int) -> ReplayResult:
     depth, anchors = table.shape[0], length - 1
     exists = np.arange(depth)[:, None] + np.arange(anchors)[None, :] + 1 < length  # [K, anchors]
     table = np.where(exists, table[:, :anchors], 0.0)
+    if np.isnan(table).any():  # the drafter's logits are not numbers, and neither is what follows
+        return ReplayResult(math.nan, [math.nan] * depth, [math.nan] * (depth + 1))
     if not ((table >= 0) & (table <= 1)).all():
         k, s = np.argwhere(~((table >= 0) & (table <= 1)))[0]
         raise ValueError(f"replay: accept[{k}, {s}] = {table[k, s]}; expected a probability")

@@ -10,7 +10,7 @@ reference and in vLLM."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -60,8 +60,13 @@ class DFlash2Options(DFlashOptions):
     conv_group_size: PositiveInt = Field(16, description="channels that share a dynamic kernel")
     selector_rank: PositiveInt = Field(256, description="rank of the selector's codebooks")
     selector_top_k: PositiveInt = Field(16, description="tokens that the selector chooses among")
-    selector_loss: float = Field(
-        1.0, gt=0, description="weight of the selector's cross-entropy beside `loss`"
+    selector_loss: Annotated[float, Field(gt=0)] | dict[str, Any] = Field(
+        1.0,
+        description=(
+            "loss of the selector, from which drafts are drawn, beside `loss`, which is the"
+            " block's: the weight of its cross-entropy, or divergences as in `loss`, such as"
+            " {cross_entropy: 0.1, tv: 0.9}"
+        ),
     )
 
 
@@ -156,13 +161,14 @@ class DFlash2(DFlash):
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.candidate_selector = Selector(config)
-        self.selector_loss = 1.0
+        self.selector_loss: dict[str, Any] = {"cross_entropy": 1.0}
 
     def make_layer(self, config: DFlash2Config) -> ConvLayer:
         return ConvLayer(config)
 
     def prepare_training(self, options: DFlash2Options) -> DFlash2:
-        self.selector_loss = options.selector_loss
+        given = options.selector_loss
+        self.selector_loss = given if isinstance(given, dict) else {"cross_entropy": given}
         return super().prepare_training(options)
 
     @torch.no_grad()
@@ -214,6 +220,6 @@ class DFlash2(DFlash):
 
     def trained_heads(self, loss: Any) -> list[TrainedHead]:
         """See `Drafter.trained_heads`: the block's own logits by the recipe's loss, the selector by
-        cross-entropy."""
-        chosen = TrainedHead(self.head, {"cross_entropy": self.selector_loss})
+        `selector_loss`."""
+        chosen = TrainedHead(self.head, self.selector_loss)
         return [TrainedHead(self.unary_logits, loss), chosen]

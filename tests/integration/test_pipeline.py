@@ -196,9 +196,14 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     assert [path.stat().st_size for path in responses] == sizes
     assert json.loads((out / "acceptance.json").read_text())["gates"][0]["passed"] is False
 
-    # another training recipe in the same folder is refused; a warm start from the export is not
+    # another training recipe in the same folder is refused and changes nothing there, and so are
+    # other position weights and other rows under the same path; a warm start from the export is not
+    given = (out / "recipe.yaml").read_text()
     with pytest.raises(CheckpointError, match="another recipe"):
         run(recipe, ["training.learning_rate=0.5"])
+    with pytest.raises(CheckpointError, match="another recipe"):
+        run(recipe, ["position_weights={uniform: true}"])
+    assert (out / "recipe.yaml").read_text() == given
     warm = [
         f"drafter.init_from={out / 'export'}",
         "name=warm",

@@ -69,13 +69,14 @@ class PositionWeights:
         return (weights / weights.sum()).float()
 
     def of_chains(
-        self, cross_entropy: Sequence[Tensor], anchors: Sequence[Tensor], size: int
+        self, probabilities: Sequence[Tensor], anchors: Sequence[Tensor], size: int
     ) -> list[Tensor]:
         """Weights [N_k] of the terms of every depth, if they are `measured`.
 
-        cross_entropy[k] [N_k]: -log q of the data token; anchors[k] [N_k] long below `size`: the
-        chain of each term, once per depth. A chain ends where it has no term."""
-        table, exists = _by_chain([(-each).exp() for each in cross_entropy], anchors, size)
+        probabilities[k] [N_k]: q of the data token, 0 where the draft vocabulary lacks it;
+        anchors[k] [N_k] long below `size`: the chain of each term, once per depth. A chain ends
+        where it has no term."""
+        table, exists = _by_chain(probabilities, anchors, size)
         smoothed = torch.where(exists, (1 - self.value) * table + self.value, 1.0)
         return _to_terms(_tail_sums(smoothed.cumprod(0) * exists), anchors)
 

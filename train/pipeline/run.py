@@ -79,10 +79,7 @@ def run(
     accelerator = make_accelerator(recipe)
     require_memory_to_measure(recipe, total_memory(accelerator.device))
     set_seed(recipe.training.seed)
-    folder = Path(recipe.output_dir)
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / RECIPE).write_text(recipe.resolved_yaml())
+    as_given = recipe.resolved_yaml()
     recipe = with_adapted_target(recipe, accelerator)
     fits = (
         getattr(recipe.drafter, "init", None) == "least_squares"
@@ -91,7 +88,7 @@ def run(
     cached = recipe.features.mode == "cache"
     count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
     stages = Stages(count, enabled=accelerator.is_main_process)
-    trained = train(recipe, accelerator, stages)
+    trained = train(recipe, accelerator, stages, as_given)
     accelerator.wait_for_everyone()
     code = 0
     if accelerator.is_main_process:
@@ -174,8 +171,9 @@ def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
         target.require_rollback(", ".join(keys))
 
 
-def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
-    """Every stage of the training, one after the other."""
+def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: str = "") -> Trained:
+    """Every stage of the training, one after the other. `as_given`: the recipe's YAML, which is
+    written beside the checkpoints once no checkpoint is left that could refuse it."""
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
@@ -190,7 +188,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
     )
     require_abilities(recipe, target)
     drafter, history, previous = None, [], ""
-    for name, part in recipe.training_stages():
+    every = recipe.training_stages()
+    for number, (name, part) in enumerate(every, 1):
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
         features = training_features(part, target, data, accelerator, stages)
         folder = checkpoints(recipe, name)
@@ -199,7 +198,14 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages) -> Trained:
             meet_tokenizers(recipe, drafter, tokenizer)
             share_out(accelerator, target, recipe.target.sharding)
             stages.say(_sizes(drafter, target))
-        previous = fingerprint(part, data.hashes.combined, previous)
+        data_hash = checkpoint.hash_rows(data.rows, data.prompts)
+        previous = fingerprint(part, data.hashes.combined, previous, data_hash)
+        newest = checkpoint.latest(folder)
+        if newest is not None:
+            checkpoint.load(newest, previous)
+        if as_given and accelerator.is_main_process and (newest is None or number == len(every)):
+            Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+            (Path(recipe.output_dir) / RECIPE).write_text(as_given)
         trainer = Trainer(
             part,
             target,
@@ -237,6 +243,7 @@ def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.Tra
     with stages.stage(title, 100) as advance:
         state = trainer.run(lambda done, note: advance(round(100 * done, 1), note))
     if state.best_value is not None:
+        trainer.accelerator.wait_for_everyone()  # one process writes best/
         checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)
         stages.say(
             "      best of the held-out evaluations:"

@@ -80,7 +80,7 @@ class Recipe(Section):
         None,
         description=(
             "weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform:"
-            " true} or {d_pace: alpha}; null: drafter.step_decay"
+            " true} or {d_pace: alpha}; null: drafter.step_decay, as where a recipe sets that one"
         ),
     )
     training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
@@ -123,10 +123,15 @@ class Recipe(Section):
     @classmethod
     def _published(cls, value: Any) -> Any:
         """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value
-        each."""
+        each. A recipe that says `drafter.step_decay` or `position_weights: null` wants no
+        position_weights."""
         if isinstance(value, dict):
+            drafter = value.get("drafter")
+            decays = isinstance(drafter, dict) and drafter.get("step_decay") is not None
             for name, default in cls.family_defaults.items():
                 given = value.get(name)
+                if name == "position_weights" and given is None and (decays or name in value):
+                    continue
                 if given is None:
                     value = {**value, name: default}
                 elif isinstance(given, dict) and name not in ONE_VALUE:
@@ -160,6 +165,8 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         try:
             mix = Mix.parse(self.loss)
+            if isinstance(selector := getattr(self.drafter, "selector_loss", None), dict):
+                Mix.parse(selector, "drafter.selector_loss")
             position = (
                 None
                 if self.position_weights is None
@@ -167,6 +174,12 @@ class Recipe(Section):
             )
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        decay = type(self.drafter).model_fields["step_decay"].default
+        if position is not None and self.drafter.step_decay != decay:
+            raise ValueError(
+                f"drafter.step_decay: has no effect beside position_weights.{position.kind}; leave"
+                " one of the two out"
+            )
         family = family_class(self.family)
         if self.on_policy is not None and family.samples_terms:
             raise ValueError(

@@ -10,17 +10,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from speculators.errors import CheckpointError
 from speculators.export import replace_folder
+from train.data.packing import PackedRow
 from train.recipe.recipe import Recipe
 from train.trainer.optimizers import Names, by_name, load_optimizer_state
 from train.trainer.parallel import Replicated
@@ -34,6 +36,9 @@ class TrainState:
     seconds: float = 0.0  # spent training, over every resumption
     best_value: float | None = None  # held-out expected acceptance length of `best/`
     best_step: int = 0
+    tenths: int = 0  # of the budget, at the newest evaluation or checkpoint
+    skipped: int = 0  # steps whose gradients were not finite
+    skipped_in_a_row: int = 0  # the newest of them
     history: list[dict[str, Any]] = field(default_factory=list)
     fingerprint: str = ""  # of the recipe's sections that shape training
 
@@ -63,12 +68,11 @@ def save(
     fresh.mkdir(exist_ok=True)
     _save_weights(fresh, drafter, adapter)
     torch.save(dict(optimizer), fresh / "optimizer.pt")
-    (fresh / "state.json").write_text(json.dumps(asdict(state), indent=1))
+    (fresh / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
     replace_folder(fresh, folder)
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    for torn in root.glob(".step-*"):
-        shutil.rmtree(torn, ignore_errors=True)
+    _remove(root, ".step-*")
     return folder
 
 
@@ -82,9 +86,10 @@ def load(folder: Path, fingerprint: str) -> TrainState:
         ) from error
     if state.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{folder}: was made by another recipe (target, drafter, data, regenerate, loss,"
-            " training or on_policy differ); give the new one another `name` or `output_dir`, or"
-            " delete the folder to start again"
+            f"{folder}: was made by another recipe or from other data (the contents of data.train,"
+            " target, drafter, regenerate, loss, position_weights, training, joint or on_policy"
+            " differ); give the new one another `name` or `output_dir`, or delete the folder to"
+            " start again"
         )
     return state
 
@@ -109,6 +114,7 @@ def load_tensors(
 def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
     """Keeps the weights of the best held-out evaluation in `best/`."""
     fresh = root / f".best-{os.getpid()}"
+    _remove(root, ".best-*")
     fresh.mkdir(parents=True, exist_ok=True)
     _save_weights(fresh, drafter, adapter)
     replace_folder(fresh, root / "best")
@@ -126,49 +132,69 @@ def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
         adapter.load_state_dict(load_file(path.with_stem("adapter")), strict=True)
 
 
+def _remove(root: Path, pattern: str) -> None:
+    """Removes what killed runs left half-written."""
+    for torn in root.glob(pattern):
+        shutil.rmtree(torn, ignore_errors=True)
+
+
 def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
+    """CheckpointError names a tensor that is not finite; nothing is written then."""
     for name, module in (("drafter", drafter), ("adapter", adapter)):
         if module is not None:
             state = {
                 key: tensor.detach().cpu().contiguous().clone()
                 for key, tensor in module.state_dict().items()
             }
+            for key, tensor in state.items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise CheckpointError(
+                        f"{folder.parent}: {name} tensor {key} has values that are not finite; it"
+                        " is not saved, and the checkpoint before it stays"
+                    )
             save_file(state, folder / f"{name}.safetensors")
 
 
-def fingerprint(recipe: Recipe, target_hash: str, before: str) -> str:
-    """The hash of everything that shapes a stage's training: its sections, the target, and the
-    stage before.
+# Sections of a recipe that shape no training, and why. Every other section is in the fingerprint.
+NOT_IN_FINGERPRINT = {
+    "name": "what the run is called",
+    "output_dir": "where it is",
+    "features": "how features are kept; a cache's precision is added below",
+    "stages": "each stage is a recipe with a fingerprint of its own",
+    "export": "comes after the training",
+    "evaluation": "comes after the training; held-out texts are kept by its settings",
+    "gates": "come after the training",
+    "trackers": "who is told",
+    "project": "who is told",
+}
 
-    A checkpoint continues only a training of the same fingerprint.
-    """
-    names = {"family", "target", "drafter", "data", "regenerate", "loss", "joint", "training"}
-    training = {
-        "activation_checkpointing",
-        "log_every",
-    }  # and sharding: how numbers are computed, not what they are
-    for key in (
-        "global_batch_size",
-        "eval_texts",
-    ):  # at their defaults runs are those from before these keys
-        if getattr(recipe.training, key) == type(recipe.training).model_fields[key].default:
-            training.add(key)
-    if recipe.on_policy is not None:  # runs without it are those from before this section
-        names.add("on_policy")
-    # unset, runs are those from before these keys; block families have had windows from the start
-    newer = ("adapter", "sliding_window") if recipe.family in ("eagle3", "peagle") else ("adapter",)
-    unset = {key for key in newer if getattr(recipe.drafter, key, None) is None}
+
+def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -> str:
+    """The hash of everything that shapes a stage's training: the recipe without NOT_IN_FINGERPRINT,
+    the target, the stage before, and the rows themselves (`hash_rows`).
+
+    A checkpoint continues only a training of the same fingerprint."""
     left_out = {
+        **dict.fromkeys(NOT_IN_FINGERPRINT, True),
         "regenerate": recipe.regenerate.not_in_fingerprint(),
-        "training": training,
+        # how numbers are computed or shown, not what they are
+        "training": {"activation_checkpointing", "log_every"},
         "target": {"sharding"},
     }
-    left_out["drafter"] = unset
-    sections = recipe.model_dump(mode="json", include=names, exclude=left_out)
-    for source in (*sections["data"]["train"], *sections["data"]["validation"]):
-        if not source["chat_template_kwargs"]:  # likewise
-            del source["chat_template_kwargs"]
-    parts = [sections, target_hash, before]
+    parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, *recipe.features.encodings]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def hash_rows(rows: Iterable[PackedRow], prompts: Iterable[Sequence[int]] = ()) -> str:
+    """The hash of what is trained on: tokens, masks and documents of packed rows, and the prompts
+    of on-policy texts."""
+    digest = hashlib.blake2b()
+    for row in rows:
+        for array in (row.input_ids, row.segment_ids, row.loss_mask):
+            digest.update(len(array).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(array).data)
+    for prompt in prompts:
+        digest.update(json.dumps(list(prompt)).encode())
+    return digest.hexdigest()

@@ -204,11 +204,13 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
-    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1;
-    `total_steps`: None for a budget of time."""
+    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1, of the
+    budget before this step; `total_steps`: None for a budget of time, whose first step has a
+    hundredth of the peak."""
     peak, warm_up = training.learning_rate, training.warmup_ratio
     if share < warm_up:
-        return peak * min(1.0, (share + 1 / max(total_steps or 100, 1)) / warm_up)
+        following = share + 1 / total_steps if total_steps else max(share, 0.01 * warm_up)
+        return peak * min(1.0, following / warm_up)
     if training.lr_schedule == "constant":
         return peak
     after = (share - warm_up) / max(1 - warm_up, 1e-9)

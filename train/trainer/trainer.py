@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter, DraftStep, host_batch
+from speculators.errors import DraftsmithError
 from speculators.precision import on_host, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.vocab.draft_vocab import to_draft_ids
 from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
 from train.features.row_features import RowFeatures
@@ -53,7 +56,12 @@ EXPECTED, ERROR = (
     "expected_standard_error",
 )  # held-out figures, and the former's error
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
+MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
+
+
+class Diverged(DraftsmithError):
+    """Gradients are not finite step after step."""
 
 
 class Interrupted(Exception):
@@ -86,6 +94,13 @@ class StepTotals:
         return cls(acceptance, agreement, *rest)
 
 
+def finite(value: Any) -> Any:
+    """The value, or each of a list, with None for a float that is not finite: JSON has no NaN."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass(frozen=True)
 class Unread:
     """A step whose figures are still on the device."""
@@ -113,12 +128,15 @@ class Unread:
             ),
             "terms": int(counts.sum()),
         }
+        if not norm.isfinite():
+            record["skipped"] = 1
         if of_policy is not None:
             record |= of_policy
             if terms := float(suffix[:-1].sum()):
                 record |= {"suffix_terms": int(terms), "suffix_loss": float(totals.suffix_loss)}
                 record["suffix_acceptance"] = float(totals.suffix_acceptance) / terms
-        return record | {"supervised_tokens": int(tokens[-1])}, tokens.tolist()
+        record["supervised_tokens"] = int(tokens[-1])
+        return {name: finite(value) for name, value in record.items()}, tokens.tolist()
 
 
 class Trainer:
@@ -185,6 +203,7 @@ class Trainer:
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
+        self.held_out = ""  # the newest held-out result, for the progress bar
         self.log_every = (
             1 if accelerator.device.type == "cpu" else t.log_every
         )  # a CPU has nothing to wait for
@@ -200,6 +219,7 @@ class Trainer:
         if found is not None:
             self.state = checkpoint.load(found, self.fingerprint)
             checkpoint.load_tensors(found, self.replica, self.optimizer, self.names(), self.joint)
+            self.held_out = held_out_figure(self.state.history)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
             self.accelerator.wait_for_everyone()
@@ -213,18 +233,22 @@ class Trainer:
                 self.state.seconds += time.monotonic() - began
                 self._after_step()
                 if advance is not None and self.state.history:
-                    record = self.state.history[-1]
-                    note = (
-                        f"loss {record['loss']:.3f}  in-loop τ"
-                        f" {record['in_loop_acceptance_length']:.2f}"
-                    )
-                    held_out = held_out_figure(self.state.history)
-                    advance(self.share_done(), f"{note}  held-out {held_out}" if held_out else note)
+                    advance(self.share_done(), self._note(self.state.history[-1]))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self.replica.whole():  # which leaves the whole drafter with its last weights
             return self.state
+
+    def _note(self, record: dict[str, Any]) -> str:
+        """What the progress bar says after a step."""
+        loss = "skipped" if record["loss"] is None else f"loss {record['loss']:.3f}"
+        note = loss
+        if (length := record["in_loop_acceptance_length"]) is not None:
+            note += f"  in-loop τ {length:.2f}"
+        if skipped := self.state.skipped:
+            note += f"  {skipped} skipped (gradients not finite)"
+        return f"{note}  held-out {self.held_out}" if self.held_out else note
 
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
@@ -280,9 +304,7 @@ class Trainer:
             )
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
-        norm = whole(
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
-        )
+        norm = clip_gradients(self.parameters, self.recipe.training.max_grad_norm)
         rate = learning_rate(self.recipe.training, share, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
@@ -415,9 +437,12 @@ class Trainer:
         head = self.module.trained_heads(self.recipe.loss)[0].head
         with torch.no_grad():
             _, parts = self._over_depths(features, steps, ones, head, CROSS_ENTROPY)
-        weights = self.position.of_chains(
-            [p.loss for p in parts], [s.anchor_index for s in steps], size
-        )
+        labels = features.input_ids.flatten().roll(-1)
+        probabilities = []
+        for step, part in zip(steps, parts, strict=True):
+            drafted = to_draft_ids(labels[step.target_index], self.module.draft_to_target)
+            probabilities.append((-part.loss).exp() * (drafted >= 0))
+        weights = self.position.of_chains(probabilities, [s.anchor_index for s in steps], size)
         return [
             replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)
         ]
@@ -536,14 +561,22 @@ class Trainer:
             return self.stop_signal is not None
         return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
 
-    def _due(self, every: int | None) -> bool:
-        """Every `every` steps (None: ten times a run), and at the end of the budget."""
-        if self.share_done() >= 1:
-            return True
-        step, total = self.state.step, self.total_steps
-        if every is None:
-            every = max((total or self.recipe.training.max_minutes * 60) // 10, 1) if total else 100
-        return step % int(every) == 0
+    def _due_now(self) -> tuple[bool, bool]:
+        """(an evaluation is due, a checkpoint is due): every so many steps, or ten times a run
+        where the recipe does not say how often, and at the end of the budget."""
+        share, t = self.share_done(), self.recipe.training
+        tenth = self._tenths(share) > self.state.tenths
+
+        def due(every: int | None) -> bool:
+            return share >= 1 or (self.state.step % every == 0 if every else tenth)
+
+        evaluates = self.evaluate is not None and due(t.eval_every)
+        return evaluates, due(t.save_every) if t.save_every else evaluates or tenth or share >= 1
+
+    def _tenths(self, share: float) -> int:
+        """Tenths of the budget that are spent, 0 to 10."""
+        by_steps = 10 * self.state.step // self.total_steps if self.total_steps else 0
+        return min(max(by_steps, int(10 * share + 1e-9)), 10)
 
     def _on_policy_record(self, share: float) -> dict[str, Any]:
         """How much of the training was on-policy so far, and the texts that the step before this
@@ -565,6 +598,7 @@ class Trainer:
                 before = history[-1]["on_policy_share"] if history else 0.0
                 record["on_policy_share"] = before + (record["on_policy"] - before) / record["step"]
             history.append(record)
+            self._count_skipped(record)
         costs = self.telemetry.finish(
             [sum(each) for each in zip(*(tokens for _, tokens in found))], len(found)
         )
@@ -572,21 +606,45 @@ class Trainer:
         self.state.seconds += time.monotonic() - began
         return [record for record, _ in found], costs
 
+    def _count_skipped(self, record: dict[str, Any]) -> None:
+        """Raises Diverged after MAX_SKIPPED steps in a row whose gradients were not finite."""
+        state = self.state
+        if not record.get("skipped"):
+            state.skipped_in_a_row = 0
+            return
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+        if state.skipped_in_a_row == MAX_SKIPPED:
+            newest = checkpoint.latest(self.folder)
+            raise Diverged(
+                f"training: the gradients of steps {record['step'] - MAX_SKIPPED + 1} to"
+                f" {record['step']} are not finite; nothing was saved since"
+                f" {newest.name if newest else 'the start'}. Lower training.learning_rate or"
+                " training.max_grad_norm, or set training.mixed_precision: no; then give the run"
+                " another `name` or delete its checkpoints, since the recipe has changed"
+            )
+
     def _after_step(self) -> None:
         t = self.recipe.training
-        evaluates = self.evaluate is not None and self._due(t.eval_every)
-        save = self._due(t.save_every) if t.save_every else evaluates or self._due(None)
+        evaluates, save = self._due_now()
         reads = evaluates or save or self.state.step % self.log_every == 0
         stopping = self._stopping() if reads or self.accelerator.num_processes == 1 else False
         if not (reads or stopping):
             return
         records, costs = self._read()
+        if t.max_minutes:  # reading waited for the device, whose time may have ended the budget
+            evaluates, save = self._due_now()
+        if evaluates or save:
+            self.state.tenths = self._tenths(self.share_done())
         if evaluates and self.evaluate is not None:
             with self.replica.whole() as drafter:
                 drafter.eval()
-                records[-1] |= self.evaluate(drafter)
-                value = records[-1][EXPECTED]
-                if self.state.best_value is None or value > self.state.best_value:
+                results = self.evaluate(drafter)
+                value = results[EXPECTED]
+                if math.isfinite(value):
+                    records[-1] |= results
+                    self.held_out = held_out_figure(self.state.history)
+                if value > (self.state.best_value or 0.0):  # False for NaN
                     self.state.best_value, self.state.best_step = value, self.state.step
                     if self.accelerator.is_main_process:
                         checkpoint.save_best(self.folder, drafter, self.joint)
@@ -613,6 +671,21 @@ class Trainer:
                 checkpoint.save(self.folder, drafter, optimizer, self.state, keep, self.joint)
 
 
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> Tensor:
+    """Clips the gradients to a total norm of `max_norm`; returns the norm before, [] and waits for
+    no device.
+
+    Where that norm is not finite every gradient becomes zero: a step that overflowed moves the
+    weights by the optimizer's momentum and decay alone. (Clipping multiplies by 0 or NaN then, so
+    that every element is 0 or NaN, and NaN is what is replaced.)"""
+    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            own.nan_to_num_(nan=0.0)
+    return norm
+
+
 def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
     """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is
     none."""
@@ -631,7 +704,7 @@ def _flat(record: dict[str, Any]) -> dict[str, float]:
         if name == "step":
             continue
         if isinstance(value, list):
-            flat |= {f"{name}/{i}": v for i, v in enumerate(value)}
+            flat |= {f"{name}/{i}": v for i, v in enumerate(value) if v is not None}
         elif isinstance(value, int | float):
             flat[name] = value
     return flat

@@ -167,8 +167,14 @@ def test_texts_add_up_and_short_ones_have_no_rounds():
 
 def test_what_is_no_probability_is_named():
     accept = torch.full((2, 5), 0.5)
-    accept[1, 2] = float("nan")
+    accept[1, 2] = 1.5
     with pytest.raises(ValueError, match=r"accept\[1, 2\]"):
         replay(accept, 5)
     with pytest.raises(ValueError, match="expected"):
         replay(torch.ones(2, 3), 5)
+
+
+def test_logits_that_are_not_numbers_have_no_acceptance_length():
+    accept = torch.full((2, 5), 0.5)
+    accept[1, 2] = float("nan")
+    assert math.isnan(replay(accept, 5).expected_acceptance_length)

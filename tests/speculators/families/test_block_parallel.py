@@ -382,3 +382,18 @@ def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(
         == accepted(prompts[:1], [18])[0]
         == accepted(prompts, [18, 3])[0]
     )
+
+
+def test_dflash2_selector_learns_by_the_loss_that_is_asked_for(
+    all_cases, make_drafter, tiny_model
+) -> None:
+    case = all_cases["dflash2"]
+    _, drafter = make_drafter(case, tiny_model(case.architecture))
+    options = family_class("dflash2").options
+    drafter.prepare_training(options.model_validate({"selector_loss": 0.5}))
+    assert drafter.trained_heads({"tv": 1.0})[-1].loss == {"cross_entropy": 0.5}
+    drafter.prepare_training(options.model_validate({"selector_loss": {"tv": 0.9}}))
+    assert [head.loss for head in drafter.trained_heads({"forward_kl": 1.0})] == [
+        {"forward_kl": 1.0},
+        {"tv": 0.9},
+    ]

@@ -36,9 +36,7 @@ def of_anchor(values: list[torch.Tensor], anchor: int) -> list[torch.Tensor]:
 
 def test_d_pace_is_its_formula() -> None:
     probabilities = chains()
-    weights = PositionWeights.parse({"d_pace": 0.3}).of_chains(
-        [-p.log() for p in probabilities], ANCHORS, 9
-    )
+    weights = PositionWeights.parse({"d_pace": 0.3}).of_chains(probabilities, ANCHORS, 9)
     for anchor in (2, 5, 7):
         smoothed = [0.7 * float(p) + 0.3 for p in of_anchor(probabilities, anchor)]
         products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]

@@ -22,7 +22,6 @@ from train.pipeline.data_stage import DataStage, workloads_in_turn
 from train.pipeline.run import held_out_evaluation
 from train.recipe.recipe import make_recipe
 from train.regeneration.store import Response
-from train.trainer.checkpoint import fingerprint
 from train.trainer.trainer import held_out_figure
 
 
@@ -121,13 +120,6 @@ def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
     assert (
         len(workloads_in_turn([example("a")] * 500, alone)) == alone == 64
     )  # one workload has all of them
-
-
-def test_the_default_number_of_texts_is_no_part_of_the_fingerprint() -> None:
-    def of(**training):
-        return fingerprint(recipe(training={"steps": 1, **training}), "", "")
-
-    assert of() == of(eval_texts=128) != of(eval_texts=64)
 
 
 def test_the_standard_error_is_that_of_repeated_draws() -> None:

@@ -502,3 +502,28 @@ def test_keys_that_never_had_an_effect_are_refused_and_their_old_defaults_are_no
         ):
             load_recipe(tmp_path / "old.yaml", [f"training.{key}={value}"])
     assert "num_workers" not in load_recipe(tmp_path / "old.yaml").resolved_yaml()
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark", "peagle"])
+def test_step_decay_that_a_recipe_sets_takes_the_place_of_the_familys_position_weights(
+    recipe_file, family
+):
+    def weights(addition: str = ""):
+        recipe = load_recipe(recipe_file(f"{MINIMAL}\nfamily: {family}\n{addition}"))
+        return recipe.position_weights, recipe.drafter.step_decay
+
+    assert weights()[0] is not None
+    assert weights("drafter: {step_decay: 0.5}") == (None, 0.5)
+    assert weights("position_weights: null")[0] is None
+    both = "drafter: {step_decay: 0.5}\nposition_weights: {uniform: true}"
+    assert "drafter.step_decay" in error_of(recipe_file(f"{MINIMAL}\nfamily: {family}\n{both}"))
+
+
+def test_selector_loss_of_dflash2_is_a_weight_or_a_mix(recipe_file):
+    def of(given: str) -> str:
+        return recipe_file(f"{MINIMAL}\nfamily: dflash2\ndrafter: {{selector_loss: {given}}}")
+
+    assert load_recipe(of("0.5")).drafter.selector_loss == 0.5
+    mix = {"cross_entropy": 0.1, "tv": 0.9}
+    assert load_recipe(of("{cross_entropy: 0.1, tv: 0.9}")).drafter.selector_loss == mix
+    assert "drafter.selector_loss.tw" in error_of(of("{tw: 1.0}"))

@@ -25,7 +25,7 @@ from train.data.packing import pack
 from train.recipe.recipe import Recipe, recipe_class
 from train.trainer import checkpoint
 from train.trainer.optimizers import learning_rate
-from train.trainer.trainer import Interrupted, Trainer
+from train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer, Unread
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -332,3 +332,124 @@ def test_the_warm_up_rises_and_never_passes_the_peak(total_steps, warmup_ratio):
     assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(
         rates[1 + len(warm) :], reverse=True
     )
+
+
+def overflow(trainer: Trainer, monkeypatch, *steps: int) -> None:
+    """One element of one gradient is infinite in each of these steps."""
+    real = trainer.replica.sum_gradients
+
+    def summed(parameters):
+        real(parameters)
+        if trainer.state.step + 1 in steps:
+            parameters[0].grad.view(-1)[0] = float("inf")
+
+    monkeypatch.setattr(trainer.replica, "sum_gradients", summed)
+
+
+def test_clip_gradients_not_finite_skips_the_step(tiny_model, tmp_path, monkeypatch):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe())
+    overflow(trainer, monkeypatch, 3, 5, 6)
+    state = trainer.run()
+    assert [r["step"] for r in state.history if r.get("skipped")] == [3, 5, 6]
+    assert state.skipped == 3 and all(r["grad_norm"] for r in state.history[6:])
+    assert all(p.isfinite().all() for p in trainer.parameters)
+    assert json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())["skipped"] == 3
+
+
+def test_clip_gradients_not_finite_in_a_row_stops_the_run(tiny_model, tmp_path, monkeypatch):
+    trainer = make_trainer(
+        tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {EXPECTED: 1.5}
+    )
+    overflow(trainer, monkeypatch, *range(4, 4 + MAX_SKIPPED))
+    with pytest.raises(Diverged, match="steps 4 to 6"):
+        trainer.run()
+    assert trainer.state.best_step == 2 and checkpoint.latest(tmp_path).name == "step-00000004"
+
+
+def test_checkpoint_weights_not_finite_keeps_the_one_before(tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=2))
+    trainer.run()
+    with torch.no_grad():
+        trainer.parameters[0].view(-1)[0] = float("nan")
+    trainer.state.step = 3
+    with pytest.raises(CheckpointError, match="not finite"):
+        trainer._save()
+    assert checkpoint.latest(tmp_path).name == "step-00000002"
+
+
+def test_evaluation_not_finite_is_never_best(tiny_model, tmp_path):
+    values = iter([float("nan"), 2.0, float("nan"), 1.0])
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        make_recipe(eval_every=2),
+        evaluate=lambda d: {EXPECTED: next(values)},
+    )
+    state = trainer.run()
+    assert (state.best_value, state.best_step) == (2.0, 4)
+
+
+def test_time_budget_spent_while_reading_evaluates_and_saves_the_last_step(
+    tiny_model, tmp_path, monkeypatch
+):
+    """As on an accelerator: the time of steps shows when their results are read."""
+    real = Unread.read
+
+    def slow(self, depths):
+        time.sleep(0.15)
+        return real(self, depths)
+
+    monkeypatch.setattr(Unread, "read", slow)
+    recipe = make_recipe(steps=None, max_minutes=0.05, save_every=None)
+    trainer = make_trainer(tiny_model, tmp_path, recipe, evaluate=lambda d: {EXPECTED: 1.5})
+    trainer.log_every = 10
+    state = trainer.run()
+    assert EXPECTED in state.history[-1] and state.history[-1]["step"] == state.step
+    assert checkpoint.latest(tmp_path).name == f"step-{state.step:08d}"
+
+
+@pytest.mark.parametrize("budget", [{"max_minutes": 1.0}, {"steps": 40}])
+def test_evaluations_without_eval_every_are_ten_a_run(tiny_model, tmp_path, budget):
+    recipe = make_recipe(**{"steps": None, "save_every": None, **budget})
+    trainer = make_trainer(tiny_model, tmp_path, recipe, evaluate=lambda d: {EXPECTED: 1.5})
+    real = trainer.step
+
+    def slow(share):
+        trainer.state.seconds += 1.5  # 40 steps a minute
+        return real(share)
+
+    trainer.step = slow
+    state = trainer.run()
+    assert len([r for r in state.history if EXPECTED in r]) == 10
+
+
+def test_learning_rate_of_a_time_budget_warms_up_from_zero():
+    training = make_recipe(warmup_ratio=0.02, learning_rate=1.0).training
+    assert learning_rate(training, 0.0, None) <= 0.01
+    assert learning_rate(training, 0.01, None) == pytest.approx(0.5)
+
+
+def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):
+    recipe = make_recipe()
+    recipe = recipe.model_copy(update={"position_weights": {"d_pace": 0.5}})
+    trainer = make_trainer(tiny_model, tmp_path, recipe)
+    micro = trainer.step_rows.of(0)[0]
+    rows = trainer.chosen(micro)
+    features = trainer.features.of(rows, trainer.features.batch(rows))
+    steps = list(trainer.module.unroll(features, 3))
+    labels = features.input_ids.flatten().roll(-1)
+    drafted = set(trainer.module.draft_to_target.tolist())
+    inside = [[int(labels[i]) in drafted for i in s.target_index] for s in steps]
+    assert not all(inside[0])  # the reduced vocabulary lacks some
+    weighed = trainer._weighed(features, steps)
+    known = trainer.module.draft_to_target.tolist()
+    smoothed = {}  # of (anchor, depth)
+    for step in steps:
+        logits = trainer.module.head(step.hidden, step.depth).detach().log_softmax(-1)
+        for row, (a, i) in enumerate(zip(step.anchor_index, step.target_index)):
+            label = int(labels[i])
+            q = float(logits[row, known.index(label)].exp()) if label in drafted else 0.0
+            smoothed[int(a), step.depth] = 0.5 * q + 0.5
+    for a, weight in zip(steps[0].anchor_index.tolist(), weighed[0].weight.tolist()):
+        chain = [smoothed.get((a, depth), 0.0) for depth in range(3)]
+        assert weight == pytest.approx(np.cumprod(chain).sum(), rel=1e-4)
