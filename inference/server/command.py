@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from speculators.errors import ConfigError
 if TYPE_CHECKING:
     from inference.entrypoints.llm import LLM
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
+
 
 def register(app: typer.Typer) -> None:
     """Adds `serve` to the project's command line."""
@@ -36,10 +40,7 @@ def register(app: typer.Typer) -> None:
             "ignore_unknown_options": True,
             "help_option_names": [],
         },
-        help=(
-            "Serve a target and its drafter over HTTP, compatible with OpenAI's clients; flags as"
-            " vLLM's."
-        ),
+        help="Serve a target and its drafter over HTTP, for OpenAI's clients; flags as vLLM's.",
     )
     def serve(context: typer.Context) -> None:
         run(context.args)
@@ -51,15 +52,40 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> None:
-    if wants_vllm(
-        arguments
-    ):  # this process is replaced, so that signals, output and exit code are vLLM's own
+    """Serves until SIGTERM or SIGINT. A signal ends a server that is still loading or compiling at
+    once; one that serves admits nothing more, and gives what runs `shutdown_timeout_s`."""
+    if wants_vllm(arguments):
+        # this process is replaced, so that signals, output and exit code are vLLM's own
         command = vllm_command(arguments)
         os.execv(command[0], command)
     flags, others = read_flags(arguments)
     logging.basicConfig(level=flags.uvicorn_log_level.upper(), format="%(levelname)s: %(message)s")
-    llm = load(flags, others)
-    serve_app(llm, flags.model_copy(update={"sampling_defaults": sampling_defaults(llm, flags)}))
+    defaults = given_defaults(flags)
+    listening = bind(flags.host, flags.port)
+    before = {number: signal.signal(number, _exit) for number in SIGNALS}
+    try:
+        llm = load(flags, others)
+        if flags.generation_config == "auto":
+            config = getattr(llm.engine.target.model, "generation_config", None)
+            defaults = checked_defaults(config, "the model's generation_config.json") | defaults
+        serve_app(llm, flags.model_copy(update={"sampling_defaults": defaults}), listening)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at the server's address, before anything is loaded. ConfigError if it is taken."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"serve: --host {host} --port {port}: {error.strerror or error}; choose another"
+        ) from None
+    return listening
 
 
 def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
@@ -75,63 +101,87 @@ def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
     return LLM(flags.model, **given, **others)
 
 
-def sampling_defaults(llm: LLM, flags: ServeFlags) -> dict[str, Any]:
-    """Sampling parameters for requests that do not set them: the model's generation_config.json
-    ("auto"), that of a folder, or vLLM's neutral values ("vllm"); then the overrides."""
+def given_defaults(flags: ServeFlags) -> dict[str, Any]:
+    """The sampling parameters that the flags set for requests without them: those of the folder
+    --generation-config, then --override-generation-config. ConfigError for what no request could
+    have."""
     from transformers import GenerationConfig
 
-    source, config = flags.generation_config, None
-    if source == "auto":
-        config = getattr(llm.engine.target.model, "generation_config", None)
-    elif source != "vllm":
+    source, overrides = flags.generation_config, flags.override_generation_config
+    if unknown := sorted(set(overrides) - set(DEFAULTS)):
+        raise ConfigError(
+            f"--override-generation-config: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}"
+        )
+    config = GenerationConfig()
+    if source not in ("auto", "vllm"):
         try:
             config = GenerationConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--generation-config {source}: expected auto, vllm or a folder: {error}"
             ) from error
-    values = ({} if config is None else config.to_diff_dict()) | flags.override_generation_config
-    names = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
-    return {
-        names[name]: value for name, value in values.items() if name in names and value is not None
+    defaults = checked_defaults(config, f"--generation-config {source}")
+    return defaults | _checked(overrides, "--override-generation-config")
+
+
+def checked_defaults(config: Any, where: str) -> dict[str, Any]:
+    """The sampling parameters of a transformers GenerationConfig (None: there is none)."""
+    return _checked({} if config is None else config.to_diff_dict(), where)
+
+
+def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
+    from inference.sampling_params import SamplingParams
+
+    defaults = {
+        DEFAULTS[name]: value
+        for name, value in values.items()
+        if name in DEFAULTS and value is not None
     }
+    try:
+        SamplingParams(**defaults)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return defaults
 
 
-def serve_app(llm: LLM, flags: ServeFlags) -> None:
-    """Serves until SIGTERM or SIGINT. Then no request is admitted, and those that run get
-    `shutdown_timeout_s`."""
+def serve_app(llm: LLM, flags: ServeFlags, listening: socket.socket) -> None:
+    """Compiles, then serves at the socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from inference.server.app import make_app
 
     app = make_app(llm, flags)
     engine = app.state.server.engine
+    engine.start()
 
     class Uvicorn(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
+        def handle_exit(self, number: int, frame: Any) -> None:
+            if engine.draining:
+                _exit(number, frame)
             engine.drain(flags.shutdown_timeout_s)
-            super().handle_exit(sig, frame)
+            super().handle_exit(number, frame)
+
+        def stop(self) -> None:
+            self.should_exit = True
 
     server = Uvicorn(
         uvicorn.Config(
             app,
-            host=flags.host,
-            port=flags.port,
-            uds=flags.uds,
             log_level=flags.uvicorn_log_level,
-            access_log=flags.enable_log_requests and not flags.disable_uvicorn_access_log,
-            ssl_keyfile=flags.ssl_keyfile,
-            ssl_certfile=flags.ssl_certfile,
+            access_log=flags.enable_log_requests,
             timeout_graceful_shutdown=int(flags.shutdown_timeout_s) + 5,
         )
     )
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # uvicorn raises the signal again after a clean exit
+    engine.on_failure = server.stop
+    for number in SIGNALS:  # uvicorn raises the signal again after a clean exit
         signal.signal(number, lambda *_: None)
     gc.collect()
     gc.freeze()  # what is there stays: collections between tokens need not walk it
-    server.run()
-    if not server.started:
-        sys.exit(3)
+    server.run(sockets=[listening])
+    if engine.failure is not None or not server.started:
+        sys.exit(1)
+
+
+def _exit(number: int, frame: Any) -> None:
+    """Ends the process at once: its threads may be compiling, and do not listen."""
+    os._exit(128 + number)

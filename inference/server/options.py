@@ -11,10 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from inference.flags import (
     FlagParser,
-    JsonList,
     JsonObject,
     Mode,
     add_flags,
+    flag_name,
     json_or_text,
     spelled,
     validated,
@@ -33,9 +33,6 @@ SAMPLING_FIELDS = (  # of requests, with defaults on the server
 )
 GROUPS = {  # in --help, by their first option
     "served_model_name": "server",
-    "root_path": "access",
-    "max_num_queued_reqs": "limits",
-    "per_request_spec_decode_metrics": "answers",
     "engine": "engine",
     "host": "network and sampling defaults",
 }
@@ -65,46 +62,20 @@ class ServerOptions(BaseModel):
         None, "file of a chat template, or the template itself"
     )
     default_chat_template_kwargs: JsonObject = option({}, "JSON, for the chat template")
-    trust_request_chat_template: bool = option(
-        False, "requests may bring a chat template of their own"
-    )
-    response_role: str = option("assistant", "role of the answers to a chat")
     sampling_defaults: dict[str, Any] = {}  # for requests that do not set them; no flag
-
-    root_path: str = option("", "path under which a proxy serves this server")
     api_key: tuple[str, ...] = option(
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
-    allowed_origins: JsonList = option([], "JSON, origins of web pages that may use the server")
-    disable_fastapi_docs: bool = option(False, "no /docs, no /openapi.json")
-    enable_log_requests: bool = option(
-        False, "a line per request: id, tokens, seconds; never a text"
-    )
-
+    enable_log_requests: bool = option(False, "a line per request; never a text")
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
-    request_timeout_s: float = option(600.0, "seconds per request", gt=0)
-    shutdown_timeout_s: float = option(
-        20.0, "seconds that running requests get after SIGTERM", ge=0
-    )
+    max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
+    shutdown_timeout_s: float = option(20.0, "seconds for running requests after SIGTERM", ge=0)
     warm_up_limit_s: float = option(
         900.0, "seconds of compiling before the port opens; the rest when first met", ge=0
     )
-    max_body_bytes: int = option(4 << 20, "longest body of a request", ge=1)
-    max_prompt_tokens: int | None = option(
-        None, "longest prompt; default: what the model has room for", ge=1
-    )
-    max_output_tokens: int | None = option(
-        None, "longest response; default: what the model has room for", ge=1
-    )
-    max_n: int = option(128, "responses of a request, prompts times n", ge=1)
-    max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
-
     per_request_spec_decode_metrics: SpecDecodeDetail = option(
         "none", "acceptance of each response"
     )
-    enable_per_request_metrics: bool = option(False, "times of each response")
-    enable_prompt_tokens_details: bool = option(False, "cached prompt tokens in the usage")
-    enable_force_include_usage: bool = option(False, "usage at the end of every stream")
 
 
 class ServeFlags(ServerOptions):
@@ -123,9 +94,9 @@ class ServeFlags(ServerOptions):
     revision: str | None = option(None, "of the repository")
     trust_remote_code: bool = option(False, "run the repository's code")
     seed: int = option(0, "for requests without a seed")
-    max_model_len: int | None = option(None, "longest prompt and response")
-    max_num_seqs: int = option(8, "responses generated at the same time")
-    max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward")
+    max_model_len: int | None = option(None, "longest prompt and response", ge=2)
+    max_num_seqs: int = option(8, "responses generated at the same time", ge=1)
+    max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward", ge=1)
     kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
     enable_prefix_caching: bool = option(True, "reuse common prefixes")
     enforce_eager: bool | None = option(
@@ -137,12 +108,8 @@ class ServeFlags(ServerOptions):
     tensor_parallel_size: int = option(1, "accepted; one device is used")
 
     host: str = option("0.0.0.0", "address to listen on")
-    port: int = 8000
-    uds: str | None = option(None, "a Unix socket in place of host and port")
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
+    port: int = option(8000, "0: any that is free", ge=0, le=65535)
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
-    disable_uvicorn_access_log: bool = option(False, "not even with --enable-log-requests")
     generation_config: str = option(
         "auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder"
     )
@@ -184,12 +151,17 @@ def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
             f"serve: the model is given twice, {positional} and --model {given['model']}"
         )
     model = given.setdefault("model", positional)
+    others = _undeclared(rest)
     if not model:
-        raise ConfigError("serve: --model is missing: the target, a folder or repository id")
+        unknown = ", ".join(map(flag_name, others))
+        raise ConfigError(
+            "serve: --model is missing: the target, a folder or repository id"
+            + (f" (and these flags are not known: {unknown})" if unknown else "")
+        )
     given.setdefault("served_model_name", (model,))
     if key := os.environ.get("DRAFTSMITH_API_KEY"):
         given.setdefault("api_key", (key,))
-    return validated(ServeFlags, "serve", given), _undeclared(rest)
+    return validated(ServeFlags, "serve", given), others
 
 
 def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:

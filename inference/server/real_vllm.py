@@ -27,7 +27,6 @@ SERVER = (
     "-m",
     "vllm.entrypoints.openai.api_server",
 )  # the `vllm` command is missing from some of its builds
-HF_ONLY = ("request_timeout_s", "max_body_bytes", "max_prompt_tokens", "max_output_tokens", "max_n")
 READ = (
     "engine",
     "vllm_python",
@@ -44,11 +43,11 @@ def wants_vllm(arguments: Sequence[str]) -> bool:
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """The command line of real vLLM for these flags. ConfigError for flags that only our own engine
+    """The command line of real vLLM for these flags. It refuses those that only our engine
     has."""
     from inference.entrypoints.vllm_options import DEPRECATED
 
-    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=(*READ, *HF_ONLY))
+    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=READ)
     for name in DEPRECATED:
         parser.add_argument(
             flag_name(name), dest=name, type=json_or_text, default=argparse.SUPPRESS
@@ -60,11 +59,6 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
         given["model"], rest = take_model(rest)
     if not given["model"]:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
-    if foreign := [flag_name(name) for name in HF_ONLY if name in given]:
-        raise ConfigError(
-            f"serve: {', '.join(foreign)} belong to --engine hf; vLLM has no such flag. Leave"
-            " them out"
-        )
     flags = validated(ServeFlags, "serve", given)
     drafting = _drafting(flags, older)
     source = ["--revision", flags.revision] if flags.revision else []

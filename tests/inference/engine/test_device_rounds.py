@@ -4,7 +4,6 @@ rows as for one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from inference import LLM, SamplingParams, StructuredOutputsParams
 from inference.entrypoints.prompts import Prompt
 from inference.requests.request import Request
-from inference.server.async_engine import AsyncEngine, Generation, Ticket
+from inference.server.engine_thread import EngineThread, Generation, Ticket
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from inference.spec_decode.draft_length.costs import RoundCosts
@@ -224,17 +223,13 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""
     way = WAYS[name]
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
-    engine = AsyncEngine(
-        llm, ServerMetrics("tiny", 200), ServerOptions(served_model_name=("tiny",))
-    )
+    options = ServerOptions(served_model_name=("tiny",))
+    engine = EngineThread(llm, ServerMetrics("tiny", llm, lambda: 0), options)
 
     def begin(rows: int) -> list[Generation]:
         ticket = Ticket(engine, rows)
         asked = enumerate(requests_of(way, rows, 30))
-        begun = [
-            Generation(ticket, i, *each, streaming=True, deadline=math.inf, traced=True)
-            for i, each in asked
-        ]
+        begun = [Generation(ticket, i, *each, streaming=True, traced=True) for i, each in asked]
         engine.begin(begun)
         return begun
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import sys
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
+from inference.server.command import checked_defaults, given_defaults
 from inference.server.options import LLM_OPTIONS, read_flags
 from inference.server.real_vllm import vllm_command, wants_vllm
 from speculators.errors import ConfigError
@@ -86,6 +89,7 @@ def test_the_model_may_come_first():
         ("a --port x", "--port"),
         ("a --speculative-config 5", "JSON object"),
         ("a -q 5", "'-q'"),
+        ("--modle x", "--modle"),
     ],
 )
 def test_wrong_flags(line, named):
@@ -94,7 +98,12 @@ def test_wrong_flags(line, named):
 
 
 @pytest.mark.parametrize(
-    "line, named", [("--max-n 0", "--max-n"), ("--chat-template nowhere.jinja", "nowhere.jinja")]
+    "line, named",
+    [
+        ("--max-num-seqs 0", "--max-num-seqs"),
+        ("--port 99999", "--port"),
+        ("--chat-template nowhere.jinja", "nowhere.jinja"),
+    ],
 )
 def test_wrong_values(line, named):
     with pytest.raises(ConfigError, match=named):
@@ -118,6 +127,36 @@ def test_an_option_that_would_change_something_is_an_error(tmp_path):
     found = CliRunner().invoke(app, ["serve", "nowhere", "--no-such-flag", "1"])
     assert found.exit_code == 2 and "no_such_flag" in found.stderr
     assert "--speculative-config" in CliRunner().invoke(app, ["serve", "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--override-generation-config", '{"temperature": -4}'], "temperature"),
+        (["--override-generation-config", '{"top_k": "five"}'], "top_k"),
+        (["--override-generation-config", '{"temprature": 0.2}'], "temprature"),
+        (["--generation-config", "/nowhere"], "--generation-config /nowhere"),
+        (["--port", "TAKEN"], "--port"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(flags, named):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        flags = [port if word == "TAKEN" else word for word in flags]
+        found = CliRunner().invoke(app, ["serve", "nowhere", "--host", "127.0.0.1", *flags])
+    assert found.exit_code == 2 and named in found.stderr and "Traceback" not in found.output
+
+
+def test_defaults_of_the_model_and_of_flags():
+    config = GenerationConfig(temperature=0.6, top_k=20, max_new_tokens=9, do_sample=True)
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    assert checked_defaults(config, "it") == defaults and checked_defaults(None, "it") == {}
+    flags, _ = read_flags(["a", "--override-generation-config", '{"top_p": 0.5}'])
+    assert given_defaults(flags) == {"top_p": 0.5}
+    with pytest.raises(ConfigError, match="it: .*top_k"):
+        checked_defaults(GenerationConfig(top_k=-7), "it")
 
 
 class TestVLLM:
@@ -183,7 +222,6 @@ class TestVLLM:
         "line, named",
         [
             ("", "--model"),
-            ("target --request-timeout 5", "--request-timeout"),
             ("""target -sc '{"method": "lookahead"}'""", "lookahead"),
             ("""target -sc '{"num_speculative_tokens": 3}'""", "method"),
             ("""target -sc '{"method": "ngram"}' --speculative-model x""", "older"),

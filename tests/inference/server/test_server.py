@@ -3,7 +3,6 @@ OpenAI's shape."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -138,36 +137,28 @@ def test_prompts_in_every_shape(client, offline, byte_tokenizer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_and_logprobs(client, offline, stream):
-    """Those of the offline runtime, prompt included, at offsets that count characters."""
-    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2)
+def test_logprobs(client, offline, stream):
+    """Those of the offline runtime, at offsets that count characters."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2)
     (output,) = offline.generate("once", params, False)
-    entries = output.prompt_logprobs + output.outputs[0].logprobs
-    asked = dict(model="tiny", prompt="once", temperature=0, max_tokens=6, logprobs=2, echo=True)
+    asked = dict(model="tiny", prompt="once", temperature=0, max_tokens=6, logprobs=2)
     parts = client.completions.create(**asked, stream=stream)
-    choices = [each.choices[0] for each in (parts if stream else [parts])]
-    logprobs = [each.logprobs for each in choices if each.logprobs]
+    logprobs = [
+        choice.logprobs
+        for part in (parts if stream else [parts])
+        for choice in part.choices
+        if choice.logprobs
+    ]
     joined = {
         name: [x for each in logprobs for x in getattr(each, name)]
-        for name in ("tokens", "token_logprobs")
+        for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
     }
-    tokens = output.prompt_token_ids + output.outputs[0].token_ids
-    assert len(joined["tokens"]) == len(tokens) == 10 and joined["token_logprobs"][0] is None
-    expected = [each[token].logprob for token, each in zip(tokens[1:], entries[1:], strict=True)]
-    assert joined["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
-    assert "".join(each.text for each in choices) == "once" + output.outputs[0].text
-    assert logprobs[0].text_offset[:5] == [0, 1, 2, 3, 4]
-    assert all(
-        1 <= len(top) <= 3 for each in logprobs for top in each.top_logprobs if top is not None
-    )
-
-
-def test_the_prompt_alone(client):
-    answer = client.completions.create(
-        model="tiny", prompt="abc", max_tokens=0, echo=True, logprobs=0
-    )
-    assert answer.choices[0].text == "abc" and len(answer.choices[0].logprobs.tokens) == 3
-    assert answer.usage.completion_tokens == 0
+    tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+    expected = [each[token].logprob for token, each in zip(tokens, entries, strict=True)]
+    assert joined["token_logprobs"] == pytest.approx(expected, abs=1e-5)
+    assert len(joined["tokens"]) == 6 and joined["text_offset"][0] == 0
+    assert joined["text_offset"] == sorted(joined["text_offset"])
+    assert all(1 <= len(top) <= 3 for top in joined["top_logprobs"])
 
 
 def test_chat_logprobs(client):
@@ -235,37 +226,7 @@ def test_stop_strings(client, offline, byte_tokenizer):
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole[: whole.find(stop)]
 
 
-def test_answers_that_follow_a_schema(client):
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
-    answer = client.chat.completions.create(
-        model="tiny",
-        messages=CHAT,
-        max_tokens=40,
-        seed=3,
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": schema},
-        },
-    )
-    text = answer.choices[0].message.content
-    assert text.startswith("{") and (
-        answer.choices[0].finish_reason == "length" or set(json.loads(text)) == {"ok"}
-    )
-    chosen = client.completions.create(
-        model="tiny",
-        prompt="?",
-        max_tokens=9,
-        extra_body={"structured_outputs": {"choice": ["yes", "no"]}},
-    )
-    assert chosen.choices[0].text in ("yes", "no")
-
-
-def test_what_the_chat_template_is_given(url):
+def test_what_the_chat_template_is_given(url, byte_tokenizer):
     """Tools, calls with their arguments as objects, texts in parts, and options of its own."""
     call = {
         "id": "c",
@@ -285,40 +246,27 @@ def test_what_the_chat_template_is_given(url):
         ],
         "chat_template_kwargs": {"shout": True},
     }
-    tokens = httpx2.post(f"{url}/tokenize", json=asked).json()["tokens"]
-    text = httpx2.post(f"{url}/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert (
-        text == "<tool>weather</tool><s>user:a\nb</s><s>assistant:[weather Bern]</s><s>assistant:!"
-    )
-    asked |= {"tool_choice": "none", "max_tokens": 1, "return_token_ids": True}
-    answer = httpx2.post(f"{url}/v1/chat/completions", json=asked).json()
-    assert (
-        len(answer["prompt_token_ids"]) < len(tokens)
-        and len(answer["choices"][0]["token_ids"]) == 1
-    )
+    turns = "<s>user:a\nb</s><s>assistant:[weather Bern]</s><s>assistant:"
+    assert prompt_of(url, byte_tokenizer, asked) == f"<tool>weather</tool>{turns}!"
+    assert prompt_of(url, byte_tokenizer, asked | {"tool_choice": "none"}) == f"{turns}!"
     continued = {
         "messages": [{"role": "assistant", "content": "So"}],
         "continue_final_message": True,
     }
-    tokens = httpx2.post(f"{url}/tokenize", json=continued).json()["tokens"]
-    assert (
-        httpx2.post(f"{url}/detokenize", json={"tokens": tokens})
-        .json()["prompt"]
-        .endswith("assistant:So")
-    )
+    assert prompt_of(url, byte_tokenizer, continued).endswith("assistant:So")
 
 
-def test_tokens_and_state(url, client):
-    answer = httpx2.post(f"{url}/tokenize", json={"prompt": "añ", "return_token_strs": True}).json()
-    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 3
-    assert answer["max_model_len"] == 256
-    assert httpx2.post(f"{url}/detokenize", json={"tokens": answer["tokens"]}).json() == {
-        "prompt": "añ"
-    }
-    assert (
-        httpx2.get(f"{url}/health").status_code == 200
-        and httpx2.get(f"{url}/version").json()["version"]
-    )
+def prompt_of(url, tokenizer, asked) -> str:
+    """The prompt that the chat template makes of a request."""
+    asked = asked | {"max_tokens": 1, "return_token_ids": True}
+    answer = httpx2.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
+    assert len(answer["choices"][0]["token_ids"]) == 1
+    return tokenizer.decode(answer["prompt_token_ids"])
+
+
+def test_state(url, client):
+    assert httpx2.get(f"{url}/health").status_code == 200
+    assert httpx2.get(f"{url}/version").json()["version"]
     assert client.models.list().data[0].max_model_len == 256
     assert client.models.retrieve("tiny") == client.models.list().data[0]
     with pytest.raises(NotFoundError):

@@ -1,31 +1,15 @@
-"""Whatever is sent, the answer has OpenAI's shape and names the field; and the server's own
-document is true."""
+"""Whatever is sent, the answer has OpenAI's shape and names the field."""
 
 from __future__ import annotations
-
-import json
-import os
-import time
-from collections import Counter
 
 import httpx2
 import pytest
 
-schemathesis = pytest.importorskip("schemathesis")
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
-from schemathesis.checks import not_a_server_error  # noqa: E402
-from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
-
 CLIENT = httpx2.Client(timeout=30)
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
-LIMITS = {
-    "max_n": 4,
-    "max_output_tokens": 40,
-    "max_prompt_tokens": 30,
-    "max_logprobs": 5,
-    "max_body_bytes": 5000,
-}
+PICTURE = [{"role": "user", "content": [{"type": "image_url"}]}]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +21,7 @@ def model(tiny_model, byte_tokenizer):
 
 @pytest.fixture
 def url(serving, drafting_llm, model):
-    return serving(drafting_llm("ngram", model), **LIMITS)
+    return serving(drafting_llm("ngram", model), max_logprobs=5, max_num_queued_reqs=10)
 
 
 def check_shape(answer, status: int, param: str | None = None, kind: str | None = None) -> str:
@@ -49,69 +33,64 @@ def check_shape(answer, status: int, param: str | None = None, kind: str | None 
     return error["message"]
 
 
-BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 3}}}
-FAULTS = [
-    (COMPLETION, {}, "prompt"),
-    (COMPLETION, {"prompt": ""}, "prompt"),
-    (COMPLETION, {"prompt": ["a", 3]}, "prompt"),
-    (COMPLETION, {"prompt": [5, 9999]}, "prompt"),
-    (COMPLETION, {"prompt": "x" * 31}, "prompt"),
-    (COMPLETION, {"prompt": "x" * 30, "max_tokens": 39}, "max_tokens"),
-    (COMPLETION, {"prompt": "x", "max_tokens": 41}, "max_tokens"),
-    (COMPLETION, {"prompt": "x", "max_tokens": 0}, None),
-    (COMPLETION, {"prompt": "x", "n": 5}, "n"),
-    (COMPLETION, {"prompt": "x", "num_speculative_tokens": -1}, "num_speculative_tokens"),
-    (COMPLETION, {"prompt": ["x"] * 5}, "prompt"),
-    (COMPLETION, {"prompt": "x", "temperature": -1}, "temperature"),
-    (COMPLETION, {"prompt": "x", "temperature": 1e-9}, "temperature"),
-    (COMPLETION, {"prompt": "x", "temperature": "1"}, "temperature"),
-    (COMPLETION, {"prompt": "x", "top_p": 0}, "top_p"),
-    (COMPLETION, {"prompt": "x", "seed": 2**63}, "seed"),
-    (COMPLETION, {"prompt": "x", "logprobs": 6}, "logprobs"),
-    (COMPLETION, {"prompt": "x", "min_tokens": 20, "max_tokens": 5}, "min_tokens"),
-    (COMPLETION, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
-    (COMPLETION, {"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
-    (COMPLETION, {"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
-    (COMPLETION, {"prompt": "x", "stop_token_ids": [9999]}, "stop_token_ids"),
-    (COMPLETION, {"prompt": "x", "stream_options": {}}, None),
-    (COMPLETION, {"prompt": "x", "use_beam_search": True}, "use_beam_search"),
-    (COMPLETION, {"prompt": "x", "best_of": 3}, None),
-    (COMPLETION, {"prompt": "x", "no_such_field": 1}, "no_such_field"),
-    (COMPLETION, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
-    (CHAT, {"messages": []}, "messages"),
-    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
-    ),
-    (CHAT, {"messages": HI, "top_logprobs": 2}, None),
-    (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
-    (CHAT, {"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
-    (CHAT, {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    (CHAT, {"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-    (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
-    (
-        CHAT,
-        {"messages": HI, "response_format": {"type": "json_schema"}},
-        "response_format.json_schema",
-    ),
-    (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
-    (CHAT, {"messages": HI, "response_format": BAD_SCHEMA}, "response_format"),
-    ("/tokenize", {"prompt": 5}, "prompt"),
-    ("/detokenize", {"tokens": [99999]}, "tokens"),
+COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["a", 3]}, "prompt"),
+    ({"prompt": [5, 9999]}, "prompt"),
+    ({"prompt": "x" * 64}, "prompt"),
+    ({"prompt": "x" * 30, "max_tokens": 39}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "n": 19}, "n"),
+    ({"prompt": ["x"] * 19}, "n"),
+    ({"prompt": "x", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": "1"}, "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "seed": 2**63}, "seed"),
+    ({"prompt": "x", "logprobs": 6}, "logprobs"),
+    ({"prompt": "x", "min_tokens": 20, "max_tokens": 5}, "min_tokens"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
+    ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
+    ({"prompt": "x", "stop_token_ids": [9999]}, "stop_token_ids"),
+    ({"prompt": "x", "stream_options": {}}, None),
+    ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "x", "best_of": 3}, "best_of"),
+    ({"prompt": "x", "echo": True}, "echo"),
+    ({"prompt": "x", "no_such_field": 1}, "no_such_field"),
+]
+CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": PICTURE}, "messages[0].content[0].type"),
+    ({"messages": HI, "top_logprobs": 2}, None),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
 ]
 
 
-@pytest.mark.slow
-def test_every_fault_names_its_field(url):
-    for path, body, param in FAULTS:
+@pytest.mark.parametrize(("path", "faults"), [(COMPLETION, COMPLETIONS), (CHAT, CHATS)])
+def test_every_fault_names_its_field(url, path, faults):
+    for body, param in faults:
         answer = CLIENT.post(url + path, json=body)
         try:
             check_shape(answer, 400, param, "BadRequestError")
         except AssertionError as error:
-            raise AssertionError(f"{path} {body}: {answer.text}") from error
+            raise AssertionError(f"{body}: {answer.text}") from error
+
+
+@pytest.mark.parametrize(
+    "asked", [{"response_format": SCHEMA}, {"structured_outputs": {"regex": "a"}}]
+)
+def test_grammars_are_refused_by_name_with_vllm_as_the_way(url, asked):
+    answer = CLIENT.post(url + CHAT, json={"messages": HI, **asked})
+    assert "--engine vllm" in check_shape(answer, 400, next(iter(asked)))
 
 
 def test_a_value_of_a_right_type_is_not_blamed_for_its_type(url):
@@ -126,122 +105,53 @@ def test_what_is_no_request_at_all(url):
     for content in (b"{", b"\xff\xfe", b"[" * 2000, b'{"prompt": NaN}', b"7", *surrogates):
         answer = CLIENT.post(url + COMPLETION, content=content, headers=plain)
         assert check_shape(answer, 400, answer.json()["error"]["param"])
-    check_shape(
-        CLIENT.post(url + COMPLETION, content=b" " * 5001, headers=plain),
-        413,
-        kind="RequestTooLargeError",
-    )
-    chunks = iter([b" " * 3000] * 2)  # of no announced length
-    check_shape(CLIENT.post(url + COMPLETION, content=chunks, headers=plain), 413)
+    text = CLIENT.post(url + COMPLETION, content=b'{"prompt": "x"}')
+    assert "application/json" in check_shape(text, 400)
     check_shape(CLIENT.get(url + "/nowhere"), 404, kind="NotFoundError")
     check_shape(CLIENT.get(url + COMPLETION), 405)
     missing = CLIENT.post(url + COMPLETION, json={"prompt": "x", "model": "gpt\n"})
     assert "tiny" in check_shape(missing, 404, "model", "NotFoundError")
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"logit_bias": {str(i): -100 for i in range(259)}},
+        {"repetition_penalty": 1e-308},
+        {"temperature": 1e308},
+        {"top_p": 1e-308},
+        {"top_k": 1, "min_p": 1.0},
+        {"allowed_token_ids": [7] * 500},
+        {"bad_words": ["\U0001f600", "x", "é"]},
+        {"prompt": "\U0001f468\u200d\U0001f469 \u202e\x00\uffff"},
+        {"stop": ["\U0001f600"], "prompt": "é" * 10},
+    ],
+)
+def test_parameters_at_their_ends(url, odd):
+    """What is allowed is answered; what cannot be done is named."""
+    asked = {"prompt": "x", "temperature": 1, "seed": 1, "max_tokens": 4} | odd
+    assert CLIENT.post(url + COMPLETION, json=asked).status_code in (200, 400)
+    assert CLIENT.get(url + "/health").status_code == 200
+
+
 def test_keys(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model), api_key=("first", "second"))
-    assert CLIENT.get(f"{url}/health").status_code == 200
-    for path in ("/v1/models", "/version", "/metrics", "/openapi.json", "/nowhere"):
-        for headers in (
-            {},
-            {"Authorization": "Bearer third"},
-            {"Authorization": "first"},
-            {"Authorization": "Bearer"},
-        ):
-            answer = CLIENT.get(url + path, headers=headers)
+    assert CLIENT.get(f"{url}/health").status_code == CLIENT.get(f"{url}/").status_code == 200
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/metrics"):
+        for key in ("", "Bearer third", "first", "Bearer"):
+            answer = CLIENT.get(url + path, headers={"Authorization": key})
             check_shape(answer, 401, kind="AuthenticationError")
             assert answer.headers["www-authenticate"] == "Bearer"
     for key in ("first", "second"):
-        assert (
-            CLIENT.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
-            == 200
-        )
+        headers = {"Authorization": f"Bearer {key}"}
+        assert CLIENT.get(f"{url}/v1/models", headers=headers).status_code == 200
     assert CLIENT.post(url + COMPLETION, json={"prompt": "x"}).status_code == 401
 
 
-def test_a_fault_of_the_server_s_own_says_nothing_of_the_request(
-    serving, drafting_llm, model, caplog
-):
+def test_a_fault_of_the_server_s_own_is_answered(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model))
-    broken = "a message with the prompt in it: "
-    serving.server(url).parser.completion = lambda request: (_ for _ in ()).throw(
-        KeyError(broken + request.prompt)
-    )
-    answer = CLIENT.post(url + COMPLETION, json={"prompt": "topsecret"})
-    check_shape(answer, 500, kind="InternalServerError")
-    assert "KeyError" in caplog.text and "topsecret" not in caplog.text + answer.text
+    parser = serving.server(url).parser
+    parser._params = lambda *_: {}["missing"]
+    answer = CLIENT.post(url + COMPLETION, json={"prompt": "x"})
+    assert "missing" in check_shape(answer, 500, kind="InternalServerError")
     assert serving.server(url).engine.in_flight == 0
-
-
-def test_logs_hold_counts_and_no_texts(serving, drafting_llm, model, caplog):
-    caplog.set_level("DEBUG", logger="inference")
-    for wanted in (False, True):
-        caplog.clear()
-        url = serving(drafting_llm("ngram", model), enable_log_requests=wanted)
-        for stream in (False, True):
-            assert (
-                CLIENT.post(
-                    url + COMPLETION, json={"prompt": "topsecret", "stream": stream}
-                ).status_code
-                == 200
-            )
-        engine, end = serving.server(url).engine, time.monotonic() + 10
-        while (
-            engine.in_flight and time.monotonic() < end
-        ):  # a stream's client knows of its end first
-            time.sleep(0.01)
-        assert "topsecret" not in caplog.text
-        lines = [each for each in caplog.messages if "9 prompt tokens, 16 written" in each]
-        assert len(lines) == (2 if wanted else 0)
-
-
-EXAMPLES = int(os.environ.get("DRAFTSMITH_SCHEMA_EXAMPLES", "25"))  # of each operation
-CHECKS = [
-    not_a_server_error,
-    openapi_checks.status_code_conformance,
-    openapi_checks.content_type_conformance,
-    openapi_checks.response_schema_conformance,
-    openapi_checks.negative_data_rejection,
-    openapi_checks.missing_required_header,
-    openapi_checks.unsupported_method,
-]
-
-
-@pytest.mark.slow
-def test_the_document_is_true(serving, drafting_llm, model):
-    """Generated requests, right and wrong: no 5xx, no hang, nothing that the document does not
-    say."""
-    url = serving(drafting_llm("ngram", model), **LIMITS | {"request_timeout_s": 20})
-    before = CLIENT.post(url + COMPLETION, json={"prompt": "x", "temperature": 0}).json()["choices"]
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    operations = [each.ok() for each in schema.get_all_operations()]
-    assert {each.path for each in operations} >= {
-        COMPLETION,
-        CHAT,
-        "/tokenize",
-        "/detokenize",
-        "/metrics",
-        "/health",
-    }
-    sent: Counter[str] = Counter()
-    for operation in operations:
-        examples = EXAMPLES if operation.method == "post" else 2
-
-        @settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        def run(case):
-            sent[case.operation.path] += 1
-            case.call_and_validate(checks=CHECKS, timeout=25)
-
-        given(case=operation.as_strategy())(run)()
-    print(f"{sent.total()} requests: {dict(sent)}")
-    assert all(sent[path] >= EXAMPLES for path in (COMPLETION, CHAT, "/tokenize", "/detokenize"))
-    after = CLIENT.post(url + COMPLETION, json={"prompt": "x", "temperature": 0}).json()["choices"]
-    assert json.dumps(after) == json.dumps(before)

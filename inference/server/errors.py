@@ -1,15 +1,11 @@
 """Errors as clients receive them: OpenAI's shape, vLLM's types, and the name of the field.
 
-    {"error": {"message": …, "type": …, "param": …, "code": …}}
-
-Errors of the server itself are logged without their message, which may quote what the client sent.
+{"error": {"message": …, "type": …, "param": …, "code": …}}
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,17 +14,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-logger = logging.getLogger(__name__)
-
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "TimeoutError",
-    413: "RequestTooLargeError",
     429: "RateLimitError",
-    500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 MAX_VALIDATION_ERRORS = 3  # in one message; a union of types has one for each member
@@ -49,31 +39,19 @@ class APIError(HTTPException):
 
 
 def error_json(error: HTTPException) -> bytes:
-    kind = TYPES.get(
-        error.status_code, "BadRequestError" if error.status_code < 500 else "InternalServerError"
-    )
-    param = getattr(error, "param", None)
+    other = "BadRequestError" if error.status_code < 500 else "InternalServerError"
     body = {
-        "error": {
-            "message": str(error.detail),
-            "type": kind,
-            "param": param,
-            "code": error.status_code,
-        }
+        "message": str(error.detail),
+        "type": TYPES.get(error.status_code, other),
+        "param": getattr(error, "param", None),
+        "code": error.status_code,
     }
-    return json.dumps(body, ensure_ascii=False).encode(
-        "utf-8", "replace"
-    )  # requests need not be Unicode
+    # what a request quotes need not be Unicode
+    return json.dumps({"error": body}, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def error_response(error: HTTPException) -> Response:
     return Response(error_json(error), error.status_code, error.headers, "application/json")
-
-
-def log_fault(where: str, error: BaseException) -> None:
-    """Logs the type and the place of an internal error, without its message."""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("%s: %s\n%s", where, type(error).__name__, frames.rstrip())
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -81,19 +59,21 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         return error_response(error)
 
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return error_response(APIError(500, f"the server failed: {type(error).__name__}: {error}"))
+
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         if isinstance(error.body, bytes) and error.body:  # it was not parsed
-            return error_response(
-                APIError(
-                    400, "the body is not read: send JSON, with Content-Type: application/json"
-                )
-            )
+            message = "the body is not read: send JSON, with Content-Type: application/json"
+            return error_response(APIError(400, message))
         faults = _of_the_type_that_was_sent(error.errors())
-        messages, params = [], [_param(fault, error.body) for fault in faults]
-        for fault, param in zip(faults, params):
-            message = fault["msg"].removeprefix("Value error, ")
-            messages.append(f"{param}: {message}" if param else message)
+        params = [_param(fault, error.body) for fault in faults]
+        messages = [
+            f"{param}: {fault['msg']}" if param else fault["msg"].removeprefix("Value error, ")
+            for param, fault in zip(params, faults, strict=True)
+        ]
         text = "; ".join(list(dict.fromkeys(messages))[:MAX_VALIDATION_ERRORS])
         return error_response(APIError(400, text, params[0] or None))
 
@@ -108,13 +88,11 @@ def _param(fault: Mapping[str, Any], body: Any) -> str:
     """The path of a field, such as messages[0].content: pydantic's location without the type names
     of unions."""
     location = fault["loc"][1:]
-    path, value = "", body
+    path = ""
+    value = body
     for i, part in enumerate(location):
-        if (
-            part in value
-            if isinstance(value, dict)
-            else isinstance(value, list) and isinstance(part, int)
-        ):
+        indexed = isinstance(value, list) and isinstance(part, int)
+        if indexed or (isinstance(value, dict) and part in value):
             value = value[part]
         elif not (fault["type"] == "missing" and i == len(location) - 1):
             continue

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -31,40 +30,37 @@ from inference.entrypoints.prompts import Prompt
 from inference.outputs import RequestOutput
 from inference.requests.response import Response
 from inference.sampling_params import SamplingParams
-from inference.server.api.errors import APIError, log_fault
-from inference.server.fault_isolation import DeviceLost, guarded_step
+from inference.server.errors import APIError
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from speculators.errors import DraftsmithError
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRY_AFTER_S = 60
+MAX_FAILED_STEPS = 3  # in a row, before the server calls itself unhealthy
 
 
 @dataclass(eq=False)
 class Generation:
     """One prompt of a ticket. `response` is set by the engine's thread; the lists have an entry per
-    request of it."""
+    request of it. `traced`: its outputs have rounds."""
 
     ticket: Ticket
     index: int
     prompt: Prompt
     params: SamplingParams
     streaming: bool
-    deadline: float
-    traced: bool = False  # its outputs have rounds
+    traced: bool = False
     response: Response | None = None
     num_written: list[int] = field(default_factory=list)  # tokens counted so far
-    scheduled: list[float] = field(default_factory=list)  # when it got a row, perf_counter seconds
-    last_token_time: list[float] = field(default_factory=list)
+    last_token_time: list[float] = field(default_factory=list)  # perf_counter seconds
 
 
 class Ticket:
     """The place of one client in the queue, for some number of responses. Used by the event loop
     only."""
 
-    def __init__(self, engine: AsyncEngine, responses: int) -> None:
+    def __init__(self, engine: EngineThread, responses: int) -> None:
         self._engine, self.responses = engine, responses
         self._updates: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
         self.generations: list[Generation] = []
@@ -78,10 +74,9 @@ class Ticket:
         streaming: bool,
         traced: bool = False,
     ) -> None:
-        self._engine.require_health()
-        deadline = self.arrival + self._engine.options.request_timeout_s
+        self._engine.require_running()
         self.generations = [
-            Generation(self, i, *p, streaming, deadline, traced) for i, p in enumerate(prompts)
+            Generation(self, i, *each, streaming, traced) for i, each in enumerate(prompts)
         ]
         self._engine.call(lambda: self._engine.begin(self.generations))
 
@@ -107,20 +102,20 @@ class Ticket:
             self._engine.leave(self)
 
 
-class AsyncEngine:
-    """`max_num_queued_reqs` responses may wait beyond those that have rows. A request is aborted
-    `request_timeout_s` after its arrival. `draining`: nothing new is admitted. `failure`: the error
-    that ended the thread, after which nothing is served."""
+class EngineThread:
+    """`max_num_queued_reqs` responses may wait beyond those that have rows. `draining`: nothing new
+    is admitted. `failure`: the error that ended the thread, after which nothing is served;
+    `on_failure` is called then, by the thread."""
 
     def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
         self.llm, self.metrics, self.options = llm, metrics, options
-        self._rows = llm.engine.scheduler.max_num_seqs
-        self._max_in_flight = self._rows + options.max_num_queued_reqs
+        rows = llm.engine.scheduler.max_num_seqs
+        self._max_in_flight = rows + options.max_num_queued_reqs
         self.in_flight = 0  # responses of all tickets
         self.draining = False
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], object] = lambda: None
         self._tickets: set[Ticket] = set()
-        self._mean_duration = 1.0  # of a ticket, in seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
@@ -128,6 +123,7 @@ class AsyncEngine:
         self._stopping = False
         self._warm = threading.Event()
         # the thread's own
+        self._failed_steps = 0  # in a row
         self._tracer = RoundTracer(llm.engine)
         self._active: dict[str, Generation] = {}  # by request id
         self._updates: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round
@@ -135,19 +131,20 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the event loop's side
 
     def start(self) -> None:
-        """Starts the thread. To be called from within the event loop that will use it."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-
-    async def ready(self) -> None:
-        """Waits until all shapes of a round are compiled (minutes; without compiled rounds at
-        once). DraftsmithError if that failed."""
-        await asyncio.to_thread(self._warm.wait)
+        """Starts the thread, once, and waits until all shapes of a round are compiled (minutes;
+        without compiled rounds at once). DraftsmithError if that failed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
+        self._warm.wait()
         if self.failure is not None:
             raise DraftsmithError(
                 f"the engine could not be started: {self.failure}"
             ) from self.failure
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Names the event loop that will use it."""
+        self._loop = loop
 
     async def stop(self) -> None:
         """Aborts whatever is unfinished, and ends the thread."""
@@ -158,34 +155,30 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
-    @property
-    def healthy(self) -> bool:
-        return self.failure is None and self._thread is not None and self._thread.is_alive()
-
-    @property
-    def failure_message(self) -> str:
-        """The message for clients of an engine that has stopped."""
-        reason = f": {self.failure}" if isinstance(self.failure, DeviceLost) else ""
-        return f"the engine has stopped{reason}"
+    def require_running(self) -> None:
+        """APIError 503 if the server shuts down or the thread has ended."""
+        if self.draining:
+            raise APIError(503, "the server is shutting down")
+        if self.failure is not None or self._thread is None or not self._thread.is_alive():
+            raise APIError(503, f"the engine has stopped: {self.failure}")
 
     def require_health(self) -> None:
-        if self.draining or not self.healthy:
-            raise APIError(
-                503, "the server is shutting down" if self.draining else self.failure_message
-            )
+        """APIError 503 if the thread has ended, or if its last steps have all failed."""
+        self.require_running()
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise APIError(503, f"the last {self._failed_steps} steps of the engine have failed")
 
     def admit(self, responses: int) -> Ticket:
-        """Reserves a place. APIError: 429 if too many wait already, 503 if the server shuts down or
-        has failed."""
-        self.require_health()
-        if self.in_flight >= self._max_in_flight:
+        """Reserves a place. APIError: 400 for more responses than there are places, 429 if too many
+        wait already, 503 if the server shuts down or has failed."""
+        self.require_running()
+        if responses > self._max_in_flight:
+            message = f"{responses} responses; this server has places for {self._max_in_flight}"
+            raise APIError(400, message, "n")
+        if self.in_flight + responses > self._max_in_flight:
             self.metrics.rejections.inc()
-            waiting = self.in_flight - self._rows
-            wait = min(
-                MAX_RETRY_AFTER_S, max(1, math.ceil(waiting / self._rows * self._mean_duration))
-            )
-            message = f"{waiting} responses are waiting already; try again in about {wait} s"
-            raise APIError(429, message, headers={"Retry-After": str(wait)})
+            message = f"{self.in_flight} responses run or wait already; try again later"
+            raise APIError(429, message, headers={"Retry-After": "1"})
         ticket = Ticket(self, responses)
         self._tickets.add(ticket)
         self.in_flight += responses
@@ -194,9 +187,8 @@ class AsyncEngine:
     def leave(self, ticket: Ticket) -> None:
         self._tickets.discard(ticket)
         self.in_flight -= ticket.responses
-        self._mean_duration += 0.1 * (perf_counter() - ticket.arrival - self._mean_duration)
         for generation in ticket.generations:
-            self.call(partial(self._abort, generation))
+            self.call(partial(self._end, generation))
 
     def drain(self, timeout_s: float) -> None:
         """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or
@@ -222,9 +214,8 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            with progress_bar(
-                "compiling"
-            ) as report:  # here, since CUDA graphs belong to the thread that captured them
+            with progress_bar("compiling") as report:
+                # here, since CUDA graphs belong to the thread that captured them
                 graphs = self.llm.warm_up(report, self.options.warm_up_limit_s)
             if graphs:
                 logger.info("%d graphs are compiled", graphs)
@@ -239,7 +230,6 @@ class AsyncEngine:
                     return
                 for call in calls:
                     call()
-                self._expire()
                 if self.llm.engine.has_unfinished:
                     self._round()
                 updates, self._updates = self._updates, []
@@ -247,78 +237,76 @@ class AsyncEngine:
                     self._in_loop(partial(_deliver, updates))
         except BaseException as error:  # the engine's state cannot be trusted any more
             self.failure = error
-            log_fault("the engine's thread has died", error)
-            self._in_loop(lambda: self._fail_all(APIError(500, "the engine has failed")))
+            logger.error("the engine's thread has died", exc_info=error)
+            self._in_loop(partial(self._fail_all, api_error(error)))
             self._warm.set()
+            self.on_failure()
 
     def begin(self, generations: Sequence[Generation]) -> None:
+        """Hands the prompts to the engine."""
         for generation in generations:
             try:
                 response = self.llm.submit(
                     generation.prompt, generation.params, streaming=generation.streaming
                 )
             except Exception as error:
-                self._updates.append((generation, to_api_error(error)))
+                self._updates.append((generation, api_error(error)))
                 continue
             if generation.traced:
                 self._tracer.watch(response.requests)
             generation.response = response
             generation.num_written = [0] * len(response.requests)
-            generation.scheduled = [generation.ticket.arrival] * len(response.requests)
-            generation.last_token_time = list(generation.scheduled)
+            generation.last_token_time = [generation.ticket.arrival] * len(response.requests)
             for request in response.requests:
                 request.arrival_time = generation.ticket.arrival
             self._active[response.request_id] = generation
 
-    def _abort(self, generation: Generation, error: APIError | None = None) -> None:
-        """Takes an unfinished generation out of the engine; its client receives `error`."""
+    def _end(self, generation: Generation, error: APIError | None = None) -> None:
+        """Takes an unfinished generation out of the engine: one whose client has gone, or one that
+        failed, whose client receives `error`."""
         response = generation.response
         if response is not None and self._active.pop(response.request_id, None) is not None:
+            for request in response.requests if error is not None else ():
+                if not request.finished:
+                    request.finish("error")
             self.llm.abort(response.request_id)
-            self._count_end(generation, response)
+            self._count_end(response)
         if error is not None:
             self._updates.append((generation, error))
 
-    def _expire(self) -> None:
-        now = perf_counter()
-        for generation in [g for g in self._active.values() if g.deadline < now]:
-            message = (
-                f"the response was not finished within {self.options.request_timeout_s:g} s, the"
-                " server's limit"
-            )
-            self._abort(generation, APIError(408, message, headers={"x-should-retry": "false"}))
-
     def _round(self) -> None:
-        started = perf_counter()
-        step = guarded_step(self.llm.engine)
+        """One step. If it fails, the requests that had rows end with the reason, and those that
+        wait go on."""
+        scheduler = self.llm.engine.scheduler
+        try:
+            finished = self.llm.engine.step()
+        except Exception as error:
+            self._failed_steps += 1
+            logger.error("a step of the engine failed; its requests are ended", exc_info=error)
+            failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
+            for request_id in {request.request_id for request in failed}:
+                self._end(self._active[request_id], api_error(error))
+            return
+        self._failed_steps = 0
         now = perf_counter()
-        for request, error in step.failed:
-            log_fault(f"request {request.request_id} was aborted", error)
-            if (generation := self._active.get(request.request_id)) is not None:
-                self._abort(generation, to_api_error(error))
-        touched = dict.fromkeys(
-            r.request_id for r in [*step.finished, *self.llm.engine.scheduler.running]
-        )
-        for request_id in touched:
+        for request_id in dict.fromkeys(r.request_id for r in [*finished, *scheduler.running]):
             if (generation := self._active.get(request_id)) is not None:
-                self._publish(generation, started, now)
+                self._publish(generation, now)
 
-    def _publish(self, generation: Generation, started: float, now: float) -> None:
+    def _publish(self, generation: Generation, now: float) -> None:
         """Adds the new tokens of a round to the metrics and to the client's updates."""
         response = generation.response
         assert response is not None
-        self._count(generation, response, started, now)
+        self._count(generation, response, now)
         try:
-            output = (
-                response.delta()
-                if generation.streaming
-                else response.output()
-                if response.finished
-                else None
-            )
+            output = None
+            if generation.streaming:
+                output = response.delta()
+            elif response.finished:
+                output = response.output()
         except Exception as error:
-            log_fault(f"request {response.request_id} could not be written", error)
-            self._abort(generation, to_api_error(error))
+            logger.error("request %s could not be written", response.request_id, exc_info=error)
+            self._end(generation, api_error(error))
             return
         if output is not None:
             for completion in output.outputs if generation.traced else ():
@@ -326,27 +314,26 @@ class AsyncEngine:
             self._updates.append((generation, output))
         if response.finished:
             del self._active[response.request_id]
-            self._count_end(generation, response)
+            self._count_end(response)
 
-    def _count(
-        self, generation: Generation, response: Response, started: float, now: float
-    ) -> None:
+    def _count(self, generation: Generation, response: Response, now: float) -> None:
         for i, request in enumerate(response.requests):
             new = len(request.token_ids) - request.num_prompt_tokens - generation.num_written[i]
             if new <= 0:
                 continue
             if generation.num_written[i] == 0:
-                generation.scheduled[i] = started
-                self.metrics.first_token(request, now - request.arrival_time)
+                self.metrics.prompt_tokens.inc(request.num_prompt_tokens)
+                self.metrics.time_to_first_token.observe(now - request.arrival_time)
             else:
                 self.metrics.inter_token_latency.observe(now - generation.last_token_time[i])
             self.metrics.generation_tokens.inc(new)
             generation.num_written[i] += new
             generation.last_token_time[i] = now
 
-    def _count_end(self, generation: Generation, response: Response) -> None:
+    def _count_end(self, response: Response) -> None:
         self._tracer.forget(response.requests)
-        self.metrics.finished(generation.params, response.requests, generation.scheduled)
+        for request in response.requests:
+            self.metrics.finished(request)
 
     def _in_loop(self, work: Callable[[], object]) -> None:
         if self._loop is not None:
@@ -354,12 +341,12 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(work)
 
 
-def to_api_error(error: Exception) -> APIError:
-    """Errors that the user can mend are passed on; for all others the client is pointed to the
-    server's log."""
+def api_error(error: BaseException) -> APIError:
+    """As the client gets it: 400 for what a request asked for, 500 with the reason for a fault."""
     if isinstance(error, DraftsmithError):
         return APIError(400, str(error))
-    return APIError(500, "this request failed in the engine; the server's log says where")
+    reason = str(error).strip().partition("\n")[0]
+    return APIError(500, f"the engine failed: {type(error).__name__}: {reason}")
 
 
 def _deliver(updates: Sequence[tuple[Generation, RequestOutput | APIError]]) -> None:
