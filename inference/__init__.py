@@ -9,7 +9,6 @@ from typing import Any
 _EXPORTS = {
     "LLM": "inference.entrypoints.llm",
     "SamplingParams": "inference.sampling_params",
-    "StructuredOutputsParams": "inference.sampling_params",
     "RequestOutput": "inference.outputs",
     "CompletionOutput": "inference.outputs",
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from speculators.errors import ConfigError
@@ -18,75 +17,10 @@ MIN_TEMPERATURE = (
     1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
 )
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured outputs
-
 MOST_BIAS, MOST_PENALTY = (
     10_000,
     1000,
 )  # beyond them half precision has no numbers, and a logit would be none
-
-
-@dataclass(frozen=True)
-class StructuredOutputsParams:
-    """Exactly one of the first five, under vLLM's names.
-
-    json          a JSON schema, as a dict or as text
-    regex         a regular expression that the whole response matches
-    choice        strings, one of which is the response
-    grammar       a context-free grammar, in Lark's or in GBNF notation
-    json_object   True: any JSON object
-    disable_any_whitespace   JSON on one line, without blanks that mean nothing
-    whitespace_pattern       regular expression of the blanks that JSON may have
-    """
-
-    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
-
-    def __post_init__(self) -> None:
-        require = partial(_require, of="StructuredOutputsParams")
-        given = [name for name in KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                f"StructuredOutputsParams: {given or 'nothing'} given; expected one of"
-                f" {list(KINDS)}"
-            )
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            require(
-                value is None or (isinstance(value, str) and value != ""),
-                name,
-                value,
-                "text that is not empty",
-            )
-        require(
-            self.json is None or isinstance(self.json, (str, Mapping)),
-            "json",
-            self.json,
-            "a JSON schema",
-        )
-        require(
-            self.json_object in (None, True),
-            "json_object",
-            self.json_object,
-            "True, or leave it out",
-        )
-        blanks = self.disable_any_whitespace
-        require(isinstance(blanks, bool), "disable_any_whitespace", blanks, "True or False")
-        if self.choice is not None:
-            usable = isinstance(self.choice, (list, tuple)) and len(self.choice) > 0
-            usable = usable and all(isinstance(text, str) and text != "" for text in self.choice)
-            require(usable, "choice", self.choice, "a list of strings that are not empty")
-            object.__setattr__(self, "choice", tuple(self.choice))
-
-    @property
-    def kind(self) -> str:
-        """Which of the five is given."""
-        return next(name for name in KINDS if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -107,7 +41,6 @@ class SamplingParams:
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
-    structured_outputs   a StructuredOutputsParams: only tokens that its grammar can go on with
     allowed_token_ids    no other tokens; None: all bad_words            strings that must not be
     written; kept as a tuple logit_bias           token id -> what is added to its logit
     repetition_penalty   of tokens in prompt and output, positive logits are divided by it, others
@@ -140,7 +73,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: None = None  # vLLM's
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
@@ -186,9 +119,12 @@ class SamplingParams:
             "at least one token id, or None for all",
         )
         self._check_bias()
-        structured = self.structured_outputs
-        usable = structured is None or isinstance(structured, StructuredOutputsParams)
-        _require(usable, "structured_outputs", structured, "a StructuredOutputsParams, or None")
+        _require(
+            self.structured_outputs is None,
+            "structured_outputs",
+            self.structured_outputs,
+            "None: output that follows a schema or grammar is what vLLM generates",
+        )
         _require(
             self.detokenize or not self.stop, "detokenize", False, "True, which stop strings need"
         )
@@ -303,8 +239,6 @@ def _is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _require(
-    holds: bool, name: str, value: Any, expected: str, *, of: str = "SamplingParams"
-) -> None:
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise ConfigError(f"{of}: {name}={value!r}; expected {expected}")
+        raise ConfigError(f"SamplingParams: {name}={value!r}; expected {expected}")

@@ -28,7 +28,7 @@ from inference.requests.request import Request
 from inference.requests.scheduler import Scheduler
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.draft_length.policy import DraftLength
-from inference.spec_decode.logits import cut_at_dead_ends, process_logits
+from inference.spec_decode.logits import process_logits
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.tree_drafting import ancestors
@@ -466,7 +466,6 @@ class Engine:
         kept = verify_and_sample(
             processed, proposal, params, generators, self.options.rejection_sample_method
         )
-        cut_at_dead_ends(rows, kept)
         record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
         return kept
 

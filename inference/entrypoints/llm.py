@@ -393,7 +393,7 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.engine.max_model_len,
             detokenizer=detokenizer,
-            **self._sampling.options(params, len(prompt.token_ids)),
+            **self._sampling.options(params),
         )
 
     def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:

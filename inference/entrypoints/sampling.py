@@ -1,5 +1,5 @@
-"""Sampling parameters met with a tokenizer and a vocabulary: words to tokens, grammars to matchers,
-and what cannot be honoured for this model. Knows no requests and no logits."""
+"""Sampling parameters met with a tokenizer and a vocabulary: words to tokens, and what cannot be
+honoured for this model. Knows no requests and no logits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from inference.sampling.logits_processors import bad_word_ids
-from inference.sampling.structured_outputs import Grammars
 from inference.sampling_params import SamplingParams
-from speculators.errors import ConfigError
 
 
 class RequestSampling:
@@ -18,18 +16,14 @@ class RequestSampling:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._bad_words = lru_cache(maxsize=64)(lambda words: bad_word_ids(tokenizer, words))
 
-    def options(self, params: SamplingParams, num_prompt_tokens: int) -> dict[str, Any]:
+    def options(self, params: SamplingParams) -> dict[str, Any]:
         """The fields that a Request takes."""
         options: dict[str, Any] = {}
         if params.bad_words:
             options["bad_words"] = self._bad_words(params.bad_words)
-        if params.structured_outputs is not None:
-            options["grammar"] = self._grammars.matcher(
-                params.structured_outputs, num_prompt_tokens
-            )
         return options
 
     def faults(self, params: SamplingParams) -> list[str]:
@@ -59,9 +53,15 @@ class RequestSampling:
                     f"bad_words are written with token ids {beyond}, beyond"
                     f" 0..{self._vocab_size - 1}"
                 )
-        if params.structured_outputs is not None:
-            try:
-                self._grammars.matcher(params.structured_outputs, 0)
-            except ConfigError as error:
-                faults.append(str(error))
+        if params.allowed_token_ids is not None and not self._left(params):
+            faults.append("allowed_token_ids: bad_words and min_tokens forbid all of them")
         return faults
+
+    def _left(self, params: SamplingParams) -> set[int]:
+        """The tokens that the first one may be, where only some are allowed."""
+        left = set(params.allowed_token_ids or ())
+        if params.bad_words and self._tokenizer is not None:
+            left -= {ids[0] for ids in self._bad_words(params.bad_words) if len(ids) == 1}
+        if params.min_tokens:
+            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        return left

@@ -15,7 +15,6 @@ from inference.metrics import SpecDecodeCounters
 from inference.outputs import TokenLogprobs
 from inference.requests.detokenizer import Detokenizer
 from inference.sampling.logits_processors import RequestProcessors
-from inference.sampling.structured_outputs import GrammarMatcher
 from inference.sampling_params import SamplingParams
 
 
@@ -43,7 +42,6 @@ class Request:
         eos_token_ids: Iterable[int] = (),
         detokenizer: Detokenizer | None = None,
         bad_words: Sequence[Sequence[int]] = (),
-        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.request_id, self.index, self.params = request_id, index, params
         self.generator, self.detokenizer = generator, detokenizer
@@ -67,7 +65,7 @@ class Request:
             self.num_prompt_tokens + params.min_tokens
         )  # first position whose token may end it
         self.processors = RequestProcessors(
-            params, list(prompt_token_ids), self.stop_ids, bad_words, grammar
+            params, list(prompt_token_ids), self.stop_ids, bad_words
         )
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []

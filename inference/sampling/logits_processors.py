@@ -1,7 +1,7 @@
 """A request's changes to its logits before softmax: at every drafted place as if the drafts before
 it had been written, so that drafting changes nothing. Also at temperature 0.
 
-In vLLM's order: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties;
+In vLLM's order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties;
 temperature and filters are `sampler.py`'s. A place is known by its path, the drafted tokens that
 lead to it, so chains and trees are the same here. A batch, and a drafter's logits, are
 `spec_decode/logits.py`'s."""
@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from inference.sampling.penalties import TokenCounts, penalise
-from inference.sampling.structured_outputs import GrammarMatcher
 from inference.sampling_params import SamplingParams
 from speculators.precision import on_device
 
@@ -35,10 +33,9 @@ class RequestProcessors:
         prompt_token_ids: Sequence[int],
         stop_ids: Iterable[int],
         bad_words: Sequence[Sequence[int]] = (),
-        grammar: GrammarMatcher | None = None,
     ) -> None:
         """`bad_words`: token ids, as `bad_word_ids` gives them."""
-        self.params, self._grammar = params, grammar
+        self.params = params
         self._start = len(prompt_token_ids)
         self._stop_ids = sorted(stop_ids) if params.min_tokens else []
         self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
@@ -54,14 +51,9 @@ class RequestProcessors:
             else None
         )
         self._counted = self._start  # tokens of the text that are in the counts
-        self.forbids = bool(
-            grammar is not None or params.allowed_token_ids or bad_words
-        )  # perhaps every token
+        self.forbids = bool(params.allowed_token_ids or bad_words)  # perhaps every token
         self._always = bool(self.forbids or params.logit_bias or penalised)
         self._tensors: _Tensors | None = None
-        self.dead_ends: set[tuple[int, ...]] = (
-            set()
-        )  # paths of the last proposal after which no token is left
 
     def active(self, length: int) -> bool:
         """True if logits after a text of so many tokens are changed."""
@@ -95,15 +87,6 @@ class RequestProcessors:
     ) -> None:
         """Whatever forbids a token writes the same value, so that order does not matter among
         these."""
-        if self._grammar is not None:
-            masks = enumerate(self._grammar.masks(token_ids, paths))
-            masked = {place: allowed for place, allowed in masks if allowed is not None}
-            if masked:
-                allowed = on_device(
-                    np.stack([each.numpy() for each in masked.values()]), logits.device, torch.bool
-                )
-                places = on_device([*masked], logits.device)
-                logits[places] = logits[places].masked_fill_(~allowed, FORBIDDEN)
         if not_allowed is not None:
             logits.masked_fill_(not_allowed, FORBIDDEN)
         one_by_one = [(place, token) for place in range(len(paths)) for token in self._bad_tokens]

@@ -238,7 +238,7 @@ class EngineThread:
         except BaseException as error:  # the engine's state cannot be trusted any more
             self.failure = error
             logger.error("the engine's thread has died", exc_info=error)
-            self._in_loop(partial(self._fail_all, api_error(error)))
+            self._in_loop(partial(self._fail_all, engine_error(error)))
             self._warm.set()
             self.on_failure()
 
@@ -250,7 +250,9 @@ class EngineThread:
                     generation.prompt, generation.params, streaming=generation.streaming
                 )
             except Exception as error:
-                self._updates.append((generation, api_error(error)))
+                refused = isinstance(error, DraftsmithError)
+                answer = APIError(400, str(error)) if refused else engine_error(error)
+                self._updates.append((generation, answer))
                 continue
             if generation.traced:
                 self._tracer.watch(response.requests)
@@ -285,7 +287,7 @@ class EngineThread:
             logger.error("a step of the engine failed; its requests are ended", exc_info=error)
             failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
             for request_id in {request.request_id for request in failed}:
-                self._end(self._active[request_id], api_error(error))
+                self._end(self._active[request_id], engine_error(error))
             return
         self._failed_steps = 0
         now = perf_counter()
@@ -306,7 +308,7 @@ class EngineThread:
                 output = response.output()
         except Exception as error:
             logger.error("request %s could not be written", response.request_id, exc_info=error)
-            self._end(generation, api_error(error))
+            self._end(generation, engine_error(error))
             return
         if output is not None:
             for completion in output.outputs if generation.traced else ():
@@ -341,10 +343,8 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(work)
 
 
-def api_error(error: BaseException) -> APIError:
-    """As the client gets it: 400 for what a request asked for, 500 with the reason for a fault."""
-    if isinstance(error, DraftsmithError):
-        return APIError(400, str(error))
+def engine_error(error: BaseException) -> APIError:
+    """A fault as the clients get it whose requests it ended."""
     reason = str(error).strip().partition("\n")[0]
     return APIError(500, f"the engine failed: {type(error).__name__}: {reason}")
 

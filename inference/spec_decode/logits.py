@@ -13,8 +13,7 @@ from torch import Tensor
 
 from inference.requests.request import Request
 from inference.sampling.logits_processors import FORBIDDEN, apply_processors
-from inference.spec_decode.proposal import Kept, Proposal
-from speculators.errors import DraftsmithError
+from inference.spec_decode.proposal import Proposal
 from speculators.precision import on_device
 from speculators.vocab.draft_vocab import scatter_to_target
 
@@ -23,8 +22,8 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
     """Logits [B, T, V] of a verification -> those that p is made of, in float32 where any row
     changes them.
 
-    In place, unless a row reports log-probabilities and so needs them as they were. DraftsmithError
-    if a request's parameters leave no token to write next."""
+    In place, unless a row reports log-probabilities and so needs them as they were. A place at
+    which a request's parameters leave no token keeps its logits."""
     active = [
         row
         for row, request in enumerate(requests)
@@ -34,51 +33,25 @@ def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Reques
         return logits
     keep = any(request.params.logprobs is not None for request in requests)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=keep)
-    paths = {row: proposal.paths(row) for row in active}
     chosen = [requests[row] for row in active]
-    texts = [request.token_ids for request in chosen]
-    apply_processors(
-        logits, active, [request.processors for request in chosen], texts, list(paths.values())
-    )
     forbidding = [row for row in active if requests[row].processors.forbids]
-    if forbidding:  # the device is waited for once, for all of them
-        nothing_left = torch.stack(
-            [logits[row].amax(-1) == FORBIDDEN for row in forbidding]
-        ).tolist()
-        for row, empty in zip(forbidding, nothing_left, strict=True):
-            _note_dead_ends(requests[row], logits[row], paths[row], empty)
+    before = [logits[row].clone() for row in forbidding]
+    apply_processors(
+        logits,
+        active,
+        [request.processors for request in chosen],
+        [request.token_ids for request in chosen],
+        [proposal.paths(row) for row in active],
+    )
+    for row, unchanged in zip(forbidding, before, strict=True):
+        logits[row] = _unless_empty(logits[row], unchanged)
     return logits
 
 
-def _note_dead_ends(
-    request: Request, logits: Tensor, paths: Sequence[Sequence[int]], empty: Sequence[bool]
-) -> None:
-    """Notes the positions of one row, logits [T, V], where every token is forbidden."""
-    places = [place for place in range(len(paths)) if empty[place]]
-    request.processors.dead_ends = {tuple(paths[place]) for place in places}
-    if () in request.processors.dead_ends:
-        names = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
-        asked = [name for name in names if getattr(request.params, name) not in (None, (), 0)]
-        written = len(request.token_ids) - request.num_prompt_tokens
-        raise DraftsmithError(
-            f"request {request.request_id}: after {written} tokens of output {' and '.join(asked)}"
-            " forbid every token; ask for less"
-        )
-    for place in places:
-        logits[place] = 0.0  # anything finite: what is drawn there is cut off by `cut_at_dead_ends`
-
-
-def cut_at_dead_ends(requests: Sequence[Request], kept: Sequence[Kept]) -> None:
-    """Drops what was chosen where no token was allowed. The text before it stays, and if it has not
-    ended there, the next round finds the same at its first place and says so, as it would have done
-    without drafting."""
-    for request, each in zip(requests, kept, strict=True):
-        if request.processors.dead_ends:
-            for length in range(1, len(each.tokens)):
-                if tuple(each.tokens[:length]) in request.processors.dead_ends:
-                    del each.tokens[length:], each.places[length - 1 :]
-                    break
-            request.processors.dead_ends = set()
+def _unless_empty(processed: Tensor, unchanged: Tensor) -> Tensor:
+    """`processed` [..., V], and `unchanged` where every token of it is forbidden."""
+    empty = processed.amax(-1, keepdim=True) == FORBIDDEN
+    return torch.where(empty, unchanged, processed)
 
 
 def process_draft_logits(
@@ -111,8 +84,7 @@ def process_draft_logits(
         )
         if draft_to_target is not None:
             places = places[..., draft_to_target]
-        empty = places.amax(-1, keepdim=True) == FORBIDDEN
-        processed[own] = torch.where(empty, processed[own], places)
+        processed[own] = _unless_empty(places, processed[own])
     return processed
 
 

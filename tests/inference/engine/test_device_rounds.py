@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inference import LLM, SamplingParams, StructuredOutputsParams
+from inference import LLM, SamplingParams
 from inference.entrypoints.prompts import Prompt
 from inference.requests.request import Request
 from inference.server.engine_thread import EngineThread, Generation, Ticket
@@ -46,7 +46,6 @@ PROCESSORS = dict(
     allowed_token_ids=list(range(90)),
     bad_words=["ab", "c"],
 )
-JSON = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}, "minItems": 40})
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,6 @@ WAYS = {
     "eagle3, processors, tree": Way(
         "eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}
     ),
-    "ngram, grammar": Way("ngram", 2, {**HOT, "structured_outputs": JSON}),
-    "mlp, grammar": Way("mlp", 3 + K, {**COLD, "structured_outputs": JSON}),
     "eagle3, logprobs": Way("eagle3", 3, {**COLD, "logprobs": 2}),
     "ngram, logprobs": Way("ngram", 2, {**HOT, "logprobs": 2}),
 }

@@ -10,11 +10,11 @@ from inference import SamplingParams
 from inference.requests.request import Request
 from inference.sampling.logits_processors import RequestProcessors, apply_processors, bad_word_ids
 from inference.sampling.penalties import TokenCounts, along_paths
-from inference.spec_decode.logits import cut_at_dead_ends, process_draft_logits, process_logits
-from inference.spec_decode.proposal import Kept, Proposal
+from inference.spec_decode.logits import process_draft_logits, process_logits
+from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers import drafter as head
 from inference.spec_decode.verification.rejection_sampler import verify_and_sample
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures)
     SMALL_PROMPT,
     WRITTEN,
@@ -406,36 +406,37 @@ def test_a_place_without_any_token_is_reached_only_if_the_text_goes_there(
             {"prompt_token_ids": prompt}, avoiding, False
         )
         assert output.outputs[0].token_ids == text
-    for kind in ("off", "right"):  # a b | nothing: at the same token with drafting and without
-        llm = drafting_llm(kind, model, {tuple(prompt): [a, b, b, b, b]})
-        heading = SamplingParams(**settings, logit_bias={b: 50.0}, min_tokens=2)
-        with pytest.raises(
-            DraftsmithError,
-            match="after 1 tokens of output allowed_token_ids and bad_words and min_",
-        ):
-            llm.generate({"prompt_token_ids": prompt}, heading, False)
-        ending = SamplingParams(**settings, logit_bias={b: 50.0}, stop_token_ids=[b])
-        (output,) = llm.generate(
-            {"prompt_token_ids": prompt}, ending, False
-        )  # the text ends before it
-        assert output.outputs[0].token_ids == [b]
+    heading = SamplingParams(**settings, logit_bias={b: 50.0})
+    written = None
+    for kind in ("off", "right", "random", "fake"):  # a b | nothing
+        llm = drafting_llm(kind, model, {tuple(prompt): [a, b, b, b, b, b, b, b, b, b, b, b]})
+        (output,) = llm.generate({"prompt_token_ids": prompt}, heading, False)
+        tokens = output.outputs[0].token_ids
+        written = written or tokens
+        assert tokens == written and len(tokens) == 12 and tokens[0] == b
+        assert not set(tokens) <= {a, b}  # there they are not applied
 
 
-def test_nothing_is_drawn_after_a_dead_end():
+def test_what_forbids_every_token_from_the_start_is_refused(model, drafting_llm, byte_tokenizer):
+    a, b = byte_tokenizer("ab").input_ids
+    llm = drafting_llm("off", model)
+    for asked in (
+        dict(allowed_token_ids=[a, b], bad_words=["a", "b"]),
+        dict(allowed_token_ids=[a], stop_token_ids=[a], min_tokens=1),
+    ):
+        with pytest.raises(ConfigError, match="allowed_token_ids"):
+            llm.generate("x", SamplingParams(**asked), False)
+
+
+def test_a_place_where_nothing_is_left_keeps_its_logits():
     request = make_request(SamplingParams(allowed_token_ids=[1, 2]), [[1, 1], [1, 2]])
     proposal = Proposal(torch.tensor([[2, 1, 2]]), [3])
-    process_logits(torch.randn(1, 4, V), proposal, [request])
-    assert request.processors.dead_ends == {(2, 1)}
-    for tokens, left in (
-        [[2, 1, 30], [2, 1]],
-        [[2, 1, 2, 1], [2, 1]],
-        [[2, 2], [2, 2]],
-        [[1], [1]],
-    ):
-        request.processors.dead_ends = {(2, 1)}
-        kept = Kept(list(range(len(tokens) - 1)), tokens)
-        cut_at_dead_ends([request], [kept])
-        assert kept == Kept(list(range(len(left) - 1)), left)  # the last token is in no cache yet
+    logits = torch.randn(1, 4, V)
+    processed = process_logits(logits.clone(), proposal, [request])
+    assert torch.equal(processed[0, 2], logits[0, 2])  # after 2, 1
+    for place in (0, 1, 3):
+        allowed = processed[0, place] > -torch.inf
+        assert set(allowed.nonzero()[:, 0].tolist()) <= {1, 2} and allowed.any()
 
 
 def test_what_this_model_cannot_honour_is_named(model, drafting_llm):
