@@ -4,7 +4,7 @@
     ServerOptions(served_model_name=("my-model",)))
 
 Here are the routes. Requests are parsed in parsing.py, answers are written in answers.py, and
-engine_thread.py decides whose turn it is."""
+engine_loop.py decides whose turn it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from inference.entrypoints.llm import LLM
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
 from inference.server.answers import ChatWriter, CompletionWriter, TokenTexts, Writer
-from inference.server.engine_thread import EngineThread, Ticket
+from inference.server.engine_loop import EngineLoop, Ticket
 from inference.server.errors import APIError, add_error_handlers, error_json
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
@@ -60,7 +60,7 @@ class Server:
         self.metrics = ServerMetrics(
             options.served_model_name[0], llm, lambda: self.engine.in_flight
         )
-        self.engine = EngineThread(llm, self.metrics, options)
+        self.engine = EngineLoop(llm, self.metrics, options)
         self.parser = RequestParser(llm, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._texts = TokenTexts(llm.get_tokenizer())
@@ -193,12 +193,12 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.engine.attach(asyncio.get_running_loop())
-        await asyncio.to_thread(server.engine.start)  # no port is open before
-        try:
-            yield
-        finally:
-            await server.engine.stop()
+        await asyncio.to_thread(server.engine.warm_up)
+        running = asyncio.create_task(server.engine.run())
+        yield
+        server.engine.cancel_all()
+        running.cancel()
+        await asyncio.to_thread(server.engine.stop)
 
     app = FastAPI(title="Draftsmith", version=package_version(), lifespan=lifespan)
     app.state.server = server

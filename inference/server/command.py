@@ -152,7 +152,7 @@ def serve_app(llm: LLM, flags: ServeFlags, listening: socket.socket) -> None:
 
     app = make_app(llm, flags)
     engine = app.state.server.engine
-    engine.start()
+    engine.warm_up()
 
     class Uvicorn(uvicorn.Server):
         def handle_exit(self, number: int, frame: Any) -> None:

@@ -34,10 +34,10 @@ class ServerMetrics:
     def __init__(self, model_name: str, llm: LLM, in_flight: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": ENGINE}
-        self.prompt_tokens = self._labelled(Counter, "prompt_tokens", "Prompt tokens read")
-        self.generation_tokens = self._labelled(Counter, "generation_tokens", "Tokens generated")
-        self.time_to_first_token = self._seconds("time_to_first_token", "From arrival on")
-        self.inter_token_latency = self._seconds("inter_token_latency", "Between two rounds")
+        self._prompt_tokens = self._labelled(Counter, "prompt_tokens", "Prompt tokens read")
+        self._generation_tokens = self._labelled(Counter, "generation_tokens", "Tokens generated")
+        self._first_token = self._seconds("time_to_first_token", "From arrival on")
+        self._next_token = self._seconds("inter_token_latency", "Between two rounds")
         self._latency = self._seconds("e2e_request_latency", "From arrival to the end")
         self._success = Counter(
             "vllm:request_success",
@@ -58,6 +58,14 @@ class ServerMetrics:
 
     def _seconds(self, name: str, text: str) -> Any:
         return self._labelled(Histogram, f"{name}_seconds", text, buckets=SECONDS)
+
+    def tokens(self, request: Request, before: int, seconds: float) -> None:
+        """Counts new tokens of a response that had `before`, `seconds` after the last ones or its
+        arrival."""
+        if before == 0:
+            self._prompt_tokens.inc(request.num_prompt_tokens)
+        (self._next_token if before else self._first_token).observe(seconds)
+        self._generation_tokens.inc(len(request.token_ids) - request.num_prompt_tokens - before)
 
     def finished(self, request: Request) -> None:
         """Counts a response that has ended."""

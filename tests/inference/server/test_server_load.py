@@ -284,7 +284,7 @@ def test_no_request_is_taken_before_every_shape_is_compiled(
         lambda *asked: time.sleep(0.3) or done.append(threading.current_thread().name) or 3,
     )
     url = serving(llm)
-    assert done == ["engine"]  # the thread that runs the rounds
+    assert done == ["engine_0"]  # the thread that runs the rounds
     assert ask(url, {"prompt": "x", "max_tokens": 2})
 
 
