@@ -137,30 +137,11 @@ def valid_terms(features: Any, shift: int) -> Tensor:
     return valid
 
 
-def term_paths(features: Any, depth: int) -> tuple[Tensor, Tensor]:
-    """(valid bool [B, T], path long [B, T]) of one depth of an unroll, for every slot.
-
-    `path` is the slot whose token the depth reads and whose target distribution it must match: t +
-    1 + depth, unless `features.paths` names another one (in rows with branches of rejected drafts).
-    `valid` says where a term exists: by `valid_terms`, or where `paths` names a slot. Reads
-    `paths`, `segment_ids` and `loss_mask` only."""
-    T = features.segment_ids.shape[1]
-    onward = (
-        torch.arange(1 + depth, T + 1 + depth, device=features.segment_ids.device) % T
-    )  # wrapped slots are invalid
-    onward = onward.expand_as(features.segment_ids)
-    paths = getattr(features, "paths", None)
-    if paths is None:
-        return valid_terms(features, depth + 2), onward
-    named = paths[..., depth]
-    return named >= 0, torch.where(named >= 0, named, onward)
-
-
 def host_batch(features: Any) -> SimpleNamespace:
-    """What `term_paths` and `row_noise` read of a batch, in the host's memory. Sizes that are
+    """What `valid_terms` and `row_noise` read of a batch, in the host's memory. Sizes that are
     computed there (how many terms there are, which slots are in use) make nobody wait for the
     device."""
-    names = ("segment_ids", "loss_mask", "position_ids", "paths", "forks", "seeds")
+    names = ("segment_ids", "loss_mask", "position_ids", "seeds")
     found = {name: getattr(features, name, None) for name in names}
     return SimpleNamespace(
         **{name: None if tensor is None else on_host(tensor) for name, tensor in found.items()}
@@ -411,7 +392,7 @@ class Drafter(nn.Module):
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         """[steps] number of valid terms that `unroll` will yield at each depth of a batch; needs no
         target features."""
-        return torch.stack([term_paths(batch, depth)[0].sum() for depth in range(steps)])
+        return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, D] states of one depth -> draft logits [N, V_draft]."""

@@ -22,7 +22,7 @@ from speculators.drafter import (
     DraftSteps,
     Grow,
     host_batch,
-    term_paths,
+    valid_terms,
 )
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.precision import on_device, to_device
@@ -57,26 +57,18 @@ class SlotwiseDrafter(Drafter):
     # -------------------------------------------------------------- training
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms are those of `term_paths`. A slot goes on while a term is
-        to come."""
-        ids, (B, T), device = (
-            features.input_ids.flatten(),
-            features.input_ids.shape,
-            features.input_ids.device,
-        )
+        """`steps` depths; depth k of slot t reads the token at t + 1 + k and matches its target. A
+        slot goes on while a term is to come."""
+        ids, device = features.input_ids.flatten(), features.input_ids.device
         batch = host_batch(features)
-        found = [
-            term_paths(batch, depth) for depth in range(steps)
-        ]  # in the host's memory, as all indices
-        valid = torch.stack([each for each, _ in found]).flatten(1)  # [K, B·T]
-        rows = T * torch.arange(B)[:, None]
-        paths = [(path + rows).flatten() for _, path in found]  # each [B·T], flat slots
+        terms_of = [valid_terms(batch, depth + 2) for depth in range(steps)]
+        valid = torch.stack(terms_of).flatten(1)  # [K, B·T], in the host's memory, as all indices
         slots = valid.any(0).nonzero().flatten()  # [N]
         state = self.start(features.last_hidden.flatten(0, 1)[to_device(slots, device)])
         for depth in range(steps):
             going = valid[depth:, slots].any(0).nonzero().flatten()
             slots, state = slots[going], state[to_device(going, device)]
-            tokens = ids[to_device(paths[depth][slots], device)]
+            tokens = ids[to_device(slots + 1 + depth, device)]
             state = kept_or_recomputed(self.recomputes, self.advance, state, tokens, depth)
             terms = valid[depth, slots].nonzero().flatten()
             anchors = slots[terms]
@@ -85,7 +77,7 @@ class SlotwiseDrafter(Drafter):
                 hidden=kept_or_recomputed(
                     self.recomputes, self.read, state[to_device(terms, device)], depth
                 ),
-                target_index=to_device(paths[depth][anchors], device),
+                target_index=to_device(anchors + 1 + depth, device),
                 anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
             )

@@ -3,8 +3,7 @@
 Slot t of such a head pairs the token x_{t+1} with what the target computed at t and predicts
 x_{t+2}; depth k of the slot reads x_{t+1+k} and the depth k-1 output, at rotary position t + k, and
 predicts x_{t+2+k}. `unroll` does that for all slots at once (training-time test, arXiv 2503.01840),
-`draft_steps` for the newest slot of each row with a cache; both run the family's `run`. The tokens
-that deeper depths read may be drafts that were rejected (`term_paths`)."""
+`draft_steps` for the newest slot of each row with a cache; both run the family's `run`."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from speculators.drafter import (
     DraftSteps,
     Grow,
     host_batch,
-    term_paths,
+    valid_terms,
 )
 from speculators.layers.attention import cached_attends, unrolled_attention
 from speculators.layers.checkpointing import kept_or_recomputed
@@ -93,24 +92,22 @@ class ChainDrafter(Drafter):
 
     # -------------------------------------------------------------- training
 
-    def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Per depth, the terms of an unroll, bool [B, T], and the paths of its slots
-        (`term_paths`)."""
-        valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
-        return list(valid), list(paths)
+    def terms(self, batch: Any, steps: int) -> list[Tensor]:
+        """Per depth, the terms of an unroll, bool [B, T]."""
+        return [valid_terms(batch, depth + 2) for depth in range(steps)]
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
-        return torch.stack([valid.sum() for valid in self.terms(batch, steps)[0]])
+        return torch.stack([valid.sum() for valid in self.terms(batch, steps)])
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
-        """`steps` depths; a slot's terms, and what they read and match, are those of `term_paths`.
+        """`steps` depths; depth k of slot t reads the token at t + 1 + k and matches its target.
 
         Every slot gives keys and values at depth 0, since later slots attend to it. All the rest,
         from the last layer's queries on, runs over slots that have a term at some depth, which in
         chat data is the smaller part of a row."""
         ids, segments, positions = features.input_ids, features.segment_ids, features.position_ids
         (B, T), device = ids.shape, ids.device
-        valid, paths = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
+        valid = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
         present = PackedQueries(segments)  # the slots that a depth runs over
         rows = T * torch.arange(B)[:, None]
         asking = present  # those whose states are wanted
@@ -130,7 +127,7 @@ class ChainDrafter(Drafter):
                 if fewer.shape[1] <= WORTH_NARROWING * asking.slots.shape[1]:
                     state, own = _narrowed(asking.slots, fewer, T, state, own)
                     present = asking = PackedQueries(segments, fewer)
-            read = to_device(paths[depth].gather(1, on_host(present.slots)), device)
+            read = (present.slots + 1 + depth) % T  # slots that wrap have no term
             tokens = self.tokens_read(ids.gather(1, read), depth)  # x_{t+1+depth}
             queries = asking.slots if depth == 0 and self.selects_queries else None
             attends = [
@@ -150,9 +147,7 @@ class ChainDrafter(Drafter):
             yield DraftStep(
                 depth=depth,
                 hidden=state.flatten(0, 1)[to_device(terms, device)],
-                target_index=to_device(
-                    (paths[depth].gather(1, slots) + rows).flatten()[terms], device
-                ),
+                target_index=to_device(anchors + 1 + depth, device),
                 anchor_index=to_device(anchors, device),
                 weight=torch.ones(len(anchors), device=state.device),
             )

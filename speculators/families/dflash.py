@@ -32,7 +32,7 @@ from speculators.drafter import (
     Grow,
     host_batch,
     row_noise,
-    term_paths,
+    valid_terms,
 )
 from speculators.families.autoregressive import slots_in_use
 from speculators.families.dflash_init import start_from_least_squares
@@ -382,17 +382,16 @@ class DFlash(Drafter):
         slots = slots_in_use(wanted)
         return slots, wanted.gather(1, slots)
 
-    def _terms(self, batch: Any, steps: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """(slots [B, A], terms bool [K, B, A], blocks bool [B, A], paths K x [B, T]): whether there
-        is one.
+    def _terms(self, batch: Any, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(slots [B, A], terms bool [K, B, A], blocks bool [B, A]: whether there is one).
 
         Supervision is closed under prefixes: a depth has a term only if all depths before it have.
         """
-        valid, paths = zip(*(term_paths(batch, depth) for depth in range(steps)))
-        closed = torch.stack(valid).cumprod(0).bool()  # [K, B, T]
+        valid = torch.stack([valid_terms(batch, depth + 2) for depth in range(steps)])
+        closed = valid.cumprod(0).bool()  # [K, B, T]
         slots, kept = self.anchors(batch, closed[0])
         terms = closed.gather(2, slots.expand(steps, -1, -1)) & kept
-        return slots, terms, kept, list(paths)
+        return slots, terms, kept
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
         return self._terms(batch, steps)[1].sum((1, 2))
@@ -400,11 +399,10 @@ class DFlash(Drafter):
     def blocks_of(self, features: TargetFeatures, steps: int) -> BlockBatch:
         """The blocks of `steps` predicting slots that a batch trains."""
         ids, positions = features.input_ids, features.position_ids
-        slots, terms, kept, paths = self._terms(host_batch(features), steps)
-        Q, path = (
-            steps + self.config.first_slot,
-            [to_device(p.gather(1, slots), ids.device) for p in paths],
-        )
+        slots, terms, kept = self._terms(host_batch(features), steps)
+        Q, T = steps + self.config.first_slot, ids.shape[1]
+        # of slots that wrap no block is trained
+        path = [to_device((slots + 1 + depth) % T, ids.device) for depth in range(steps)]
         slots, terms, kept = (to_device(each, ids.device) for each in (slots, terms, kept))
         places = (
             positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)

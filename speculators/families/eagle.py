@@ -260,8 +260,6 @@ def _with_noise(features: TargetFeatures, reach: float) -> Tensor:
     states = features.last_hidden.float()
     seeds = torch.randint(2**62, (len(states),)) if features.seeds is None else features.seeds
     lengths = (on_host(features.segment_ids) >= 0).sum(1)
-    if features.forks is not None:
-        lengths = lengths + (on_host(features.forks) >= 0).sum(1)
     noisy = states.clone()
     for row, seed, length in zip(noisy, seeds.tolist(), lengths.tolist()):
         source = torch.Generator(states.device).manual_seed(seed)

@@ -94,17 +94,17 @@ class PEagle(Eagle3):
 
     # -------------------------------------------------------------- training
 
-    def terms(self, batch: Any, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    def terms(self, batch: Any, steps: int) -> list[Tensor]:
         """See `ChainDrafter.terms`. In training a row's slots come in an order drawn from its seed,
         and depth d keeps the first max(ratio^d, floor) of those that have a term at depth 0."""
-        valid, paths = super().terms(batch, steps)
+        valid = super().terms(batch, steps)
         if not self.training or self.cod_ratio == 1:
-            return valid, paths
+            return valid
         noise = row_noise(batch).masked_fill_(~valid[0], 2.0)
         rank = noise.argsort(1).argsort(1)  # of every slot in its row's order
         chains = valid[0].sum(1, keepdim=True)
         shares = [max(self.cod_ratio**depth, self.cod_floor) for depth in range(steps)]
-        return [v & (rank < (chains * share).ceil()) for v, share in zip(valid, shares)], paths
+        return [v & (rank < (chains * share).ceil()) for v, share in zip(valid, shares)]
 
     def tokens_read(self, token_ids: Tensor, depth: int) -> Tensor:
         return token_ids if depth == 0 else torch.full_like(token_ids, self.config.mask_token_id)

@@ -55,10 +55,7 @@ _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms sca
 
 @dataclass
 class TargetFeatures:
-    """The target's features of packed rows, which drafters are trained on.
-
-    `paths` and `forks` belong to rows with branches of rejected drafts after their text
-    (`drafter.term_paths`)."""
+    """The target's features of packed rows, which drafters are trained on."""
 
     input_ids: Tensor  # [B, T]
     position_ids: Tensor  # [B, T], restarting in each segment
@@ -66,12 +63,6 @@ class TargetFeatures:
     loss_mask: Tensor  # [B, T]
     taps: Tensor | None  # [B, T, n·H], in the order of tap_layers; None without taps
     last_hidden: Tensor  # [B, T, H], after the final norm: the output head's input
-    paths: Tensor | None = (
-        None  # [B, T, K], the slot that depth k of slot t reads and must match; -1: no term
-    )
-    forks: Tensor | None = (
-        None  # [B, T], of a branch's token the slot after which it left its text; of others -1
-    )
     seeds: Tensor | None = None  # [B], on the CPU: seeds of each row's random numbers; None: any
 
 
@@ -369,36 +360,31 @@ class FrozenTarget(nn.Module):
         position_ids: Tensor,
         segment_ids: Tensor,
         loss_mask: Tensor,
-        paths: Tensor | None = None,
-        forks: Tensor | None = None,
         *,
         gradients: bool = False,
         autocast: bool = False,
     ) -> TargetFeatures:
         """Features of packed rows; shapes as in TargetFeatures. A token attends to earlier tokens
-        of its own segment only, and one of a branch to the text before its branch and to the
-        branch. Where masks cannot separate the texts of a row, as in recurrent layers, each text is
-        run as a row of its own, and there are no branches. `gradients`: record them, to train
+        of its own segment only. Where masks cannot separate the texts of a row, as in recurrent
+        layers, each text is run as a row of its own. `gradients`: record them, to train
         weights of the model. `autocast`: run under the active one, instead of in the model's
         precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
-                taps, last_hidden = self._run_texts(input_ids, segment_ids, forks)
+                taps, last_hidden = self._run_texts(input_ids, segment_ids)
                 return TargetFeatures(
                     input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden
                 )
-            long = input_ids.shape[1] >= LONG_ROW and forks is None and self._attends_by_name
+            long = input_ids.shape[1] >= LONG_ROW and self._attends_by_name
             spans = text_spans(segment_ids) if long else None
             if spans is not None:
                 taps, last_hidden = self._run_long(input_ids, position_ids, spans)
             else:
-                mask = packed_mask(segment_ids, forks)
+                mask = packed_mask(segment_ids)
                 places = (None, None) if mask is None else (position_ids, position_ids)
                 taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
-        return TargetFeatures(
-            input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden, paths, forks
-        )
+        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
 
     def _confirm_taps(self, parts: Parts) -> None:
         ids = torch.arange(3, device=parts.device)[None]
@@ -414,18 +400,11 @@ class FrozenTarget(nn.Module):
         """input_ids, position_ids, segment_ids [1, T] -> last_hidden [1, T, H]."""
         return self.features(*packed, loss_mask=packed[0]).last_hidden
 
-    def _run_texts(
-        self, input_ids: Tensor, segment_ids: Tensor, forks: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
+    def _run_texts(self, input_ids: Tensor, segment_ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches
         nothing. Padding of the rows gets zeros."""
         spans = text_spans(segment_ids)
-        if forks is not None or spans is None:
-            raise UnsupportedTarget(
-                f"target {self.name_or_path}: rows with branches of rejected drafts need attention"
-                " masks, which its layers cannot honour; train without them"
-                " (on_policy.suffix_weight: 0)"
-            )
+        assert spans is not None, "packed rows hold each text in one piece"
         T, size = input_ids.shape[1], input_ids.numel()
         known = (on_host(segment_ids) >= 0).tolist()
         texts = [

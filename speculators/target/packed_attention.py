@@ -108,35 +108,17 @@ AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-# ------------------------------------------------------------------ masks of rows with branches  A
-# branch is a run of rejected drafts after some slot of a text, its fork. Its tokens see the text up
-# to the fork and the branch itself.
-
-
-def packed_mask(segment_ids: Tensor, forks: Tensor | None = None) -> Tensor | None:
+def packed_mask(segment_ids: Tensor) -> Tensor | None:
     """bool [B, 1, T, T], True = attend; None where plain causal attention is equivalent.
 
-    segment_ids [B, T]: the text a token belongs to; -1: padding, or a branch. forks [B, T]: the
-    slot after which a token's branch leaves its text, -1 for tokens of no branch; no two branches
-    of a row have the same."""
+    segment_ids [B, T]: the text a token belongs to; -1: padding."""
     slots = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
-    if forks is None:
-        segments = on_host(segment_ids)
-        starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] >= 0)  # [B, T-1]
-        if not bool(
-            starts.any()
-        ):  # one text per row; padding after it needs no mask, nothing sees it
-            return None
-        return (_across(segment_ids, segment_ids, torch.eq) & _across(slots, slots, torch.ge))[
-            :, None
-        ]
-    inside = forks >= 0  # of a branch
-    last = torch.where(inside, forks, slots)  # the last slot of its text that a token sees
-    text = _across(segment_ids.gather(1, last), segment_ids, torch.eq) & _across(
-        last, slots, torch.ge
-    )
-    branch = _across(forks, forks, torch.eq) & _across(slots, slots, torch.ge)
-    return torch.where(inside[:, None, :], branch & inside[:, :, None], text)[:, None]
+    segments = on_host(segment_ids)
+    starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] >= 0)  # [B, T-1]
+    if not bool(starts.any()):  # one text per row; padding after it needs no mask
+        return None
+    same = _across(segment_ids, segment_ids, torch.eq)
+    return (same & _across(slots, slots, torch.ge))[:, None]
 
 
 def _across(queries: Tensor, keys: Tensor, compare) -> Tensor:

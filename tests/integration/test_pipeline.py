@@ -295,7 +295,6 @@ def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerat
         "history"
     ]
     assert texts and [record["on_policy_share"] for record in history] == [1.0] * 4
-    assert all(record["suffix_terms"] > 0 for record in history)
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, staged) == 0
     assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights

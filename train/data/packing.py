@@ -205,10 +205,6 @@ class PackedRow:
     segment_ids: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]
     workloads: tuple[str, ...]  # of each segment
-    paths: np.ndarray | None = (
-        None  # int32 [T, K] and [T]: only in rows with branches, see TargetFeatures
-    )
-    forks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -222,15 +218,13 @@ class PackedRow:
         )
 
 
-def pack(
-    rows: Sequence[TokenRow | PackedRow], max_length: int, *, packing: bool = True
-) -> list[PackedRow]:
+def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
     """Put every document into exactly one packed row of at most `max_length` tokens;
     `packing=False`: one each.
 
     Best fit, longest first: deterministic, and the order says nothing about content, so shuffle
     afterwards."""
-    documents = [PackedRow.of(row) if isinstance(row, TokenRow) else row for row in rows]
+    documents = [PackedRow.of(row) for row in rows]
     for row in documents:
         if not 0 < len(row) <= max_length:
             raise DataError(
@@ -271,28 +265,15 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def _join(rows: Sequence[PackedRow]) -> PackedRow:
-    """One after the other. Segment ids, and the slots in paths and forks, move behind those of the
-    rows before."""
-    starts = np.cumsum([0, *map(len, rows[:-1])]).tolist()
-
-    def joined(name: str, shifts: Sequence[int]) -> np.ndarray:
-        parts = [getattr(row, name) for row in rows]
-        return np.concatenate(
-            [np.where(part >= 0, part + by, -1) for part, by in zip(parts, shifts)]
-        ).astype(np.int32)
-
-    same = {
-        n: np.concatenate([getattr(row, n) for row in rows])
-        for n in ("input_ids", "position_ids", "loss_mask")
+    """One document after the other, each a segment."""
+    joined = {
+        name: np.concatenate([getattr(row, name) for row in rows])
+        for name in ("input_ids", "position_ids", "loss_mask")
     }
-    branches = (
-        {} if rows[0].paths is None else {name: joined(name, starts) for name in ("paths", "forks")}
-    )
     return PackedRow(
-        **same,
-        segment_ids=joined("segment_ids", range(len(rows))),
+        **joined,
+        segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows]),
         workloads=tuple(workload for row in rows for workload in row.workloads),
-        **branches,
     )
 
 
@@ -317,27 +298,17 @@ def collate(
     """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
 
     T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token
-    is never attended. Rows with branches also give paths [B, T, K] and forks [B, T]; they go
-    together only with their like."""
+    is never attended."""
     size = max(map(len, rows)) if length is None else length
     if size < max(map(len, rows)):
         raise DataError(
             f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}"
         )
     filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
-    branching = [row.paths is not None for row in rows]
-    if any(branching):
-        if not all(branching):
-            raise DataError(
-                "rows with branches and rows without are in one batch; make a batch of each"
-            )
-        filling |= {"paths": -1, "forks": -1}
     batch = {}
     for name, fill in filling.items():
         dtype = torch.bool if name == "loss_mask" else torch.long
-        batch[name] = torch.full(
-            (len(rows), size, *getattr(rows[0], name).shape[1:]), fill, dtype=dtype
-        )
+        batch[name] = torch.full((len(rows), size), fill, dtype=dtype)
         for i, row in enumerate(rows):
             batch[name][i, : len(row)] = torch.from_numpy(getattr(row, name)).to(dtype)
     return batch

@@ -94,12 +94,7 @@ def text_key(input_ids: np.ndarray) -> bytes:
 
 
 def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
-    """The texts of a packed row: names and places. DataError for rows with branches."""
-    if row.paths is not None:
-        raise DataError(
-            "features: a row with branches (on-policy) is seen once; its features are made online"
-            " only"
-        )
+    """The texts of a packed row: names and places."""
     ends = [*(np.flatnonzero(np.diff(row.segment_ids)) + 1).tolist(), len(row)]
     start = 0
     for end in ends:

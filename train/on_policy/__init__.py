@@ -1,5 +1,5 @@
-"""Training on the drafter's own drafts: rollouts, rejected branches, their weights.
+"""Training on texts that the drafter in training had a part in.
 
-It asks the engine for what is drafted and rejected.
+It asks the engine for texts.
 No optimizer belongs here.
 """

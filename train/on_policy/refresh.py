@@ -21,15 +21,16 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from inference.metrics import SpecDecodeCounters, acceptance_length
+from inference.metrics import acceptance_length
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget
-from train.data.packing import Shuffled
+from train.data.loss_mask import TokenRow
+from train.data.packing import Shuffled, pack
 from train.features.row_features import RowFeatures
-from train.on_policy.branches import rollout_rows
 from train.on_policy.rollout import Rollout, RolloutWriter
 from train.recipe.recipe import Recipe
 
+WORKLOAD = "rollout"
 FOLDER = "on_policy"  # below the folder of the stage's checkpoints
 STEPS, PROMPTS, ROWS = range(3)  # what random numbers are for
 
@@ -106,15 +107,14 @@ class OnPolicy:
         drafts were verified their acceptance length."""
         if self.current is None:
             return {}
-        refresh, counters = self.current[0], SpecDecodeCounters()
-        for rollout in refresh.rollouts:
-            counters.merge(rollout.counters())
+        refresh = self.current[0]
+        drafts = sum(rollout.num_drafts for rollout in refresh.rollouts)
+        accepted = sum(rollout.num_accepted for rollout in refresh.rollouts)
         speed = sum(len(rollout.output_ids) for rollout in refresh.rollouts) / refresh.seconds
         record = {"text_age": step - refresh.step, "writing_tokens_per_second": speed}
-        if not counters.num_drafts:
-            return record
-        length = acceptance_length(counters.num_accepted_tokens, counters.num_drafts)
-        return record | {"rollout_acceptance_length": length}
+        if drafts:
+            record["rollout_acceptance_length"] = acceptance_length(accepted, drafts)
+        return record
 
     # -------------------------------------------------------------- texts
 
@@ -127,21 +127,18 @@ class OnPolicy:
             if path.name.startswith(".") or _step_of(path) >= step:
                 path.unlink()
 
-    def renew(self, step: int, drafter: Drafter, depths: int) -> None:
-        """Reads or writes the texts of the period of `step`; all processes come together. `depths`:
-        those trained."""
+    def renew(self, step: int, drafter: Drafter) -> None:
+        """Reads or writes the texts of the period of `step`; all processes come together."""
         files = [
             path for path in self._files() if self._period(_step_of(path)) == self._period(step)
         ]
         refresh = _read(files[0]) if files else self._write(step, drafter)
-        verified = any(rollout.rounds for rollout in refresh.rollouts)  # the target wrote them
-        rows = rollout_rows(
-            refresh.rollouts,
-            depths=depths,
-            max_length=self.recipe.data.max_length,
-            packing=self.recipe.data.packing,
-            branches=drafter.reads_drafts and self.section.suffix_weight > 0 and verified,
-        )
+        texts = [
+            TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
+            for rollout in refresh.rollouts
+        ]
+        data = self.recipe.data
+        rows = pack(texts, data.max_length, packing=data.packing)
         self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
@@ -194,5 +191,5 @@ def _step_of(path: Path) -> int:
 def _read(path: Path) -> Refresh:
     tree = json.loads(path.read_text())
     return Refresh(
-        tree["step"], tree["seconds"], tuple(Rollout.from_dict(entry) for entry in tree["rollouts"])
+        tree["step"], tree["seconds"], tuple(Rollout(**entry) for entry in tree["rollouts"])
     )

@@ -1,21 +1,14 @@
-"""Rollouts: texts that are written with the drafter in training, and the rounds they were written
-in.
-
-Speculative decoding gives text of the target's own distribution and, beside it, the drafts of every
-round and where verification rejected one."""
+"""Rollouts: texts that are written with the drafter in training, by speculative decoding or by it
+alone."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inference import LLM, SamplingParams
 from inference.engine.engine import EngineOptions
-from inference.metrics import SpecDecodeCounters
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.drafter import DraftOptions
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget
@@ -24,53 +17,14 @@ from train.regeneration.regenerate import temperatures_of
 
 
 @dataclass(frozen=True)
-class Round:
-    """One verification: the text was `length` tokens long, `accepted` of the drafts were kept."""
-
-    length: int
-    drafts: tuple[int, ...]
-    accepted: int
-
-
-@dataclass(frozen=True)
 class Rollout:
-    """A prompt, the text that was written, and the rounds it was written in: none where nothing was
-    verified."""
+    """A prompt, the text that was written, and what became of the drafts: none where the drafter
+    wrote it."""
 
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    rounds: tuple[Round, ...] = ()
-
-    @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> Rollout:
-        """The inverse of `asdict`, after JSON."""
-        rounds = [Round(r["length"], tuple(r["drafts"]), r["accepted"]) for r in tree["rounds"]]
-        return cls(tuple(tree["prompt_ids"]), tuple(tree["output_ids"]), tuple(rounds))
-
-    def counters(self) -> SpecDecodeCounters:
-        """Counts its rounds as the engine does: drafts after the end of the text were not
-        accepted."""
-        counters, end = SpecDecodeCounters(), len(self.prompt_ids) + len(self.output_ids)
-        for verified in self.rounds:
-            counters.add(len(verified.drafts), min(verified.accepted, end - verified.length))
-        return counters
-
-
-class RoundLog:
-    """An `Engine.on_round` callback that keeps the rounds of every request."""
-
-    def __init__(self) -> None:
-        self.rounds: dict[str, list[Round]] = defaultdict(list)
-
-    def __call__(
-        self, requests: Sequence[Request], proposal: Proposal, new_tokens: Sequence[Sequence[int]]
-    ) -> None:
-        drafted = proposal.token_ids.tolist()
-        for request, drafts, count, new in zip(
-            requests, drafted, proposal.counts, new_tokens, strict=True
-        ):
-            logged = Round(len(request.token_ids), tuple(drafts[:count]), len(new) - 1)
-            self.rounds[request.request_id].append(logged)
+    prompt_ids: list[int]
+    output_ids: list[int]
+    num_drafts: int = 0  # verifications
+    num_accepted: int = 0  # draft tokens
 
 
 class RolloutWriter:
@@ -100,7 +54,7 @@ class RolloutWriter:
 
         `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from
         the i-th on."""
-        log, copy = RoundLog(), drafter.snapshot(self.target.dtype)
+        copy = drafter.snapshot(self.target.dtype)
         alone, sampling = self.recipe.drafter_writes(), self.recipe.regenerate
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
@@ -113,7 +67,6 @@ class RolloutWriter:
             tokenizer=self.tokenizer,
             drafter=None if alone else copy,
             drafting=DraftOptions(num_speculative_tokens=drafts),
-            on_round=None if alone else log,
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         mine = slice(part[0], None, part[1])
@@ -138,9 +91,10 @@ class RolloutWriter:
         )
         return [
             Rollout(
-                tuple(prompt),
-                tuple(output.outputs[0].token_ids),
-                tuple(log.rounds[output.request_id]),
+                list(prompt),
+                list(output.outputs[0].token_ids),
+                output.outputs[0].spec_decode_metrics.num_drafts,
+                output.outputs[0].spec_decode_metrics.num_accepted_tokens,
             )
             for prompt, output in zip(prompts, outputs, strict=True)
         ]

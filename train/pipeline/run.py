@@ -157,12 +157,6 @@ def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
             keys["data.validation"] = None
         if part.on_policy:
             keys["on_policy"] = None
-            if target.recurrent is not None and part.on_policy.suffix_weight > 0:
-                raise ConfigError(
-                    "on_policy.suffix_weight: rejected drafts are branches of a training row,"
-                    f" which the recurrent layers of target {target.name_or_path} cannot read; set"
-                    " it to 0"
-                )
     if OUR_ENGINE in recipe.evaluation.engines and (
         recipe.evaluation.prompts or recipe.data.validation
     ):

@@ -181,11 +181,6 @@ class Recipe(Section):
                 " one of the two out"
             )
         family = family_class(self.family)
-        if self.on_policy is not None and family.samples_terms:
-            raise ValueError(
-                f"on_policy: a drafter of family {self.family} learns from a sample of the chains"
-                " of a row, which need not hold the rejected ones; leave on_policy out"
-            )
         if mix.chain_terms and not family.one_head:
             raise ValueError(
                 f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv"

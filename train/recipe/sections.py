@@ -15,7 +15,6 @@ from inference.evaluation.suites import SUITES, default_path
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.losses.divergences import ON_CHAINS, ON_LABELS, Mix
 from train.recipe.data_sections import Dtype, Shares, Sources
 
 if TYPE_CHECKING:
@@ -313,21 +312,6 @@ class OnPolicySection(Section):
     num_speculative_tokens: PositiveInt | None = Field(
         None, description="drafts per verification; null: evaluation's"
     )
-    suffix_loss: LossTerms = Field(
-        {"reverse_kl": 1.0},
-        description=(
-            "divergences, as in loss, of drafts after a rejected token; none on the data's token"
-        ),
-    )
-    suffix_weight: float = Field(
-        0.1, ge=0, description="weight of that loss; most of the gradient at 0.5, 0 leaves it out"
-    )
-    suffix_decay: float = Field(
-        0.8,
-        gt=0,
-        le=1,
-        description="weight of the j-th depth after a rejected token: suffix_decay**j",
-    )
 
     @field_validator("share", mode="before")
     @classmethod
@@ -339,23 +323,6 @@ class OnPolicySection(Section):
                 f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}"
             )
         return {"start": float(value), "end": float(value)}
-
-    @model_validator(mode="after")
-    def _suffix_has_no_data(self) -> OnPolicySection:
-        try:
-            Mix.parse(self.suffix_loss, "suffix_loss")
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        if wrong := sorted(ON_LABELS & set(self.suffix_loss)):
-            raise ValueError(
-                f"suffix_loss.{wrong[0]}: reads the token of the data, and after a rejected draft"
-                " there is none; use a divergence of distributions, such as reverse_kl or tv"
-            )
-        if wrong := sorted(ON_CHAINS & set(self.suffix_loss)):
-            raise ValueError(
-                f"suffix_loss.{wrong[0]}: is of whole chains, and a suffix is a part of one; use tv"
-            )
-        return self
 
 
 class Stage(Section):

@@ -4,7 +4,7 @@ Per optimizer step: batches -> frozen target's features -> the drafter's unroll 
 objective over all depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k
 w_k L_k / sum_k w_k with L_k a mean over every valid term of depth k in the whole step: all
 processes and all accumulated batches. With `on_policy`, some micro-steps learn from texts that the
-drafter had a part in, and rejected suffixes add a mean of their own. Knows no family, no divergence
+drafter had a part in. Knows no family, no divergence
 and no file format; which rows come when is a function of the step alone, so a run that was killed
 continues to the same weights."""
 
@@ -41,7 +41,6 @@ from train.losses.objective import (
     in_loop_lengths,
 )
 from train.losses.position_weights import PositionWeights, expected_share
-from train.on_policy.branches import branch_weights, count_suffix, split
 from train.on_policy.refresh import OnPolicy
 from train.recipe.recipe import Recipe
 from train.trainer import checkpoint
@@ -77,12 +76,10 @@ class StepTotals:
     agreement: Tensor  # [K] terms of each depth whose argmax is the target's
     length_sum: Tensor  # [] in-loop acceptance lengths
     length_count: Tensor  # [] anchors they were measured at
-    suffix_loss: Tensor  # [] loss in rejected suffixes
-    suffix_acceptance: Tensor  # [] sum of alpha in rejected suffixes
     loss: Tensor  # []
 
     def flatten(self) -> Tensor:
-        """[2K + 5]: one message for all sums."""
+        """[2K + 3]: one message for all sums."""
         return torch.cat(
             [getattr(self, field.name).detach().float().reshape(-1) for field in fields(self)]
         )
@@ -106,14 +103,12 @@ class Unread:
     """A step whose figures are still on the device."""
 
     known: dict[str, Any]  # of its record, known to the host
-    # float64: the totals, what `Telemetry.saw` counted [3], terms [K], those of suffixes [K + 1],
-    # norm
-    numbers: Tensor
+    numbers: Tensor  # float64: the totals, what `Telemetry.saw` counted [3], terms [K], norm
 
     def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
         """(the record of the step, tokens [3]). Waits for the device. `depths`: K."""
-        sizes = [2 * depths + 5, 3, depths, depths + 1, 1]
-        flat, tokens, counts, suffix, (norm,) = self.numbers.cpu().split(sizes)
+        sizes = [2 * depths + 3, 3, depths, 1]
+        flat, tokens, counts, (norm,) = self.numbers.cpu().split(sizes)
         totals, known = StepTotals.unflatten(flat, depths), dict(self.known)
         of_policy = known.pop("on_policy", None)
         record = {
@@ -130,11 +125,7 @@ class Unread:
         }
         if not norm.isfinite():
             record["skipped"] = 1
-        if of_policy is not None:
-            record |= of_policy
-            if terms := float(suffix[:-1].sum()):
-                record |= {"suffix_terms": int(terms), "suffix_loss": float(totals.suffix_loss)}
-                record["suffix_acceptance"] = float(totals.suffix_acceptance) / terms
+        record |= of_policy or {}
         record["supervised_tokens"] = int(tokens[-1])
         return {name: finite(value) for name, value in record.items()}, tokens.tolist()
 
@@ -269,7 +260,7 @@ class Trainer:
         step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
         if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
             with self.telemetry.phase("data"), self.replica.whole() as drafter:
-                self.on_policy.renew(step, drafter, len(self.depth_weights))
+                self.on_policy.renew(step, drafter)
         sources = [self._source(micro, share) for micro in micro_steps]
         batches = [features.batch(rows) for features, rows in sources]
         seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
@@ -278,15 +269,17 @@ class Trainer:
             for batch, each in zip(batches, seeds, strict=True)
         ]
         self.module.train()
-        counts, suffix = self._count(hosts)
+        depths = len(self.depth_weights)
+        # valid terms of each depth [K] in the whole step, before any loss
+        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in hosts))
         terms = (
             counts.sum() if self.position.measured else counts
         )  # the normaliser: of all terms, or of each depth's
         row_weights = (
             (1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)
         ).float()
-        row_weights = row_weights.expand(len(self.depth_weights))
-        scale, supervised = suffix[-1].clamp(min=1e-9).reciprocal(), None
+        row_weights = row_weights.expand(depths)
+        supervised = None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = self._sum(sum(self.joint.count_terms(batch) for batch in hosts))
@@ -299,9 +292,7 @@ class Trainer:
                     coming, lambda coming=coming: self._looked(self.features.of, coming)
                 )
             last = micro is micro_steps[-1]
-            measured.append(
-                self._micro_step(features, row_weights, supervised, suffix_scale=scale, last=last)
-            )
+            measured.append(self._micro_step(features, row_weights, supervised, last=last))
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
         norm = clip_gradients(self.parameters, self.recipe.training.max_grad_norm)
@@ -319,21 +310,7 @@ class Trainer:
         figures: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
             figures["on_policy"] = self._on_policy_record(share)
-        return Unread(
-            figures, torch.cat([each.double() for each in (sums, counts, suffix, norm[None])])
-        )
-
-    def _count(self, batches: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Counts of the whole step, before any loss: [K] valid terms of each depth outside rejected
-        suffixes, and what `count_suffix` says of those inside [K + 1]. `batches` are in the host's
-        memory."""
-        depths = len(self.depth_weights)
-        counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in batches))
-        if self.on_policy is None:
-            return counts, torch.zeros(depths + 1, device=counts.device)
-        decay = self.on_policy.section.suffix_decay
-        suffix = self._sum(sum(count_suffix(batch, depths, decay) for batch in batches))
-        return counts - suffix[:depths].to(counts.dtype), suffix
+        return Unread(figures, torch.cat([each.double() for each in (sums, counts, norm[None])]))
 
     def _features(
         self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]
@@ -361,38 +338,21 @@ class Trainer:
         features: TargetFeatures,
         row_weights: Tensor,
         supervised: Tensor | None = None,
-        suffix_scale: Tensor | None = None,
         last: bool = True,
     ) -> StepTotals:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`:
-        tokens of the step that a target trained along has a loss on. `suffix_scale`: 1 / the
-        normaliser of terms in rejected suffixes. `last`: of the step, after which gradients are
-        summed over processes."""
-
-        def work() -> tuple[Tensor, StepTotals]:
-            return self._loss(features, row_weights, supervised, suffix_scale)
-
-        loss, totals = self.replica.run(work, last)
+        tokens of the step that a target trained along has a loss on. `last`: of the
+        step, after which gradients are summed over processes."""
+        loss, totals = self.replica.run(lambda: self._loss(features, row_weights, supervised), last)
         loss.backward()
         return totals
 
     def _loss(
-        self,
-        features: TargetFeatures,
-        row_weights: Tensor,
-        supervised: Tensor | None,
-        suffix_scale: Tensor | None,
+        self, features: TargetFeatures, row_weights: Tensor, supervised: Tensor | None
     ) -> tuple[Tensor, StepTotals]:
         """The loss of one batch, and the sums measured on it. Both stay on the device."""
-        section = self.on_policy.section if self.on_policy is not None else None
-        suffix_loss, suffix_alpha = torch.zeros(2, device=row_weights.device)
         with self.accelerator.autocast():
-            branches = (
-                branch_weights(host_batch(features), section.suffix_decay)
-                if section is not None
-                else None
-            )
-            steps, rejected = split(list(self.module.unroll(features, len(row_weights))), branches)
+            steps = list(self.module.unroll(features, len(row_weights)))
             if self.position.measured:
                 steps = self._weighed(features, steps)
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
@@ -400,20 +360,11 @@ class Trainer:
                 loss = loss + self._chain_loss(features, steps, row_weights, parts)
             if self.joint is not None and supervised is not None:
                 loss = loss + self.joint.loss(features, supervised)
-            if rejected and section is not None and suffix_scale is not None:
-                scales = suffix_scale.to(row_weights.dtype).expand_as(row_weights)
-                suffix_loss, found = self._objectives(
-                    features, rejected, scales, section.suffix_loss
-                )
-                suffix_alpha = sum(part.alpha_sum for part in found)
-                loss = loss + section.suffix_weight * suffix_loss
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
         acceptance = torch.stack([p.alpha_sum for p in parts]).detach()
         agreement = torch.stack([p.agreement_sum for p in parts])
-        return loss, StepTotals(
-            acceptance, agreement, *lengths, suffix_loss.detach(), suffix_alpha, loss.detach()
-        )
+        return loss, StepTotals(acceptance, agreement, *lengths, loss.detach())
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss

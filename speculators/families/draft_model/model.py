@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, host_batch, term_paths
+from speculators.drafter import Drafter, DraftStep, host_batch, valid_terms
 from speculators.errors import ConfigError
 from speculators.families.draft_model.drafting import TokenDrafter
 from speculators.families.draft_model.student import (
@@ -367,12 +367,11 @@ class DraftModel(TokenDrafter):
             host_batch(features),
         )  # [B·T, D], after the token of each slot
         for depth in range(steps):
-            valid, path = term_paths(batch, depth)
-            row, slot = valid.nonzero(as_tuple=True)
-            anchors, index = row * valid.shape[1] + slot, row * valid.shape[1] + path[row, slot]
+            anchors = valid_terms(batch, depth + 2).flatten().nonzero().flatten()  # [N]
+            index = to_device(anchors + 1 + depth, states.device)
             yield DraftStep(
                 depth=depth,
-                hidden=states[index := to_device(index, states.device)],
+                hidden=states[index],
                 target_index=index,
                 anchor_index=to_device(anchors, states.device),
                 weight=torch.ones(len(anchors), device=states.device),
@@ -390,7 +389,6 @@ class DraftModel(TokenDrafter):
             positions,
             segments,
             segments >= 0,
-            forks=features.forks,
             gradients=torch.is_grad_enabled(),
             autocast=True,
         ).last_hidden  # [B, T', D]

@@ -261,7 +261,7 @@ def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny
     drafter = trained("dflash", all_cases, make_drafter, tiny_model, anchors_per_row=6)
 
     def drawn(seeds: list[int], row: int) -> list[int]:
-        slots, _, kept, _ = drafter._terms(batch(seeds), 4)
+        slots, _, kept = drafter._terms(batch(seeds), 4)
         return slots[row][kept[row]].tolist()
 
     assert drawn([7, 3], 0) == drawn([7], 0) == drawn([1, 2, 7], 2) and drawn([7], 0) != drawn(
@@ -277,11 +277,11 @@ def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny
 
 def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny_model) -> None:
     drafter = trained("peagle", all_cases, make_drafter, tiny_model, cod_ratio=0.5, cod_floor=0.2)
-    terms, _ = drafter.terms(batch([7]), 5)
+    terms = drafter.terms(batch([7]), 5)
     assert [int(each.sum()) for each in terms[:3]] == pytest.approx([32, 16, 8], abs=3)
     for shallow, deep in itertools.pairwise(terms):
         assert not (deep & ~shallow).any()  # a chain that is left out stays out
-    again, _ = drafter.terms(batch([5, 7]), 5)
+    again = drafter.terms(batch([5, 7]), 5)
     assert all(torch.equal(a[0], b[1]) for a, b in zip(terms, again))
 
 

@@ -203,8 +203,6 @@ def test_a_target_that_gives_features_alone_says_why(tiny_model, ids, name):
     assert not target.supports_rollback and why in target.decoding_refusal
     with pytest.raises(UnsupportedTarget, match=why):
         target(ids, attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool))
-    with pytest.raises(UnsupportedTarget, match="branches"):
-        target.features(ids, ids, torch.zeros_like(ids), ids, forks=torch.full_like(ids, -1))
 
 
 def test_states_that_are_not_where_they_are_rolled_back_are_noticed(tiny_model):

@@ -382,9 +382,6 @@ MALFORMED = {
         AT + "loss.e2e_tv: weighs positions by itself; ..."
     ),
     "position_weights: {gamma: 0}": AT + "position_weights.gamma: expected ...",
-    "on_policy: {suffix_loss: {e2e_tv: 1.0}}": (
-        AT + "on_policy: suffix_loss.e2e_tv: is of whole chains..."
-    ),
     "name: ../escape": AT + "name: expected a string matching ...",
 }
 

@@ -52,8 +52,6 @@ FIGURES = (
     "terms",
     "expected_acceptance_length",
     "on_policy",
-    "suffix_loss",
-    "suffix_terms",
     "rollout_acceptance_length",
 )
 
