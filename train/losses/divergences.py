@@ -157,7 +157,6 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "reverse_kl": reverse_kl,
     "jsd": jsd,
     "tv": tv,
-    "e2e_tv": tv,
     "neg_log_acceptance": neg_log_acceptance,
     "lk_hybrid": lk_hybrid,
     "cross_entropy": cross_entropy,
@@ -166,10 +165,6 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
     "smooth_l1": smooth_l1,
 }
 ON_STATES = frozenset({"smooth_l1"})
-ON_CHAINS = frozenset(
-    {"e2e_tv"}
-)  # of all depths of a chain together (position_weights.expected_share)
-ON_LABELS = frozenset({"cross_entropy"})
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,6 @@ class Mix:
 
     terms: tuple[Term, ...]  # on distributions
     state_terms: tuple[Term, ...] = ()  # on states
-    chain_terms: tuple[Term, ...] = ()  # on the acceptance of whole chains
 
     @classmethod
     def parse(
@@ -208,9 +202,8 @@ class Mix:
             raise ConfigError(f"{where}: empty; name at least one of {', '.join(DIVERGENCES)}")
         terms = tuple(_parse_term(name, value, f"{where}.{name}") for name, value in loss.items())
         return cls(
-            terms=tuple(term for term in terms if term.name not in ON_STATES | ON_CHAINS),
+            terms=tuple(term for term in terms if term.name not in ON_STATES),
             state_terms=tuple(term for term in terms if term.name in ON_STATES),
-            chain_terms=tuple(term for term in terms if term.name in ON_CHAINS),
         )
 
     def __call__(self, log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:

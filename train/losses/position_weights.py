@@ -81,33 +81,6 @@ class PositionWeights:
         return _to_terms(_tail_sums(smoothed.cumprod(0) * exists), anchors)
 
 
-def expected_share(
-    alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int
-) -> tuple[Tensor, list[Tensor]]:
-    """The loss `e2e_tv` of a batch of chains, and what it makes of the total variation of each
-    term.
-
-    Of a chain of K terms the share S = 1/K Σ_m Π_{i <= m} α_i is expected to be accepted. Returns Σ
-    (1 - S) over chains, and per depth [N_k] -dS/dα_k = d(1 - S)/dTV_k: the gradient of the loss is
-    that of the total variations, TV = 1 - α, under these weights. Products in float32 or more;
-    arguments as of `of_chains`."""
-    table, exists = _by_chain(alphas, anchors, size)
-    counts = exists.sum(0).clamp(min=1)
-    table = torch.where(exists, table, 1.0)
-    joint = table.cumprod(0) * exists
-    before = torch.cat(
-        [torch.ones_like(table[:1]), table.cumprod(0)[:-1]]
-    )  # product of the alphas before each
-    tails = torch.zeros_like(table)  # Σ_{m >= k} Π_{k < i <= m} α_i
-    running = torch.zeros_like(table[0])
-    for k in range(len(table) - 1, -1, -1):
-        following = table[k + 1] * running if k + 1 < len(table) else torch.zeros_like(running)
-        running = exists[k].to(table.dtype) * (1 + following)
-        tails[k] = running
-    lost = (exists[0] * (1 - joint.sum(0) / counts)).sum()
-    return lost, _to_terms(before * tails / counts, anchors)
-
-
 def _by_chain(
     values: Sequence[Tensor], anchors: Sequence[Tensor], size: int
 ) -> tuple[Tensor, Tensor]:

@@ -164,7 +164,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
         try:
-            mix = Mix.parse(self.loss)
+            Mix.parse(self.loss)
             if isinstance(selector := getattr(self.drafter, "selector_loss", None), dict):
                 Mix.parse(selector, "drafter.selector_loss")
             position = (
@@ -179,16 +179,6 @@ class Recipe(Section):
             raise ValueError(
                 f"drafter.step_decay: has no effect beside position_weights.{position.kind}; leave"
                 " one of the two out"
-            )
-        family = family_class(self.family)
-        if mix.chain_terms and not family.one_head:
-            raise ValueError(
-                f"loss.e2e_tv: a drafter of family {self.family} has a head per depth; use tv"
-            )
-        if mix.chain_terms and position is not None and position.measured:
-            raise ValueError(
-                "loss.e2e_tv: weighs positions by itself; leave"
-                f" position_weights.{position.kind} out"
             )
         for name in self.gates:
             try:

@@ -32,7 +32,6 @@ from speculators.vocab.draft_vocab import to_draft_ids
 from train.data.packing import PackedRow, Shuffled
 from train.features.prefetch import FeaturesAhead, looks_ahead
 from train.features.row_features import RowFeatures
-from train.losses.divergences import Mix
 from train.losses.objective import (
     Loss,
     StepMetrics,
@@ -40,7 +39,7 @@ from train.losses.objective import (
     confidence_objective,
     in_loop_lengths,
 )
-from train.losses.position_weights import PositionWeights, expected_share
+from train.losses.position_weights import PositionWeights
 from train.on_policy.refresh import OnPolicy
 from train.recipe.recipe import Recipe
 from train.trainer import checkpoint
@@ -184,7 +183,6 @@ class Trainer:
             math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None
         )
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
-        self.chain_terms = Mix.parse(recipe.loss).chain_terms
         self.position = PositionWeights.parse(
             recipe.position_weights or {"step_decay": recipe.drafter.step_decay}
         )
@@ -356,8 +354,6 @@ class Trainer:
             if self.position.measured:
                 steps = self._weighed(features, steps)
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
-            if self.chain_terms:
-                loss = loss + self._chain_loss(features, steps, row_weights, parts)
             if self.joint is not None and supervised is not None:
                 loss = loss + self.joint.loss(features, supervised)
         slots = features.input_ids.numel()
@@ -397,26 +393,6 @@ class Trainer:
         return [
             replace(step, weight=step.weight * w) for step, w in zip(steps, weights, strict=True)
         ]
-
-    def _chain_loss(
-        self,
-        features: TargetFeatures,
-        steps: Sequence[DraftStep],
-        row_weights: Tensor,
-        parts: Sequence[StepMetrics],
-    ) -> Tensor:
-        """The mean over chains of `e2e_tv`: the total variations under its weights, with its value.
-        A depth's `row_weights` are its weight over its terms, of depth 0 one per chain."""
-        lost, weights = expected_share(
-            [p.alpha for p in parts], [s.anchor_index for s in steps], features.input_ids.numel()
-        )
-        steps = [replace(step, weight=w) for step, w in zip(steps, weights, strict=True)]
-        weight = sum(term.weight for term in self.chain_terms)
-        scale = (weight * row_weights[:1] / self.depth_weights[:1]).expand_as(row_weights)
-        loss, _ = self._over_depths(
-            features, steps, scale, self.module.trained_heads({})[-1].head, {"tv": 1.0}
-        )
-        return loss + (scale[0] * lost - loss).detach()
 
     def _over_depths(
         self,

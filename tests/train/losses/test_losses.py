@@ -17,7 +17,7 @@ from inference.evaluation.expected_acceptance import accept_probabilities
 from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError
 from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
-from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_CHAINS, ON_STATES, Mix, overlap
+from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from train.losses.objective import (
     chunked_objective,
     default_block_size,
@@ -27,7 +27,7 @@ from train.losses.objective import (
 )
 
 D, V, VD, N = 12, 40, 17, 23
-MIXES = [{name: 0.7} for name in DIVERGENCES if name not in ON_CHAINS] + [
+MIXES = [{name: 0.7} for name in DIVERGENCES] + [
     {"forward_kl": 1.0, "cross_entropy": 0.3, "tv": 0.5},
     {"lk_hybrid": 1.0, "cross_entropy_argmax": 0.2, "neg_log_acceptance": 0.1},
     {"jsd": {"weight": 1.0, "beta": 0.2}, "smooth_l1": 0.1, "forward_kl": 0.4},

@@ -1,5 +1,4 @@
-"""Weights of the drafts of a chain: as written in a loop, and as the gradient of what they stand
-for."""
+"""Weights of the drafts of a chain, as written in a loop."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from speculators.errors import ConfigError
-from train.losses.position_weights import PositionWeights, expected_share
+from train.losses.position_weights import PositionWeights
 
 ANCHORS = [
     torch.tensor([2, 5, 7]),
@@ -43,22 +42,6 @@ def test_d_pace_is_its_formula() -> None:
         expected = [sum(products[k:]) for k in range(len(smoothed))]
         assert [float(w) for w in of_anchor(weights, anchor)] == pytest.approx(expected)
     assert float(weights[2][1]) == 0  # behind a gap
-
-
-def test_the_weights_of_e2e_tv_are_its_gradient() -> None:
-    """Value and gradient against autograd through the products as the loss is written."""
-    alphas = [a.requires_grad_() for a in chains()]
-    loss = torch.zeros((), dtype=torch.float64)
-    for anchor in (2, 5, 7):
-        own = of_anchor(alphas, anchor)
-        share = sum(torch.stack(own[: m + 1]).prod() for m in range(len(own))) / len(own)
-        loss = loss + (1 - share)
-    loss.backward()
-    value, weights = expected_share(alphas, ANCHORS, 9)
-    assert float(value) == pytest.approx(float(loss))
-    for alpha, weight in zip(alphas, weights, strict=True):
-        gradient = torch.zeros_like(weight) if alpha.grad is None else alpha.grad
-        torch.testing.assert_close(weight, -gradient)
 
 
 def test_fixed_weights_sum_to_one() -> None:

@@ -378,9 +378,6 @@ MALFORMED = {
     "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": (
         AT + "data.fan_out: with regenerate.turns: all every turn ..."
     ),
-    "loss: {e2e_tv: 1.0}\nposition_weights: {d_pace: 0.5}": (
-        AT + "loss.e2e_tv: weighs positions by itself; ..."
-    ),
     "position_weights: {gamma: 0}": AT + "position_weights.gamma: expected ...",
     "name: ../escape": AT + "name: expected a string matching ...",
 }
