@@ -42,9 +42,6 @@ class DrafterOptions(Section):
     unroll_steps: PositiveInt = Field(
         1, description="depths trained: drafts per slot that have a term in the loss"
     )
-    step_decay: float = Field(
-        0.8, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
-    )
     init_from: Text | None = Field(
         None,
         description=(

@@ -10,7 +10,7 @@ reference and in vLLM."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -21,6 +21,11 @@ from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from speculators.layers.decoder import Attend, DecoderLayer, Rotary
 from speculators.options import PositiveInt
 from speculators.target.frozen_target import FrozenTarget
+
+# The selector gives 0 to all but its candidates: these losses are finite there.
+SelectorLoss = dict[
+    Literal["cross_entropy", "tv", "neg_log_acceptance"], Annotated[float, Field(gt=0)]
+]
 
 
 class DFlash2Config(DFlashConfig):
@@ -60,12 +65,12 @@ class DFlash2Options(DFlashOptions):
     conv_group_size: PositiveInt = Field(16, description="channels that share a dynamic kernel")
     selector_rank: PositiveInt = Field(256, description="rank of the selector's codebooks")
     selector_top_k: PositiveInt = Field(16, description="tokens that the selector chooses among")
-    selector_loss: Annotated[float, Field(gt=0)] | dict[str, Any] = Field(
-        1.0,
+    selector_loss: SelectorLoss = Field(
+        {"cross_entropy": 1.0},
+        min_length=1,
         description=(
             "loss of the selector, from which drafts are drawn, beside `loss`, which is the"
-            " block's: the weight of its cross-entropy, or divergences as in `loss`, such as"
-            " {cross_entropy: 0.1, tv: 0.9}"
+            " block's: weights of cross_entropy (on the data token), tv or neg_log_acceptance"
         ),
     )
 
@@ -167,8 +172,7 @@ class DFlash2(DFlash):
         return ConvLayer(config)
 
     def prepare_training(self, options: DFlash2Options) -> DFlash2:
-        given = options.selector_loss
-        self.selector_loss = given if isinstance(given, dict) else {"cross_entropy": given}
+        self.selector_loss = dict(options.selector_loss)
         return super().prepare_training(options)
 
     @torch.no_grad()

@@ -86,9 +86,6 @@ class MLPOptions(DrafterOptions):
     unroll_steps: PositiveInt = Field(
         3, description="depths trained; if not given, n_predict: all of them"
     )
-    step_decay: float = Field(
-        1.0, gt=0, le=1, description="weight of depth k is step_decay**k before normalisation"
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -130,6 +127,7 @@ class MLPSpeculator(SlotwiseDrafter):
     config_class = MLPConfig
     options = MLPOptions
     defaults: ClassVar[dict[str, Any]] = {
+        "position_weights": {"uniform": True},
         "training": {
             "learning_rate": 1e-3,
             "betas": [0.9, 0.95],

@@ -151,9 +151,6 @@ class MtpOptions(DrafterOptions):
     unroll_steps: PositiveInt = Field(
         3, description="depths trained through the one module; 3 is FastMTP's"
     )
-    step_decay: float = Field(
-        0.6, gt=0, le=1, description="weight of depth k is step_decay**k; 0.6 is FastMTP's"
-    )
     init_from: Text | None = Field(
         None,
         description=(
@@ -169,9 +166,10 @@ class Mtp(ChainDrafter):
 
     config_class = MtpConfig
     options = MtpOptions
-    defaults: ClassVar = {
-        "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05}
-    }  # FastMTP's script
+    defaults: ClassVar = {  # FastMTP's
+        "position_weights": {"step_decay": 0.6},
+        "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05},
+    }
     reads_last_hidden = True
 
     def __init__(self, config: MtpConfig) -> None:

@@ -76,11 +76,11 @@ class Recipe(Section):
             "fastest from scratch"
         ),
     )
-    position_weights: dict[str, float | bool] | None = Field(
-        None,
+    position_weights: dict[str, float | bool] = Field(
+        {"step_decay": 0.8},
         description=(
             "weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform:"
-            " true} or {d_pace: alpha}; null: drafter.step_decay, as where a recipe sets that one"
+            " true} or {d_pace: alpha}"
         ),
     )
     training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
@@ -123,16 +123,11 @@ class Recipe(Section):
     @classmethod
     def _published(cls, value: Any) -> Any:
         """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value
-        each. A recipe that says `drafter.step_decay` or `position_weights: null` wants no
-        position_weights."""
+        each."""
         if isinstance(value, dict):
-            drafter = value.get("drafter")
-            decays = isinstance(drafter, dict) and drafter.get("step_decay") is not None
             for name, default in cls.family_defaults.items():
                 given = value.get(name)
-                if name == "position_weights" and given is None and (decays or name in value):
-                    continue
-                if given is None:
+                if name not in value:
                     value = {**value, name: default}
                 elif isinstance(given, dict) and name not in ONE_VALUE:
                     value = {**value, name: {**default, **given}}
@@ -165,21 +160,9 @@ class Recipe(Section):
     def _sections_agree(self) -> Recipe:
         try:
             Mix.parse(self.loss)
-            if isinstance(selector := getattr(self.drafter, "selector_loss", None), dict):
-                Mix.parse(selector, "drafter.selector_loss")
-            position = (
-                None
-                if self.position_weights is None
-                else PositionWeights.parse(self.position_weights)
-            )
+            PositionWeights.parse(self.position_weights)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        decay = type(self.drafter).model_fields["step_decay"].default
-        if position is not None and self.drafter.step_decay != decay:
-            raise ValueError(
-                f"drafter.step_decay: has no effect beside position_weights.{position.kind}; leave"
-                " one of the two out"
-            )
         for name in self.gates:
             try:
                 temperature, _ = split_gate(name)

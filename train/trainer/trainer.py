@@ -183,9 +183,7 @@ class Trainer:
             math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None
         )
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
-        self.position = PositionWeights.parse(
-            recipe.position_weights or {"step_decay": recipe.drafter.step_decay}
-        )
+        self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
         self.state = checkpoint.TrainState(fingerprint=fingerprint)
         self.order = Shuffled([t.seed], len(rows))

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -379,10 +380,11 @@ def test_dflash2_selector_learns_by_the_loss_that_is_asked_for(
     case = all_cases["dflash2"]
     _, drafter = make_drafter(case, tiny_model(case.architecture))
     options = family_class("dflash2").options
-    drafter.prepare_training(options.model_validate({"selector_loss": 0.5}))
-    assert drafter.trained_heads({"tv": 1.0})[-1].loss == {"cross_entropy": 0.5}
+    assert drafter.trained_heads({"tv": 1.0})[-1].loss == {"cross_entropy": 1.0}
     drafter.prepare_training(options.model_validate({"selector_loss": {"tv": 0.9}}))
     assert [head.loss for head in drafter.trained_heads({"forward_kl": 1.0})] == [
         {"forward_kl": 1.0},
         {"tv": 0.9},
     ]
+    with pytest.raises(ValidationError):  # infinite where the selector gives 0
+        options.model_validate({"selector_loss": {"forward_kl": 1.0}})

@@ -496,7 +496,8 @@ def test_init_from_target(native, architecture: str) -> None:
     assert all(
         torch.equal(p, drafter.get_parameter(name)) for name, p in original.named_parameters()
     )
-    assert recipe().drafter.unroll_steps == 3 and recipe().drafter.step_decay == 0.6
+    assert recipe().drafter.unroll_steps == 3
+    assert recipe().position_weights == {"step_decay": 0.6}
     assert recipe().training.learning_rate == 5e-5
     with pytest.raises(ConfigError, match=r"drafter.layout: the recipe says qwen3_next"):
         drafter_config(recipe(layout="qwen3_next"), target)

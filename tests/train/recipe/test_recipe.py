@@ -49,11 +49,8 @@ def error_of(path, *overrides: str) -> str:
 def test_minimal_recipe_has_the_published_defaults(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL))
     assert recipe.output_dir == "runs/tiny/eagle3"
-    assert (recipe.drafter.unroll_steps, recipe.drafter.step_decay, recipe.drafter.tap_layers) == (
-        7,
-        0.8,
-        None,
-    )
+    assert (recipe.drafter.unroll_steps, recipe.drafter.tap_layers) == (7, None)
+    assert recipe.position_weights == {"step_decay": 0.8}
     assert (
         recipe.training.learning_rate,
         recipe.training.max_grad_norm,
@@ -251,9 +248,6 @@ MALFORMED = {
     "drafter: {num_layers: 0}": AT + "drafter.num_layers: expected an integer >= 1, got 0",
     "drafter: {num_layers: true}": AT + "drafter.num_layers: expected an integer >= 1, got true",
     "drafter: {num_layers: null}": AT + "drafter.num_layers: expected an integer >= 1, got null",
-    "drafter: {step_decay: 1.5}": (
-        AT + "drafter.step_decay: expected a number > 0 and <= 1, got 1.5"
-    ),
     "drafter: {tap_layers: [3, 1, 3]}": (
         AT + "drafter.tap_layers: expected layer numbers in rising order, each once, "
         "got [3, 1, 3]; write [1, 3]"
@@ -498,26 +492,13 @@ def test_keys_that_never_had_an_effect_are_refused_and_their_old_defaults_are_no
     assert "num_workers" not in load_recipe(tmp_path / "old.yaml").resolved_yaml()
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark", "peagle"])
-def test_step_decay_that_a_recipe_sets_takes_the_place_of_the_familys_position_weights(
-    recipe_file, family
-):
-    def weights(addition: str = ""):
-        recipe = load_recipe(recipe_file(f"{MINIMAL}\nfamily: {family}\n{addition}"))
-        return recipe.position_weights, recipe.drafter.step_decay
-
-    assert weights()[0] is not None
-    assert weights("drafter: {step_decay: 0.5}") == (None, 0.5)
-    assert weights("position_weights: null")[0] is None
-    both = "drafter: {step_decay: 0.5}\nposition_weights: {uniform: true}"
-    assert "drafter.step_decay" in error_of(recipe_file(f"{MINIMAL}\nfamily: {family}\n{both}"))
-
-
-def test_selector_loss_of_dflash2_is_a_weight_or_a_mix(recipe_file):
-    def of(given: str) -> str:
-        return recipe_file(f"{MINIMAL}\nfamily: dflash2\ndrafter: {{selector_loss: {given}}}")
-
-    assert load_recipe(of("0.5")).drafter.selector_loss == 0.5
-    mix = {"cross_entropy": 0.1, "tv": 0.9}
-    assert load_recipe(of("{cross_entropy: 0.1, tv: 0.9}")).drafter.selector_loss == mix
-    assert "drafter.selector_loss.tw" in error_of(of("{tw: 1.0}"))
+def test_the_position_weights_of_a_recipe_are_its_own(recipe_file):
+    """Those of its family where it names none; null is no value, and is not replaced."""
+    path = recipe_file(MINIMAL + "family: dflash\ndrafter: {block_size: 8}\n")
+    assert load_recipe(path).position_weights == {"gamma": 7.0}
+    given = load_recipe(path, ["position_weights={step_decay: 0.1}"])
+    assert given.position_weights == {"step_decay": 0.1}
+    with pytest.raises(ConfigError, match="position_weights"):
+        load_recipe(path, ["position_weights=null"])
+    with pytest.raises(ConfigError, match=r"drafter\.step_decay"):
+        load_recipe(path, ["drafter.step_decay=0.1"])
