@@ -77,8 +77,8 @@ def finished(process: subprocess.Popen | Forked) -> str:
 
 def result(out: Path) -> tuple[list[list[float]], dict]:
     """The curve of a run, and its export."""
-    state = json.loads((checkpoint.latest(out / "checkpoints") / "state.json").read_text())
-    return [[record[name] for name in CURVE] for record in state["history"]], load_file(
+    state = checkpoint.read_state(checkpoint.latest(out / "checkpoints"))
+    return [[record[name] for name in CURVE] for record in state.history], load_file(
         out / "export" / "model.safetensors"
     )
 

@@ -257,10 +257,9 @@ def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
     )
     root = tmp_path / "run" / "checkpoints"
     states = [
-        json.loads((checkpoint.latest(root / name) / "state.json").read_text())
-        for name in ("corpus", "sampled")
+        checkpoint.read_state(checkpoint.latest(root / name)) for name in ("corpus", "sampled")
     ]
-    assert [state["step"] for state in states] == [4, 2]
+    assert [state.step for state in states] == [4, 2]
     heads = [
         load_file(root / name / "best" / "drafter.safetensors") for name in ("corpus", "sampled")
     ]
@@ -291,9 +290,7 @@ def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerat
     root = tmp_path / "run" / "checkpoints"
     assert not (root / "supervised" / "on_policy").exists()
     texts = {path: path.stat().st_mtime_ns for path in (root / "corrected" / "on_policy").iterdir()}
-    history = json.loads((checkpoint.latest(root / "corrected") / "state.json").read_text())[
-        "history"
-    ]
+    history = checkpoint.read_state(checkpoint.latest(root / "corrected")).history
     assert texts and [record["on_policy_share"] for record in history] == [1.0] * 4
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, staged) == 0

@@ -172,7 +172,7 @@ def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
     folder = Path(recipe.output_dir)
     report, headers = load_report(folder / REPORT), read_headers(folder / EXPORT)
     states = [
-        json.loads((newest / "state.json").read_text())
+        checkpoint.read_state(newest)
         for name, _ in recipe.training_stages()
         if (newest := checkpoint.latest(checkpoints(recipe, name or None))) is not None
     ]
@@ -182,7 +182,7 @@ def _entry(candidate: Candidate, recipe: Recipe) -> Entry:
         recipe=candidate.recipe.as_posix(),
         recipe_sha256=recipe.recipe_hash(),
         parameters=sum(math.prod(h.shape) for h in headers.values() if h.dtype in FLOATS.values()),
-        training_seconds=round(sum(state["seconds"] for state in states), 1),
+        training_seconds=round(sum(state.seconds for state in states), 1),
         training_steps=sum(state["step"] for state in states),
         temperatures={f"{t:g}": _at(report, t) for t in report.temperatures()},
     )

@@ -5,7 +5,6 @@ through `train.pipeline.acceptance_stage`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,9 +45,7 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
             f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export"
         )
     newest = checkpoint.latest(checkpoints(recipe))
-    history = (
-        json.loads((newest / "state.json").read_text())["history"] if newest is not None else ()
-    )
+    history = checkpoint.read_state(newest).history if newest is not None else ()
     if engines is not None:
         engines = replace(engines, needs_ours=OUR_ENGINE in recipe.evaluation.engines)
     return accept(with_adapted_target(recipe), history=history, engines=engines)

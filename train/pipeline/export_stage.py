@@ -6,7 +6,6 @@ of a folder would find several drafters there."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,12 @@ def reexport(
     target = recipe.target.sketch()
     config = drafter_config(recipe, target)
     drafter = family_class(config.family)(config).prepare(recipe.drafter)
-    state = json.loads((newest / "state.json").read_text())
+    state = checkpoint.read_state(newest)
     if (root / "best").is_dir():
-        step = int(state["best_step"])
+        step = state.best_step
         checkpoint.load_best(root, drafter)
     else:
-        step = int(state["step"])
+        step = state.step
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
     wanted = dtype if dtype != "auto" else recipe.export.dtype
     exported = target.checkpoint_dtype if wanted == "auto" else as_dtype(wanted)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from train.trainer.parallel import Replicated
 
 @dataclass
 class TrainState:
-    """The state of a run apart from its tensors."""
+    """The state of a run apart from its tensors. The records of steps are lines of HISTORY, which
+    grows with every checkpoint; state.json says how much of it is its own."""
 
     step: int = 0
     seconds: float = 0.0  # spent training, over every resumption
@@ -40,7 +41,12 @@ class TrainState:
     skipped: int = 0  # steps whose gradients were not finite
     skipped_in_a_row: int = 0  # the newest of them
     history: list[dict[str, Any]] = field(default_factory=list)
+    history_records: int = 0  # of these already in the file
+    history_bytes: int = 0
     fingerprint: str = ""  # of the recipe's sections that shape training
+
+
+HISTORY = "history.jsonl"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -68,7 +74,9 @@ def save(
     fresh.mkdir(exist_ok=True)
     _save_weights(fresh, drafter, adapter)
     torch.save(dict(optimizer), fresh / "optimizer.pt")
-    (fresh / "state.json").write_text(json.dumps(asdict(state), allow_nan=False))
+    _extend_history(root / HISTORY, state)
+    kept = {name: value for name, value in vars(state).items() if name != "history"}
+    (fresh / "state.json").write_text(json.dumps(kept, allow_nan=False))
     replace_folder(fresh, folder)
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -76,14 +84,39 @@ def save(
     return folder
 
 
-def load(folder: Path, fingerprint: str) -> TrainState:
-    """The state of the run. CheckpointError if the recipe has changed since."""
+def _extend_history(path: Path, state: TrainState) -> None:
+    """Appends the records since the last checkpoint, over what a killed run wrote after it."""
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(state.history_bytes)
+        file.seek(state.history_bytes)
+        for record in state.history[state.history_records :]:
+            file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        state.history_records, state.history_bytes = len(state.history), file.tell()
+
+
+def read_state(folder: Path) -> TrainState:
+    """The state of a checkpoint, whichever recipe made it."""
+    path = folder.parent / HISTORY
     try:
         state = TrainState(**json.loads((folder / "state.json").read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+        lines = path.read_bytes()[: state.history_bytes].splitlines()
+        state.history = [json.loads(line) for line in lines]
+    except (OSError, json.JSONDecodeError, TypeError) as error:
         raise CheckpointError(
-            f"{folder}/state.json: unreadable ({error}); delete the folder to start again"
+            f"{folder}/state.json or {path}: unreadable ({error}); delete the folder to start again"
         ) from error
+    if len(state.history) != state.history_records:
+        raise CheckpointError(
+            f"{path}: holds {len(state.history)} records of {state.history_records}; delete the"
+            " folder to start again"
+        )
+    return state
+
+
+def load(folder: Path, fingerprint: str) -> TrainState:
+    """The state of the run. CheckpointError if the recipe or its data have changed since."""
+    state = read_state(folder)
     if state.fingerprint != fingerprint:
         raise CheckpointError(
             f"{folder}: was made by another recipe or from other data (the contents of data.train,"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.train.trainer.test_loop import make_recipe, make_rows
+from speculators.errors import CheckpointError
+from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
 from train.data.packing import PackedRow
 from train.pipeline.run import _train_stage
 from train.recipe.recipe import Recipe
+from train.trainer import checkpoint
 from train.trainer.checkpoint import NOT_IN_FINGERPRINT, TrainState, fingerprint, hash_rows
 
 OTHER = {  # another value of every key of a recipe that shapes the training
@@ -97,3 +100,30 @@ def test_train_stage_waits_for_the_process_that_writes_the_best(monkeypatch, tmp
 
     _train_stage(trainer, Stages(), "train")
     assert order == ["wait", "load"]
+
+
+def test_records_are_appended_and_those_of_a_killed_run_dropped(tiny_model, tmp_path):
+    def train(stop_after=None):
+        trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=8))
+
+        def die(share, note):
+            if trainer.state.step == stop_after:
+                raise RuntimeError("power cut")
+
+        return trainer.run(die)
+
+    with pytest.raises(RuntimeError):
+        train(stop_after=5)
+    path = tmp_path / checkpoint.HISTORY
+    first = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"step": 5, "lo')
+    state = train()
+    assert path.read_bytes().startswith(first)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == state.history
+    assert [record["step"] for record in state.history] == list(range(1, 9))
+    kept = json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())
+    assert "history" not in kept and kept["history_records"] == 8
+    path.write_bytes(first)
+    with pytest.raises(CheckpointError, match=checkpoint.HISTORY):
+        checkpoint.load(checkpoint.latest(tmp_path), "a")
