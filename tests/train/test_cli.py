@@ -30,7 +30,6 @@ from train.recipe.drafter_config import drafter_config
 from train.recipe.load import load_recipe
 from train.recipe.recipe import describe_schema
 from train.trainer import checkpoint
-from train.trainer.optimizers import optimizer_state
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
@@ -278,9 +277,6 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     torch.manual_seed(1)
     drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)
     drafter.draft_to_target.copy_(torch.arange(64) * 3)
-    optimizer = optimizer_state(
-        torch.optim.AdamW(drafter.parameters()), dict(drafter.named_parameters())
-    )
     assert "not a run's folder" in refused("export", run_dir, tmp_path / "out")
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(recipe.resolved_yaml())
@@ -292,7 +288,7 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     checkpoint.save(
         run_dir / "checkpoints",
         drafter,
-        optimizer,
+        {},
         checkpoint.TrainState(step=7, best_step=4, best_value=2.0),
         1,
     )

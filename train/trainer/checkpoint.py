@@ -24,7 +24,7 @@ from speculators.errors import CheckpointError
 from speculators.export import replace_folder
 from train.data.packing import PackedRow
 from train.recipe.recipe import Recipe
-from train.trainer.optimizers import Names, by_name, load_optimizer_state
+from train.trainer.optimizers import load_optimizer_state
 from train.trainer.parallel import Replicated
 
 
@@ -131,7 +131,7 @@ def load_tensors(
     folder: Path,
     replica: Replicated,
     optimizer: Any,
-    names: Names,
+    modules: nn.Module,
     adapter: nn.Module | None = None,
 ) -> None:
     """Restores weights and optimizer on any number of processes."""
@@ -139,9 +139,7 @@ def load_tensors(
     if adapter is not None:
         adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    if "groups" not in saved:  # earlier versions numbered the parameters
-        saved = by_name(saved["optimizer"], optimizer, names)
-    load_optimizer_state(optimizer, saved, names)
+    load_optimizer_state(modules, optimizer, saved)
 
 
 def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
@@ -209,7 +207,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
     A checkpoint continues only a training of the same fingerprint."""
     left_out = {
         **dict.fromkeys(NOT_IN_FINGERPRINT, True),
-        "regenerate": recipe.regenerate.not_in_fingerprint(),
+        "regenerate": set(recipe.regenerate.operational),
         # how numbers are computed or shown, not what they are
         "training": {"activation_checkpointing", "log_every"},
         "target": {"sharding"},

@@ -10,48 +10,26 @@ parameters, gathered, so that it does not depend on the number of processes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
 from train.recipe.sections import TrainingSection
-from train.trainer.parallel import like_shards, whole
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 HOW = (
     "fused",
     "foreach",
 )  # options of an optimizer that change its speed: a checkpoint's are not taken over
-
-
-class GatheredMuon(torch.optim.Muon):
-    """Muon of sharded matrices. An update needs the whole of a matrix: each in turn is gathered
-    with its gradient and momentum, stepped as one process would, and its shards kept."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            options = {
-                key: value for key, value in group.items() if key not in ("params", "peak_lr")
-            }
-            for shards in group["params"]:
-                gathered = torch.nn.Parameter(whole(shards.detach()))
-                assert shards.grad is not None
-                gathered.grad = whole(shards.grad)
-                alone = torch.optim.Muon([gathered], **options)
-                alone.state[gathered] = {
-                    key: whole(value) for key, value in self.state[shards].items()
-                }
-                alone.step()
-                shards.copy_(like_shards(gathered.detach(), shards))
-                self.state[shards] = {
-                    key: like_shards(value, shards) for key, value in alone.state[gathered].items()
-                }
 
 
 class Together:
@@ -104,8 +82,7 @@ def make_optimizer(
     )
     optimizer: torch.optim.Optimizer | Together = adam
     if matrices:
-        sharded = isinstance(matrices[0], DTensor)
-        muon = (GatheredMuon if sharded else torch.optim.Muon)(
+        muon = torch.optim.Muon(
             matrices,
             lr=training.muon_learning_rate,
             momentum=0.95,
@@ -127,75 +104,28 @@ def implementation(parameters: Sequence[Tensor]) -> dict[str, bool]:
     return {"fused": True} if fused else {"foreach": True}
 
 
-Names = Mapping[str, nn.Parameter]  # of all trained parameters, "drafter.fc.weight" and the like
+def optimizer_state(modules: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The state by the names of the parameters in `modules`, whole and in the host's memory; on
+    several processes the first one's is filled. All processes must call it at the same time."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_optimizer_state_dict(modules, optimizers_in(optimizer), options=options)
 
 
-def optimizer_state(optimizer: Any, names: Names) -> dict[str, Any]:
-    """{"state": {parameter: {key: tensor}}, "groups": [{"params": [parameter], option: value}]}, in
-    the host's memory.
-
-    All processes must call it at the same time.
-    """
-    name_of = {id(parameter): name for name, parameter in names.items()}
-    state, groups = {}, []
-    for single in optimizers_in(optimizer):
-        for parameter, values in single.state.items():
-            state[name_of[id(parameter)]] = {
-                key: whole(value).detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-        for group in single.param_groups:
-            groups.append(
-                {**group, "params": [name_of[id(parameter)] for parameter in group["params"]]}
-            )
-    return {"state": state, "groups": groups}
-
-
-def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], names: Names) -> None:
-    """Loads the result of `optimizer_state` into an optimizer of the same groups; CheckpointError
-    for other groups."""
-    name_of, first = {id(parameter): name for name, parameter in names.items()}, 0
-    for single in optimizers_in(optimizer):
-        mine = saved["groups"][first : first + len(single.param_groups)]
-        first += len(single.param_groups)
-        wanted = [[name_of[id(p)] for p in group["params"]] for group in single.param_groups]
-        if wanted != [group["params"] for group in mine]:
-            raise CheckpointError("the optimizer's parameters are not those of the checkpoint")
-        parameters = [parameter for group in single.param_groups for parameter in group["params"]]
-        number = {id(parameter): i for i, parameter in enumerate(parameters)}
-        state = {
-            number[id(parameter)]: {
-                key: like_shards(value, parameter) if isinstance(value, Tensor) else value
-                for key, value in saved["state"][name_of[id(parameter)]].items()
-            }
-            for parameter in parameters
-            if name_of[id(parameter)] in saved["state"]
-        }
-        groups = [
-            {
-                **group,
-                **{key: own[key] for key in HOW if key in own},
-                "params": [number[id(p)] for p in own["params"]],
-            }
-            for group, own in zip(mine, single.param_groups, strict=True)
-        ]
-        single.load_state_dict({"state": state, "param_groups": groups})
-
-
-def by_name(numbered: Mapping[str, Any], optimizer: Any, names: Names) -> dict[str, Any]:
-    """Names the parameters of a state that numbers them, as earlier versions wrote it."""
-    name_of = {id(parameter): name for name, parameter in names.items()}
-    state, groups = {}, []
-    for single, saved in zip(
-        optimizers_in(optimizer), numbered.get("optimizers", [numbered]), strict=True
-    ):
-        own = [name_of[id(p)] for group in single.param_groups for p in group["params"]]
-        state |= {own[number]: values for number, values in saved["state"].items()}
-        groups += [
-            {**group, "params": [own[number] for number in group["params"]]}
-            for group in saved["param_groups"]
-        ]
-    return {"state": state, "groups": groups}
+def load_optimizer_state(modules: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
+    """Loads the result of `optimizer_state`, which every process has, into an optimizer of the same
+    parameters; CheckpointError for others."""
+    optimizers = optimizers_in(optimizer)
+    before = [{key: group.get(key) for key in HOW} for o in optimizers for group in o.param_groups]
+    try:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(modules, optimizers, saved, options=options)
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the optimizer's parameters are not those of the checkpoint: {error}"
+        ) from error
+    groups = [group for o in optimizers for group in o.param_groups]
+    for group, own in zip(groups, before, strict=True):
+        group.update(own)
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -205,7 +205,7 @@ class Trainer:
         found = checkpoint.latest(self.folder)
         if found is not None:
             self.state = checkpoint.load(found, self.fingerprint)
-            checkpoint.load_tensors(found, self.replica, self.optimizer, self.names(), self.joint)
+            checkpoint.load_tensors(found, self.replica, self.optimizer, self.modules(), self.joint)
             self.held_out = held_out_figure(self.state.history)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
@@ -453,17 +453,10 @@ class Trainer:
         """The rows of a micro-step."""
         return [self.order[place] for place in micro.places]
 
-    def names(self) -> dict[str, torch.nn.Parameter]:
-        """The trained parameters as checkpoints call them."""
-        parts: dict[str, torch.nn.Module] = {"drafter": self.module}
-        if self.joint is not None:
-            parts["adapter"] = self.joint.model
-        return {
-            f"{part}.{name}": parameter
-            for part, module in parts.items()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+    def modules(self) -> torch.nn.ModuleDict:
+        """All that trains, under the names of checkpoints."""
+        adapter = {"adapter": self.joint.model} if self.joint is not None else {}
+        return torch.nn.ModuleDict({"drafter": self.module, **adapter})
 
     # -------------------------------------------------------------- processes, signals, records
 
@@ -588,7 +581,7 @@ class Trainer:
     def _save(self) -> None:
         """All processes gather, one writes."""
         optimizer, keep = (
-            optimizer_state(self.optimizer, self.names()),
+            optimizer_state(self.modules(), self.optimizer),
             self.recipe.training.keep_last,
         )
         with self.replica.whole() as drafter:

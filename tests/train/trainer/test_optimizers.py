@@ -69,9 +69,9 @@ def test_adamw_is_fused_and_goes_on_from_states_that_were_not(tiny_model, tmp_pa
                 group["fused"] = None
         for _ in range(3):
             trainer.step(0.2)
-        saved = optimizer_state(trainer.optimizer, trainer.names())
+        saved = optimizer_state(trainer.modules(), trainer.optimizer)
         again = make_trainer(tiny_model, tmp_path / f"{fused}, again", recipe)
-        load_optimizer_state(again.optimizer, saved, again.names())
+        load_optimizer_state(again.modules(), again.optimizer, saved)
         again.drafter.load_state_dict(trainer.drafter.state_dict())
         again.state.step = 3
         again.step(0.5)

@@ -184,7 +184,11 @@ def train_staged(
             trainer.run(advance)
     except PowerCut:
         return {}
-    return {name: p.detach().numpy().copy() for name, p in trainer.names().items()}
+    return {
+        name: p.detach().numpy().copy()
+        for name, p in trainer.modules().named_parameters()
+        if p.requires_grad
+    }
 
 
 def train(
