@@ -248,17 +248,6 @@ class Source(Section):
     )
     limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_demo(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "demo" in value:
-            raise ValueError(
-                "demo: there is no such source any more; its conversations are files: write path:"
-                " recipes/quickstart/data/train.jsonl.gz (or validation, test) and limit: in place"
-                " of count:"
-            )
-        return value
-
     @model_validator(mode="after")
     def _one_kind(self) -> Source:
         kinds = [kind for kind in _KINDS if getattr(self, kind) is not None]
@@ -489,10 +478,6 @@ class RegenerateSection(Section):
             "min_agreement",
         }
     )
-    # These keys are left out of a run's fingerprint at their defaults, so that runs from before
-    # them continue.
-    later: ClassVar[tuple[str, ...]] = ("turns", "exchange", "unproved_tokens")
-
     enabled: bool = Field(
         True, description="replace every response by the target's own; off: train on the data as is"
     )
@@ -551,14 +536,6 @@ class RegenerateSection(Section):
             "fraction of greedy tokens in which endpoints must agree with the target or each other"
         ),
     )
-
-    def not_in_fingerprint(self) -> set[str]:
-        """Keys that shape no training, as they are here."""
-        fields = type(self).model_fields
-        return {
-            *self.operational,
-            *(name for name in self.later if getattr(self, name) == fields[name].default),
-        }
 
     @model_validator(mode="after")
     def _each_once(self) -> RegenerateSection:

@@ -97,12 +97,6 @@ class TargetSection(Section):
 
 
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
-WITHOUT_EFFECT = {  # keys of earlier versions that nothing read, and what to do instead
-    "compile": "training is not compiled; leave the key out",
-    "num_workers": (
-        "rows are tokens before training begins, so no process loads them; leave the key out"
-    ),
-}
 
 
 class TrainingSection(Section):
@@ -194,20 +188,6 @@ class TrainingSection(Section):
     activation_checkpointing: bool = Field(
         False, description="compute each depth again in the backward pass; for long rows"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_effect(cls, value: Any) -> Any:
-        """Recipes that earlier versions wrote out name these keys with `false` and `0`, which ask
-        for nothing."""
-        if not isinstance(value, dict):
-            return value
-        for key, advice in WITHOUT_EFFECT.items():
-            if value.get(key):
-                raise ValueError(
-                    f"training.{key}: no longer a key, and never had an effect; {advice}"
-                )
-        return {name: given for name, given in value.items() if name not in WITHOUT_EFFECT}
 
     @model_validator(mode="before")
     @classmethod

@@ -207,10 +207,6 @@ def test_columns_of_any_name(tmp_path):
             {"preset": "gsm8k", "name": "a/b"},
             "exactly one of path, name, preset, stdlib, got name and preset",
         ),
-        (
-            {"demo": {"count": 9}},
-            "demo: there is no such source any more; .* write path: recipes/quickstart/data",
-        ),
         ({"name": "a/b", "streaming": True}, "streaming needs a limit"),
         (
             {"name": "a/b", "streaming": True, "limit": 5, "split": "train[:9]"},

@@ -337,9 +337,6 @@ MALFORMED = {
     "data: {train: [{stdlib: {}, split: test}]}": (
         AT + "data.train.0: split has no meaning for a stdlib source; write it under stdlib"
     ),
-    "data: {train: [{demo: {count: 10}}]}": (
-        AT + "data.train.0: demo: there is no such source any more; ..."
-    ),
     "data: {train: [{stdlib: {split: half}}]}": (
         AT + "data.train.0.stdlib.split: expected one of train, validation, test, got 'half'"
     ),
@@ -477,19 +474,6 @@ def test_gates_need_something_to_measure_on(recipe_file):
         + "gates: {efficiency: {min: 0.8}}\n"
     )
     assert "gates: there is nothing to measure on" in error_of(recipe_file(text))
-
-
-def test_keys_that_never_had_an_effect_are_refused_and_their_old_defaults_are_not(tmp_path):
-    """recipe.yaml of an earlier run has them written out as they were by default."""
-    text = MINIMAL + "training: {steps: 1, compile: false, num_workers: 0}\n"
-    (tmp_path / "old.yaml").write_text(text)
-    assert load_recipe(tmp_path / "old.yaml").training.steps == 1
-    for key, value in (("compile", "true"), ("num_workers", "2")):
-        with pytest.raises(
-            ConfigError, match=rf"training\.{key}: no longer a key.*leave the key out"
-        ):
-            load_recipe(tmp_path / "old.yaml", [f"training.{key}={value}"])
-    assert "num_workers" not in load_recipe(tmp_path / "old.yaml").resolved_yaml()
 
 
 def test_the_position_weights_of_a_recipe_are_its_own(recipe_file):
