@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from inference.metrics import acceptance_length
@@ -12,99 +11,39 @@ from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
-from inference.server.engine_loop import Generation
-from inference.server.protocol import ChatCompletionRequest, CompletionRequest
-from speculators.errors import ConfigError
-from speculators.vocab.token_bytes import token_bytes
+from inference.server.engine_loop import Generation, Ticket
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
 Answer = dict[str, Any]
 
 
-class TokenTexts:
-    """Texts of single tokens, as log-probabilities and rounds show them."""
+class CompletionWriter:
+    """Writes the answer to one request of /v1/completions. `base`: id, time and model of the
+    answer. `num_spec_tokens`: of the drafter; None without one. `detail`: of the acceptance that is
+    reported."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    @cached_property
-    def bytes_of(self) -> dict[int, bytes]:
-        try:
-            return token_bytes(self.tokenizer, "the tokenizer").text
-        except ConfigError:  # its tokens have no bytes of their own, only a text among neighbours
-            return {}
-
-    def text(self, token: int, entry: Logprob | None) -> str:
-        decoded = entry.decoded_token if entry is not None else None
-        return self.tokenizer.decode([token]) if decoded is None else decoded
-
-    def alone(self, token: int) -> str:
-        """The text with its leading space, which decoders drop at the beginning of a text."""
-        known = self.bytes_of.get(token)
-        return self.tokenizer.decode([token]) if known is None else known.decode("utf-8", "replace")
-
-
-class RoundTexts:
-    """Rounds of one response with their texts: committed tokens (accepted drafts with their
-    position in the proposal from 0, then the target's own with none), and rejected drafts.
-
-    The texts of committed tokens concatenate to the response's: a token that ends within a
-    character has none, and the one that completes the character has all of it. (Stop strings and
-    stop tokens are among them, and not in the response.)"""
-
-    def __init__(self, texts: TokenTexts, generation: Generation) -> None:
-        self._texts = texts
-        params = SamplingParams(skip_special_tokens=generation.params.skip_special_tokens)
-        prompt = generation.prompt.token_ids
-        self._detokenizer = Detokenizer(texts.tokenizer, prompt, params)
-
-    def rounds(self, completion: CompletionOutput) -> list[Answer]:
-        rounds: list[Answer] = [
-            {
-                "tokens": [self._committed(*placed) for placed in judged.tokens],
-                "rejected": [
-                    {"token_id": token, "text": self._texts.alone(token), "position": position}
-                    for token, position in judged.rejected
-                ],
-                "num_draft_tokens": judged.num_draft_tokens,
-            }
-            for judged in completion.rounds or ()
-        ]
-        if completion.finish_reason is not None and rounds:
-            self._detokenizer.finish()
-            rounds[-1]["tokens"][-1]["text"] += self._detokenizer.take()
-        return rounds
-
-    def _committed(self, token: int, position: int | None) -> Answer:
-        self._detokenizer.push([token])
-        return {"token_id": token, "text": self._detokenizer.take(), "position": position}
-
-
-class Writer:
-    """Writes the answer to one request. `base`: id, time and model of the answer. `generations` are
-    read for metrics once they are finished. `num_spec_tokens`: of the drafter; None without one.
-    `detail`: of the acceptance that is reported."""
-
+    prefix = "cmpl"  # of the answer's id
     objects = ("text_completion", "text_completion")  # whole, and chunks of a stream
 
     def __init__(
         self,
         request: Any,
         base: Mapping[str, Any],
-        texts: TokenTexts,
-        generations: Sequence[Generation],
+        tokenizer: Any,
+        ticket: Ticket,
         num_spec_tokens: int | None,
         detail: str,
     ) -> None:
-        self.request, self.texts = request, texts
-        self._base, self._generations = base, generations
+        self.request, self.tokenizer, self._base = request, tokenizer, base
+        self._generations = ticket.generations
         self._num_spec_tokens, self._detail = num_spec_tokens, detail
         options = request.stream_options
         self._usage_in_chunks = bool(options and options.continuous_usage_stats)
         self._usage_at_end = bool(options and options.include_usage)
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
+        self._offsets: dict[int, int] = {}  # characters written of each choice
         self._completion_tokens = 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
@@ -119,9 +58,7 @@ class Writer:
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
         """Chunks for a delta of the prompt with this index."""
         for completion in output.outputs:
-            choice = self.choice(prompt, output, completion)
-            if completion.text or completion.token_ids or completion.finish_reason:
-                yield self.chunk([choice])
+            yield self.chunk([self.choice(prompt, output, completion)])
 
     def last(self) -> Iterator[Answer]:
         """A chunk without choices, if metrics or usage are due at the end."""
@@ -141,16 +78,15 @@ class Writer:
         return chunk
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
-        """A choice of a completion: in a stream with what is new."""
+        """A choice: in a stream with what is new."""
         index = prompt * (self.request.n or 1) + completion.index
-        choice: Answer = {"index": index, "text": completion.text}
-        choice |= self.ending(prompt, index, completion)
+        choice = {"index": index, "text": completion.text, **self.rest(prompt, index, completion)}
         if self.request.return_token_ids and index not in self._begun:
             choice["prompt_token_ids"] = output.prompt_token_ids
         self._begun.add(index)
         return choice
 
-    def ending(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
+    def rest(self, prompt: int, index: int, completion: CompletionOutput) -> Answer:
         """The fields after the text that completions and chats have in common."""
         self._completion_tokens += len(completion.token_ids)
         fields: Answer = {
@@ -159,15 +95,31 @@ class Writer:
             "stop_reason": completion.stop_reason,
         }
         if self.request.return_token_ids:
-            fields["token_ids"] = list(completion.token_ids)
+            fields["token_ids"] = completion.token_ids
         if completion.rounds is not None:
             if index not in self._rounds:
-                self._rounds[index] = RoundTexts(self.texts, self._generations[prompt])
+                self._rounds[index] = RoundTexts(self.tokenizer, self._generations[prompt])
             fields["rounds"] = self._rounds[index].rounds(completion)
         return fields
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        raise NotImplementedError
+        pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
+        texts = [self.text(token, entries[token]) for token, entries in pairs]
+        start = self._offsets.get(index, 0)
+        self._offsets[index] = start + len(completion.text)
+        return {
+            "tokens": texts,
+            "text_offset": [*itertools.accumulate(map(len, texts), initial=start)][:-1],
+            "token_logprobs": [_finite(entries[token]) for token, entries in pairs],
+            "top_logprobs": [
+                {self.text(token, top): _finite(top) for token, top in entries.items()}
+                for _, entries in pairs
+            ],
+        }
+
+    def text(self, token: int, entry: Logprob) -> str:
+        decoded = entry.decoded_token
+        return self.tokenizer.decode([token]) if decoded is None else decoded
 
     def _usage(self) -> Answer:
         prompt_tokens = sum(len(generation.prompt.token_ids) for generation in self._generations)
@@ -179,8 +131,8 @@ class Writer:
 
     def _metrics(self) -> Answer | None:
         """Acceptance of a single response; of several there is none (as in vLLM)."""
-        single = len(self._generations) == 1 and (self.request.n or 1) == 1
-        if self._detail == "none" or self._num_spec_tokens is None or not single:
+        several = len(self._generations) * (self.request.n or 1) > 1
+        if self._detail == "none" or self._num_spec_tokens is None or several:
             return None
         response = self._generations[0].response
         assert response is not None
@@ -189,97 +141,102 @@ class Writer:
         return {"speculative_decoding": acceptance(request, most, self._detail == "detailed")}
 
 
-class CompletionWriter(Writer):
-    """Answers of /v1/completions."""
-
-    def __init__(self, request: CompletionRequest, *parts: Any) -> None:
-        super().__init__(request, *parts)
-        self._offsets: dict[int, int] = {}  # characters written of each choice
-
-    def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
-        texts = [self.texts.text(token, entries[token]) for token, entries in pairs]
-        start = self._offsets.get(index, 0)
-        self._offsets[index] = start + len(completion.text)
-        return {
-            "tokens": texts,
-            "text_offset": [start, *itertools.accumulate(map(len, texts), initial=start)][1:-1],
-            "token_logprobs": [_finite(entries[token]) for token, entries in pairs],
-            "top_logprobs": [
-                {self.texts.text(token, top): _finite(top) for token, top in entries.items()}
-                for _, entries in pairs
-            ],
-        }
-
-
-class ChatWriter(Writer):
+class ChatWriter(CompletionWriter):
     """Answers of /v1/chat/completions."""
 
+    prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, request: ChatCompletionRequest, *parts: Any) -> None:
-        super().__init__(request, *parts)
-        self._top_logprobs = request.top_logprobs or 0
-        generates = request.add_generation_prompt and not request.continue_final_message
-        self._role = "assistant" if generates else request.messages[-1].role
-
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
-        answer = super().whole(outputs)
-        if self.request.return_token_ids:
-            answer["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return answer
+        return super().whole(outputs) | self._prompt(outputs[0])
+
+    def _prompt(self, output: RequestOutput) -> Answer:
+        ids = {"prompt_token_ids": output.prompt_token_ids}
+        return ids if self.request.return_token_ids else {}
+
+    def _role(self) -> str:
+        generates = self.request.add_generation_prompt and not self.request.continue_final_message
+        return "assistant" if generates else self.request.messages[-1].role
 
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
         for completion in output.outputs:
             index = completion.index
             if index not in self._begun:
                 self._begun.add(index)
-                delta = {"role": self._role, "content": ""}
+                delta = {"role": self._role(), "content": ""}
                 opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                chunk = self.chunk([opening])
-                if self.request.return_token_ids:
-                    chunk["prompt_token_ids"] = output.prompt_token_ids
-                yield chunk
-            if completion.text or completion.token_ids or completion.finish_reason:
-                choice = {"index": index, "delta": {"content": completion.text}}
-                yield self.chunk([choice | self.ending(prompt, index, completion)])
+                yield self.chunk([opening]) | self._prompt(output)
+            choice = {"index": index, "delta": {"content": completion.text}}
+            yield self.chunk([choice | self.rest(prompt, index, completion)])
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
-        message = {"role": self._role, "content": completion.text, "refusal": None}
+        message = {"role": self._role(), "content": completion.text, "refusal": None}
         choice = {"index": completion.index, "message": message}
-        return choice | self.ending(prompt, completion.index, completion)
+        return choice | self.rest(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        content = []
+        most, content = self.request.top_logprobs or 0, []
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
             best = sorted(entries.items(), key=lambda item: -item[1].logprob)
-            best = best if self._top_logprobs < 0 else best[: self._top_logprobs]
-            top = [self._token(other, entry) for other, entry in best]
+            top = [self._token(*item) for item in (best if most < 0 else best[:most])]
             content.append(self._token(token, entries[token]) | {"top_logprobs": top})
         return {"content": content}
 
     def _token(self, token: int, entry: Logprob) -> Answer:
-        text = self.texts.text(token, entry)
-        own = self.texts.bytes_of.get(token, text.encode())
-        return {"token": text, "logprob": _finite(entry), "bytes": list(own)}
+        text = self.text(token, entry)
+        return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode())}
+
+
+class RoundTexts:
+    """Rounds of one response with their texts: committed tokens (accepted drafts with their
+    position in the proposal from 0, then the target's own with none), and rejected drafts.
+
+    The texts of committed tokens concatenate to the response's: a token that ends within a
+    character has none, and the one that completes the character has all of it. (Stop strings and
+    stop tokens are among them, and not in the response.)"""
+
+    def __init__(self, tokenizer: Any, generation: Generation) -> None:
+        self._tokenizer = tokenizer
+        params = SamplingParams(skip_special_tokens=generation.params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, generation.prompt.token_ids, params)
+
+    def rounds(self, completion: CompletionOutput) -> list[Answer]:
+        rounds: list[Answer] = []
+        for judged in completion.rounds or ():
+            committed = [
+                self._token(*placed, self._committed(placed[0])) for placed in judged.tokens
+            ]
+            rejected = [self._token(*p, self._tokenizer.decode([p[0]])) for p in judged.rejected]
+            drafted = judged.num_draft_tokens
+            rounds.append({"tokens": committed, "rejected": rejected, "num_draft_tokens": drafted})
+        if completion.finish_reason is not None and rounds:
+            self._detokenizer.finish()
+            rounds[-1]["tokens"][-1]["text"] += self._detokenizer.take()
+        return rounds
+
+    def _token(self, token: int, position: int | None, text: str) -> Answer:
+        return {"token_id": token, "text": text, "position": position}
+
+    def _committed(self, token: int) -> str:
+        self._detokenizer.push([token])
+        return self._detokenizer.take()
 
 
 def acceptance(request: Request, most: int, detailed: bool) -> Answer:
     """The acceptance of a response under vLLM's names. acceptance_histogram[j]: verifications that
     accepted j of at most `most` drafts; `detailed` adds an entry per verification."""
     counters = request.counters
+    accepted_tokens, draft_tokens = counters.num_accepted_tokens, counters.num_draft_tokens
     rounds = zip(request.drafted_per_round, request.accepted_per_round, strict=True)
     steps = [(drafted, accepted) for drafted, accepted in rounds if drafted]
     accepted = [count for _, count in steps]
     return {
-        "mean_acceptance_length": acceptance_length(
-            counters.num_accepted_tokens, counters.num_drafts
-        ),
-        "draft_acceptance_rate": counters.num_accepted_tokens / max(counters.num_draft_tokens, 1),
+        "mean_acceptance_length": acceptance_length(accepted_tokens, counters.num_drafts),
+        "draft_acceptance_rate": accepted_tokens / max(draft_tokens, 1),
         "acceptance_histogram": [accepted.count(j) for j in range(max(most, *accepted, 0) + 1)],
         "num_spec_steps": counters.num_drafts,
-        "num_accepted_draft_tokens": counters.num_accepted_tokens,
-        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_draft_tokens": accepted_tokens,
+        "num_draft_tokens": draft_tokens,
         "num_spec_tokens": most,
         "per_step_accepted": accepted if detailed else None,
         "per_step_drafted": [drafted for drafted, _ in steps] if detailed else None,

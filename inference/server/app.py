@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 from inference.entrypoints.llm import LLM
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
-from inference.server.answers import ChatWriter, CompletionWriter, TokenTexts, Writer
+from inference.server.answers import ChatWriter, CompletionWriter
 from inference.server.engine_loop import EngineLoop, Ticket
 from inference.server.errors import APIError, add_error_handlers, error_json
 from inference.server.metrics import ServerMetrics
@@ -63,7 +63,6 @@ class Server:
         self.engine = EngineLoop(llm, self.metrics, options)
         self.parser = RequestParser(llm, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
-        self._texts = TokenTexts(llm.get_tokenizer())
 
     def model_name(self, requested: str | None) -> str:
         """The name for the answer. APIError 404 for a model that is not served."""
@@ -101,11 +100,11 @@ class Server:
         request: GenerationRequest,
         responses: int,
         parse: Callable[[], Prompts],
-        writer_class: Callable[..., Writer],
+        writer_class: type[CompletionWriter],
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
         base = {
-            "id": f"{'chatcmpl' if writer_class is ChatWriter else 'cmpl'}-{uuid4().hex}",
+            "id": f"{writer_class.prefix}-{uuid4().hex}",
             "created": int(time.time()),
             "model": self.model_name(request.model),
             "system_fingerprint": f"draftsmith-{package_version()}",
@@ -121,8 +120,8 @@ class Server:
             writer = writer_class(
                 request,
                 base,
-                self._texts,
-                ticket.generations,
+                self.llm.get_tokenizer(),
+                ticket,
                 None if proposer is None else proposer.num_speculative_tokens,
                 request.per_request_spec_decode_metrics
                 or self.options.per_request_spec_decode_metrics,
@@ -155,7 +154,7 @@ async def _while_connected(http: Request, work: Awaitable[R]) -> R:
     raise APIError(400, "the client has disconnected")
 
 
-async def _events(ticket: Ticket, writer: Writer) -> AsyncIterator[str]:
+async def _events(ticket: Ticket, writer: CompletionWriter) -> AsyncIterator[str]:
     """Server-sent events. Errors after the first one are events too."""
     try:
         async for index, output in ticket.outputs():

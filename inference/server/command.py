@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -27,22 +27,17 @@ if TYPE_CHECKING:
     from inference.entrypoints.llm import LLM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# names in generation_config.json -> in SamplingParams
 DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
 
 
 def register(app: typer.Typer) -> None:
     """Adds `serve` to the project's command line."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-    @app.command(
-        "serve",
-        context_settings={
-            "allow_extra_args": True,
-            "ignore_unknown_options": True,
-            "help_option_names": [],
-        },
-        help="Serve a target and its drafter over HTTP, for OpenAI's clients; flags as vLLM's.",
-    )
+    @app.command("serve", context_settings=settings)
     def serve(context: typer.Context) -> None:
+        """Serve a target and its drafter over HTTP, for OpenAI's clients; flags as vLLM's."""
         run(context.args)
 
 
@@ -67,7 +62,8 @@ def run(arguments: Sequence[str]) -> None:
         llm = load(flags, others)
         if flags.generation_config == "auto":
             config = getattr(llm.engine.target.model, "generation_config", None)
-            defaults = checked_defaults(config, "the model's generation_config.json") | defaults
+            values = {} if config is None else config.to_diff_dict()
+            defaults = checked_defaults(values, "the model's generation_config.json") | defaults
         serve_app(llm, flags.model_copy(update={"sampling_defaults": defaults}), listening)
     finally:
         for number, handler in before.items():
@@ -82,9 +78,8 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise ConfigError(
-            f"serve: --host {host} --port {port}: {error.strerror or error}; choose another"
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"serve: --host {host} --port {port}: {reason}") from None
     return listening
 
 
@@ -105,38 +100,29 @@ def given_defaults(flags: ServeFlags) -> dict[str, Any]:
     """The sampling parameters that the flags set for requests without them: those of the folder
     --generation-config, then --override-generation-config. ConfigError for what no request could
     have."""
+    source, overrides = flags.generation_config, flags.override_generation_config
+    where = "--override-generation-config"
+    if unknown := sorted(set(overrides) - set(DEFAULTS)):
+        raise ConfigError(f"{where}: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}")
+    defaults = checked_defaults(overrides, where)
+    if source in ("auto", "vllm"):
+        return defaults
     from transformers import GenerationConfig
 
-    source, overrides = flags.generation_config, flags.override_generation_config
-    if unknown := sorted(set(overrides) - set(DEFAULTS)):
-        raise ConfigError(
-            f"--override-generation-config: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}"
-        )
-    config = GenerationConfig()
-    if source not in ("auto", "vllm"):
-        try:
-            config = GenerationConfig.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--generation-config {source}: expected auto, vllm or a folder: {error}"
-            ) from error
-    defaults = checked_defaults(config, f"--generation-config {source}")
-    return defaults | _checked(overrides, "--override-generation-config")
+    where = f"--generation-config {source}"
+    try:
+        config = GenerationConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: expected auto, vllm or a folder: {error}") from error
+    return checked_defaults(config.to_diff_dict(), where) | defaults
 
 
-def checked_defaults(config: Any, where: str) -> dict[str, Any]:
-    """The sampling parameters of a transformers GenerationConfig (None: there is none)."""
-    return _checked({} if config is None else config.to_diff_dict(), where)
-
-
-def _checked(values: dict[str, Any], where: str) -> dict[str, Any]:
+def checked_defaults(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The sampling parameters among the values of a generation_config.json."""
     from inference.sampling_params import SamplingParams
 
-    defaults = {
-        DEFAULTS[name]: value
-        for name, value in values.items()
-        if name in DEFAULTS and value is not None
-    }
+    known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
+    defaults = {name: value for name, value in known.items() if value is not None}
     try:
         SamplingParams(**defaults)
     except ConfigError as error:
@@ -161,18 +147,14 @@ def serve_app(llm: LLM, flags: ServeFlags, listening: socket.socket) -> None:
             engine.drain(flags.shutdown_timeout_s)
             super().handle_exit(number, frame)
 
-        def stop(self) -> None:
-            self.should_exit = True
-
-    server = Uvicorn(
-        uvicorn.Config(
-            app,
-            log_level=flags.uvicorn_log_level,
-            access_log=flags.enable_log_requests,
-            timeout_graceful_shutdown=int(flags.shutdown_timeout_s) + 5,
-        )
+    config = uvicorn.Config(
+        app,
+        log_level=flags.uvicorn_log_level,
+        access_log=flags.enable_log_requests,
+        timeout_graceful_shutdown=int(flags.shutdown_timeout_s) + 5,
     )
-    engine.on_failure = server.stop
+    server = Uvicorn(config)
+    engine.on_failure = lambda: setattr(server, "should_exit", True)
     for number in SIGNALS:  # uvicorn raises the signal again after a clean exit
         signal.signal(number, lambda *_: None)
     gc.collect()

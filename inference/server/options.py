@@ -9,32 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference.flags import (
-    FlagParser,
-    JsonObject,
-    Mode,
-    add_flags,
-    flag_name,
-    json_or_text,
-    spelled,
-    validated,
-)
+from inference import flags as reading
+from inference.flags import FlagParser, JsonObject, Mode, json_or_text
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
-SAMPLING_FIELDS = (  # of requests, with defaults on the server
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # with server defaults
 GROUPS = {  # in --help, by their first option
     "served_model_name": "server",
-    "engine": "engine",
-    "host": "network and sampling defaults",
+    "tokenizer": "target and drafter",
+    "model": "serve",
 }
 
 
@@ -66,102 +51,75 @@ class ServerOptions(BaseModel):
     api_key: tuple[str, ...] = option(
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
-    enable_log_requests: bool = option(False, "a line per request; never a text")
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
     max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
     shutdown_timeout_s: float = option(20.0, "seconds for running requests after SIGTERM", ge=0)
-    warm_up_limit_s: float = option(
-        900.0, "seconds of compiling before the port opens; the rest when first met", ge=0
-    )
-    per_request_spec_decode_metrics: SpecDecodeDetail = option(
-        "none", "acceptance of each response"
-    )
+    warm_up_limit_s: float = option(900.0, "seconds of compiling before the port opens", ge=0)
+    per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each answer")
 
 
-class ServeFlags(ServerOptions):
-    """All flags of `serve`: those of the routes, of LLM, and of uvicorn."""
+class EngineFlags(BaseModel):
+    """Options of LLM."""
 
-    served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
-    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM")
-    vllm_python: str | None = option(
-        None, "Python of vLLM's environment (or DRAFTSMITH_VLLM_PYTHON)"
-    )
-    model: str = option("", "the target: folder or repository id")
-    speculative_config: JsonObject | None = option(None, "JSON: how to draft, as in vLLM")
     tokenizer: str | None = option(None, "folder or repository id; default: the model's")
     dtype: str = option("auto", "precision of the target")
     device: str | None = option(None, "cpu, cuda, cuda:1, …; cuda if there is one")
     revision: str | None = option(None, "of the repository")
     trust_remote_code: bool = option(False, "run the repository's code")
+    speculative_config: JsonObject | None = option(None, "JSON: how to draft, as in vLLM")
     seed: int = option(0, "for requests without a seed")
     max_model_len: int | None = option(None, "longest prompt and response", ge=2)
     max_num_seqs: int = option(8, "responses generated at the same time", ge=1)
     max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward", ge=1)
     kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
     enable_prefix_caching: bool = option(True, "reuse common prefixes")
-    enforce_eager: bool | None = option(
-        None, "no: rounds are compiled, before the port opens (docs/runtime.md)"
-    )
-    compilation_config: Mode | None = option(
-        None, "JSON, or a mode: how they are compiled, as in vLLM"
-    )
+    enforce_eager: bool | None = option(None, "no: compile rounds (docs/runtime.md)")
+    compilation_config: Mode | None = option(None, "JSON, or a mode: how, as in vLLM")
     tensor_parallel_size: int = option(1, "accepted; one device is used")
 
+
+class ServeFlags(EngineFlags, ServerOptions):
+    """All flags of `serve`: those of the routes, of LLM, and of the process."""
+
+    served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
+    model: str = option("", "the target: folder or repository id")
+    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM")
+    vllm_python: str | None = option(None, "Python of vLLM (or DRAFTSMITH_VLLM_PYTHON)")
     host: str = option("0.0.0.0", "address to listen on")
-    port: int = option(8000, "0: any that is free", ge=0, le=65535)
+    port: int = option(8000, ge=0, le=65535)
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
+    enable_log_requests: bool = option(False, "a line per request; never a text")
     generation_config: str = option(
         "auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder"
     )
     override_generation_config: JsonObject = option({}, "JSON, in place of single defaults")
 
 
-LLM_OPTIONS = (  # passed to LLM
-    "tokenizer",
-    "dtype",
-    "max_num_seqs",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "device",
-    "seed",
-    "kv_cache_memory_bytes",
-    "trust_remote_code",
-    "revision",
-    "tensor_parallel_size",
-    "speculative_config",
-    "enable_prefix_caching",
-    "enforce_eager",
-    "compilation_config",
-)
+LLM_OPTIONS = tuple(EngineFlags.model_fields)  # passed to LLM
 
 
 def parser() -> FlagParser:
     names = set(ServeFlags.model_fields) - {"sampling_defaults"}
     usage = "%(prog)s [MODEL] [--model MODEL] [flags]"
-    return add_flags(FlagParser("serve", usage), ServeFlags, names=names, groups=GROUPS)
+    return reading.add_flags(FlagParser("serve", usage), ServeFlags, names=names, groups=GROUPS)
 
 
 def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
     """The flags declared above, and the values of all other flags by name."""
-    flags, rest = parser().parse_known_args(spelled(arguments))
+    flags, rest = parser().parse_known_args(reading.spelled(arguments))
     given = vars(flags)
     positional, rest = take_model(rest)
     if positional and "model" in given:
-        raise ConfigError(
-            f"serve: the model is given twice, {positional} and --model {given['model']}"
-        )
+        raise ConfigError(f"serve: two models, {positional} and --model {given['model']}")
     model = given.setdefault("model", positional)
     others = _undeclared(rest)
     if not model:
-        unknown = ", ".join(map(flag_name, others))
-        raise ConfigError(
-            "serve: --model is missing: the target, a folder or repository id"
-            + (f" (and these flags are not known: {unknown})" if unknown else "")
-        )
+        unknown = "".join(f"; {reading.flag_name(name)} is no flag" for name in others)
+        raise ConfigError(f"serve: --model is missing: a folder or repository id{unknown}")
     given.setdefault("served_model_name", (model,))
     if key := os.environ.get("DRAFTSMITH_API_KEY"):
         given.setdefault("api_key", (key,))
-    return validated(ServeFlags, "serve", given), others
+    return reading.validated(ServeFlags, "serve", given), others
 
 
 def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -23,18 +23,8 @@ from speculators.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
-SERVER = (
-    "-m",
-    "vllm.entrypoints.openai.api_server",
-)  # the `vllm` command is missing from some of its builds
-READ = (
-    "engine",
-    "vllm_python",
-    "model",
-    "revision",
-    "trust_remote_code",
-    "speculative_config",
-)  # read here
+SERVER = "vllm.entrypoints.openai.api_server"  # some builds lack the `vllm` command
+READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "speculative_config")
 
 
 def wants_vllm(arguments: Sequence[str]) -> bool:
@@ -43,8 +33,7 @@ def wants_vllm(arguments: Sequence[str]) -> bool:
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """The command line of real vLLM for these flags. It refuses those that only our engine
-    has."""
+    """The command line of real vLLM for these flags."""
     from inference.entrypoints.vllm_options import DEPRECATED
 
     parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=READ)
@@ -60,19 +49,14 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
     if not given["model"]:
         raise ConfigError("serve: --model is missing: the target, a folder or repository id")
     flags = validated(ServeFlags, "serve", given)
-    drafting = _drafting(flags, older)
-    source = ["--revision", flags.revision] if flags.revision else []
-    source += ["--trust-remote-code"] if flags.trust_remote_code else []
-    speculative = ["--speculative-config", json.dumps(drafting)] if drafting else []
-    return [
-        _python(flags.vllm_python),
-        *SERVER,
-        "--model",
-        flags.model,
-        *source,
-        *speculative,
-        *rest,
-    ]
+    command = [_python(flags.vllm_python), "-m", SERVER, "--model", flags.model]
+    if flags.revision:
+        command += ["--revision", flags.revision]
+    if flags.trust_remote_code:
+        command.append("--trust-remote-code")
+    if drafting := _drafting(flags, older):
+        command += ["--speculative-config", json.dumps(drafting)]
+    return command + rest
 
 
 def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,11 +67,9 @@ def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, An
     config = from_old_options({name: value for name, value in older.items() if value is not None})
     if config is None:
         return flags.speculative_config
-    if flags.speculative_config is not None:
-        raise ConfigError(
-            "serve: --speculative-config and also its older flags; give the former alone"
-        )
     names = ", ".join(map(flag_name, older))
+    if flags.speculative_config is not None:
+        raise ConfigError(f"serve: --speculative-config and older flags ({names}); give the former")
     logger.warning("%s: older flags; now --speculative-config '%s'", names, json.dumps(config))
     return config
 
@@ -101,33 +83,28 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     options = speculative_config(flags, older)
     if options is None:
         return None
-    options = complete(
-        options, flags.model, trust_remote_code=flags.trust_remote_code, revision=flags.revision
-    )
-    if not options.get("method"):
+    source = {"trust_remote_code": flags.trust_remote_code, "revision": flags.revision}
+    options = complete(options, flags.model, **source)
+    if (method := options.get("method")) in (None, "lookahead"):
         raise ConfigError(
-            "serve: speculative_config names neither a method nor the model of a drafter"
+            f"serve: speculative_config has method {method!r}; expected a drafter's folder as"
+            " model, or a method of vLLM such as ngram or suffix"
         )
-    if options["method"] == "lookahead":
-        raise ConfigError(
-            "serve: vLLM has no method 'lookahead'; use --engine hf, or method ngram or suffix"
-        )
-    rules = {ours: name for name, ours in RULES.items()}
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent
-        options["rejection_sample_method"] = rules.get(rule, rule)
-    return options | vllm_method(options["method"])
+        theirs = {ours: name for name, ours in RULES.items()}
+        options["rejection_sample_method"] = theirs.get(rule, rule)
+    return options | vllm_method(method)
 
 
 def _python(given: str | None) -> str:
     python = given or os.environ.get(PYTHON_VARIABLE)
     if python is None and importlib.util.find_spec("vllm") is not None:
         return sys.executable
-    if python is None:
-        known = f"name the Python of its environment with --vllm-python or {PYTHON_VARIABLE}"
-        raise ConfigError(f"serve --engine vllm: vLLM is not installed here; {known}")
-    if (path := shutil.which(python)) is None:
+    path = None if python is None else shutil.which(python)
+    if path is None:
         raise ConfigError(
-            f"serve --engine vllm: {python} is no Python that can be run; give the path of vLLM's"
+            f"serve --engine vllm: {python or 'vLLM'} is not here; name the Python of vLLM's"
+            f" environment with --vllm-python or {PYTHON_VARIABLE}"
         )
     return path
