@@ -311,6 +311,11 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
+    if head.family == "mlp":
+        raise ConfigError(
+            f"{drafting.drafter}: no recent vLLM serves MLP speculators; measure it with --engine"
+            " draftsmith"
+        )
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "adapter_of", None):
         raise ConfigError(

@@ -34,7 +34,6 @@ TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
 # Family -> the options by which vLLM's speculative_config names it, where `method` is not the
 # family's name.
 VLLM_METHODS: dict[str, dict[str, Any]] = {
-    "mlp": {"method": "mlp_speculator"},
     "dflash2": {"method": "dflash"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
@@ -146,10 +145,9 @@ def _vllm(drafter: _Served) -> Way:
             return Way("vLLM", note=note)
         extra = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
     elif drafter.method == "mlp":
-        note = (
-            "vLLM itself has no such model any more: install Draftsmith's plugin beside it (the"
-            " extra `vllm`)"
-        )
+        return Way("vLLM", note="no recent vLLM has such a model; this project's runtime serves it")
+    elif drafter.method == "medusa":
+        note = "vLLM up to 0.32; 0.33 dropped Medusa"
     elif getattr(config, "adapter_of", None):
         return Way(
             "vLLM",

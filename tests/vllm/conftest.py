@@ -54,45 +54,25 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def vllm_processes(vllm_python: str, tmp_path_factory):
-    """`vllm_processes(plugins, alone)`: a process with these plugins; one that is shared, or one of
-    its own."""
-    shared: dict[str, VLLMProcess] = {}
-    lent: list[VLLMProcess] = []
-
-    def process(plugins: str, *, alone: bool) -> VLLMProcess:
-        if alone or plugins not in shared:
-            lent.append(
-                VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt", plugins)
-            )
-            if alone:
-                return lent[-1]
-            shared[plugins] = lent[-1]
-        return shared[plugins]
-
+def shared_vllm(vllm_python: str, tmp_path_factory) -> Iterator[VLLMProcess]:
+    """The process that most tests share."""
+    process = VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")
     yield process
-    for each in lent:
-        each.close()
+    process.close()
 
 
 @pytest.fixture
-def vllm_plugins() -> str:
-    """What vLLM loads of `vllm.general_plugins`. A file that tests one overrides this."""
-    return ""
-
-
-@pytest.fixture
-def serve(vllm_processes, vllm_plugins: str):
-    """`serve(job)`: what serve.py makes of a job. `alone`: in a process that serves nothing
-    else."""
+def serve(shared_vllm: VLLMProcess, vllm_python: str, tmp_path: Path):
+    """`serve(job)`: the answer of serve.py to a job. `alone`: in a process of its own."""
 
     def run(job: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
-        process = vllm_processes(vllm_plugins, alone=alone)
+        if not alone:
+            return shared_vllm(job)
+        process = VLLMProcess(vllm_python, tmp_path / "vllm.log")
         try:
             return process(job)
         finally:
-            if alone:
-                process.close()
+            process.close()
 
     return run
 

@@ -19,13 +19,11 @@ class VLLMError(Exception):
 
 class VLLMProcess:
     """Starts with its first job, and anew after a job that failed: who knows what that one left
-    behind.
+    behind."""
 
-    `plugins`: names of the `vllm.general_plugins` that it loads; none, and vLLM is what its package
-    brings."""
-
-    def __init__(self, python: str, log: Path, plugins: str = "") -> None:
-        self._python, self._log, self._plugins = python, log, plugins
+    def __init__(self, python: str, log: Path) -> None:
+        self._python = python
+        self._log = log
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +71,7 @@ class VLLMProcess:
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     [self._python, str(Path(__file__).with_name("serve.py"))],
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": self._plugins},
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PLUGINS": ""},
                     cwd=self._log.parent,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

@@ -70,10 +70,14 @@ def test_every_family_is_named_and_sampled_as_here(
     shape = {name: value for name, value in shape.items() if value is not None}
     drafter = cls(config_for_target(target, family, **shape)).attach(target)
     head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    if family == "mlp":
+        with pytest.raises(ConfigError, match="mlp|MLP"):
+            speculative_config(drafting(target_folder, str(head), None))
+        return
     told, needs = speculative_config(drafting(target_folder, str(head), None))
-    assert told["method"] == {"mlp": "mlp_speculator"}.get(family, family)
+    assert told["method"] == family
     assert (told["model"], told["num_speculative_tokens"]) == (str(head), 3)
-    assert ("draft_sample_method" in told) == (family not in ("medusa", "mlp"))
+    assert ("draft_sample_method" in told) == (family != "medusa")
     assert needs == ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
 
 

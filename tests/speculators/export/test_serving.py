@@ -43,6 +43,9 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(tiny_model, fami
     ways = by_engine(family, folder="head", target="T", config=config(tiny_model, family))
     assert parse_speculative_config(ways["Draftsmith"].options).method == family
     theirs = ways["vLLM"].options
+    if family == "mlp":  # no recent vLLM has a model for it
+        assert theirs is None and ways["vLLM"].note
+        return
     assert theirs is not None
     if family not in (
         "peagle",
