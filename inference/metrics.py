@@ -7,7 +7,7 @@ was measured."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -46,6 +46,15 @@ def sum_of_squares(influences: Sequence[float]) -> float:
     none is known."""
     n = len(influences)
     return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One counter as vLLM's `LLM.get_metrics` lists it: `value`, or `values` of a vector."""
+
+    name: str
+    value: int | None = None
+    values: list[int] | None = None
 
 
 @dataclass
@@ -123,6 +132,13 @@ class SpecDecodeCounters:
             "vllm:spec_decode_num_accepted_tokens": self.num_accepted_tokens,
             "vllm:spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
         }
+
+    def __iter__(self) -> Iterator[Metric]:
+        for name, value in self.to_dict().items():
+            if isinstance(value, list):
+                yield Metric(name, values=value)
+            else:
+                yield Metric(name, value=value)
 
 
 @dataclass

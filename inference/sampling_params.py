@@ -6,26 +6,65 @@ refuses what cannot be honoured. What is changed in the logits is in
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculators.errors import ConfigError
 
-MIN_TEMPERATURE = (
-    1e-5  # below this, logits / temperature says nothing that temperature 0 does not say
-)
+logger = logging.getLogger(__name__)
 
-MOST_BIAS, MOST_PENALTY = (
-    10_000,
-    1000,
-)  # beyond them half precision has no numbers, and a logit would be none
+# As in vLLM: temperatures between 0 and this one are raised to it, with a warning.
+MIN_TEMPERATURE = 0.01
+
+# Beyond them half precision has no numbers, and a logit would be none.
+MOST_BIAS = 10_000
+MOST_PENALTY = 1000
+
+# Arguments of vLLM's SamplingParams that this runtime has no field for -> the values that mean what
+# is done here anyway; None: any value.
+ACCEPTED: dict[str, tuple[Any, ...] | None] = {
+    "best_of": (None, 1),
+    "early_stopping": (False,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "length_penalty": (1.0,),
+    "logits_processors": (None, []),
+    "output_kind": None,
+    "skip_reading_prefix_cache": None,
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (None, -1),
+    "use_beam_search": (False,),
+}
 
 
-@dataclass(frozen=True)
+def _with_vllms_arguments(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """Lets the constructor take the arguments of `ACCEPTED`; ConfigError for another value."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: SamplingParams, *args: Any, **options: Any) -> None:
+        for name in [name for name in options if name in ACCEPTED]:
+            value = options.pop(name)
+            values = ACCEPTED[name]
+            if values is not None:
+                expected = " or ".join(map(repr, values))
+                _require(value in values, name, value, f"{expected}: this runtime has no other way")
+        construct(self, *args, **options)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_with_vllms_arguments
+@dataclass
 class SamplingParams:
-    """Sampling parameters of one request. Change a copy with `dataclasses.replace`.
+    """Sampling parameters of one request. Fields may be assigned until it is handed over: a request
+    keeps a checked copy. Harmless arguments of vLLM (`ACCEPTED`) are taken without effect.
 
     n                 responses to make for the prompt temperature       0 is greedy: the most
     probable token, the first one on a tie, whatever the filters below top_p             keep the
@@ -70,7 +109,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     structured_outputs: None = None  # vLLM's
@@ -79,17 +118,11 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "stop",
-            (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop),
-        )
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        self.stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        self.stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        self.bad_words = _as_tuple("bad_words", self.bad_words)
         if self.allowed_token_ids is not None:
-            object.__setattr__(
-                self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids)
-            )
+            self.allowed_token_ids = _as_tuple("allowed_token_ids", self.allowed_token_ids)
         self._check_numbers()
         self._check_lengths()
         self._check_penalties()
@@ -143,10 +176,20 @@ class SamplingParams:
         """True if the most probable token is always taken, so that no randomness is used."""
         return self.temperature == 0
 
+    def clone(self) -> SamplingParams:
+        """A copy, checked anew. ConfigError for a field that was assigned a wrong value."""
+        return replace(self)
+
     def _check_numbers(self) -> None:
         hot = self.temperature
-        usable = _is_real(hot) and (hot == 0 or hot >= MIN_TEMPERATURE)
-        _require(usable, "temperature", hot, f"0 for greedy, or at least {MIN_TEMPERATURE}")
+        _require(_is_real(hot) and hot >= 0, "temperature", hot, "0 for greedy, or more")
+        if 0 < hot < MIN_TEMPERATURE:
+            logger.warning(
+                "temperature %g is raised to %g; 0 is greedy, without sampling",
+                hot,
+                MIN_TEMPERATURE,
+            )
+            self.temperature = MIN_TEMPERATURE
         _require(
             _is_real(self.top_p) and 0 < self.top_p <= 1,
             "top_p",
@@ -215,7 +258,7 @@ class SamplingParams:
         )
         wanted = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
         _require(usable, "logit_bias", given, wanted)
-        object.__setattr__(self, "logit_bias", dict(given))
+        self.logit_bias = dict(given)
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -204,7 +204,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Responses to prompts, in their order.
 
-        A prompt is a string, {"prompt": str} or {"prompt_token_ids": [int]}; one or a list.
+        A prompt is a string, {"prompt": str}, a list of token ids or {"prompt_token_ids": [int]};
+        one or a list of them.
         `sampling_params`: one for all or one per prompt. `speculate=False` runs these prompts in
         the same engine with drafting off. Every prompt is checked before any is run: ConfigError
         names each one that cannot be."""
@@ -293,12 +294,16 @@ class LLM:
         self.reset_metrics()
         return compiled.num_graphs
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New sampling parameters, as `generate` takes them where none are given."""
+        return SamplingParams()
+
     def get_tokenizer(self) -> Any:
         return self._tokenizer
 
     def get_metrics(self) -> EngineCounters:
-        """Totals over all requests since the start or `reset_metrics`; `.to_dict()` has vLLM's
-        metric names."""
+        """Totals over all requests since the start or `reset_metrics`, under vLLM's metric names: a
+        dict by `.to_dict()`, or one Metric after the other."""
         return copy.deepcopy(self.engine.counters)
 
     def reset_prefix_cache(self) -> None:
@@ -424,7 +429,8 @@ class LLM:
 
 def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+        given = SamplingParams() if given is None else given.clone()
+        return [given] * count
     params = list(given)
     if len(params) != count:
         raise ConfigError(
@@ -434,4 +440,4 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
     if wrong:
         kind = type(params[wrong[0]]).__name__
         raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
-    return params
+    return [each.clone() for each in params]

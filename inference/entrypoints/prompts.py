@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 from speculators.errors import ConfigError
@@ -20,7 +21,8 @@ class Prompt:
 
 
 def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
-    """A string, {"prompt": str} or {"prompt_token_ids": [int]}, or a list of them."""
+    """A string, {"prompt": str}, {"prompt_token_ids": [int]} or a list of token ids; or a list of
+    such prompts."""
     if isinstance(prompts, (str, dict)):
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -28,10 +30,7 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
             f"prompts: a {type(prompts).__name__}; expected a string, a dict, or a list of them"
         )
     if prompts and all(isinstance(each, int) for each in prompts):
-        raise ConfigError(
-            'prompts: a list of numbers; write {"prompt_token_ids": [...]} for a prompt of'
-            " token ids"
-        )
+        prompts = [prompts]
     read, faults = [], []
     for i, prompt in enumerate(prompts):
         try:
@@ -46,6 +45,8 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
 def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
+    if isinstance(prompt, (list, tuple)):
+        prompt = {"prompt_token_ids": prompt}
     if isinstance(prompt, dict) and "multi_modal_data" in prompt:
         raise ConfigError(
             "multi_modal_data: images, audio and video are not read here; only text is"
@@ -57,14 +58,22 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
     ):
         found = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
         raise ConfigError(
-            f'{found}; expected a string, {{"prompt": str}} or {{"prompt_token_ids": [int]}}'
+            f'{found}; expected a string, {{"prompt": str}}, token ids or'
+            ' {"prompt_token_ids": [int]}'
         )
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if token_ids is not None:
+        wrong = [token for token in token_ids if not _is_token_id(token)]
+        if wrong:
+            raise ConfigError(f"token ids {wrong[:3]}; expected whole numbers")
         return Prompt(text, [int(token) for token in token_ids])
     if not isinstance(text, str):
         raise ConfigError(f"its text is a {type(text).__name__}; expected a string")
     return Prompt(text, list(_needed(tokenizer)(text).input_ids))
+
+
+def _is_token_id(token: Any) -> bool:
+    return isinstance(token, Integral) and not isinstance(token, bool)
 
 
 def chat_prompts(

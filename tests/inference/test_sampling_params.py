@@ -50,7 +50,6 @@ def test_one_stop_string_is_a_list_of_one():
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
-        {"temperature": 1e-9},
         {"top_p": 0.0},
         {"top_p": 1.01},
         {"top_k": -2},
@@ -86,6 +85,11 @@ def test_one_stop_string_is_a_list_of_one():
         {"logprobs": True},
         {"prompt_logprobs": 1.0},
         {"structured_outputs": {"json": {}}},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"length_penalty": 0.5},
+        {"early_stopping": True},
+        {"truncate_prompt_tokens": 5},
     ],
 )
 def test_refuses(wrong):
@@ -120,13 +124,40 @@ def test_a_dict_that_was_given_may_change_later():
     params = SamplingParams(logit_bias=bias)
     bias[3] = 1.0
     assert params.logit_bias == {1: 2.0}
-    assert hash(params) == hash(SamplingParams())  # what is a dict is left out
 
 
-def test_a_changed_copy_is_checked_too_and_the_original_cannot_change():
+def test_harmless_arguments_of_vllm_are_accepted():
+    harmless = dict(
+        best_of=1,
+        use_beam_search=False,
+        length_penalty=1.0,
+        early_stopping=False,
+        spaces_between_special_tokens=True,
+        logits_processors=None,
+        guided_decoding=None,
+        output_kind=None,
+        extra_args=None,
+        truncate_prompt_tokens=None,
+    )
+    assert SamplingParams(temperature=0, **harmless) == SamplingParams(temperature=0)
+    with pytest.raises(TypeError):
+        SamplingParams(temprature=0)
+
+
+def test_tiny_temperatures_are_raised_with_a_warning(caplog):
+    assert SamplingParams(temperature=1e-6).temperature == 0.01
+    assert "raised to 0.01" in caplog.text
+    assert SamplingParams(temperature=0.01).temperature == 0.01
+
+
+def test_a_changed_copy_is_checked_too():
     params = SamplingParams(stop="x")
     assert replace(params, temperature=0).stop == ("x",)
     with pytest.raises(ConfigError):
         replace(params, top_p=2.0)
-    with pytest.raises(AttributeError):
-        params.temperature = 0.0
+    params.max_tokens = 7
+    copy = params.clone()
+    params.max_tokens = 0
+    assert copy.max_tokens == 7
+    with pytest.raises(ConfigError):
+        params.clone()

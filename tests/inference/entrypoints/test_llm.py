@@ -60,6 +60,13 @@ def test_text_prompts_and_chat(byte_tokenizer, tiny_model):
     same = [llm.generate(shape, params, False)[0] for shape in shapes]
     assert len({tuple(o.outputs[0].token_ids) for o in same}) == 1 and same[0].prompt == "abc"
     assert same[0].outputs[0].text == byte_tokenizer.decode(same[0].outputs[0].token_ids)
+    ids = byte_tokenizer("abc").input_ids
+    lists = [*llm.generate([ids], params, False), *llm.generate(ids, params, False)]
+    assert [o.outputs[0].token_ids for o in lists] == [same[0].outputs[0].token_ids] * 2
+    default = llm.get_default_sampling_params()
+    default.max_tokens = 2
+    assert len(llm.generate("abc", default, False)[0].outputs[0].token_ids) <= 2
+    assert llm.get_default_sampling_params() == SamplingParams()
     (silent,) = llm.generate("abc", replace(params, detokenize=False), False)
     assert (
         silent.outputs[0].token_ids == same[0].outputs[0].token_ids and silent.outputs[0].text == ""
@@ -84,7 +91,8 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
     assert all(fault in str(error.value) for fault in faults)
     assert not llm.engine.has_unfinished
     shapes = [
-        ([1, 2], "prompt_token_ids"),
+        ({"prompt_token_ids": [1.7]}, "whole numbers"),
+        ([[1, 2], [True]], "prompt 1: token ids"),
         (3, "expected a string"),
         (["a", {"text": "b"}], "prompt 1"),
     ]
