@@ -33,7 +33,7 @@ from inference.entrypoints.loading import load_tokenizer
 from scripts.measuring import markdown, save_json
 from speculators.target.frozen_target import FrozenTarget
 from train.data.packing import PackedRow
-from train.features.cache import FeatureCache, ShardWriter, texts_of
+from train.features.cache import SHARD_BYTES, FeatureCache, ShardWriter, texts_of
 from train.features.encodings import make_encoding
 from train.features.row_features import RowFeatures
 from train.pipeline.data_stage import DataStage, TrainingData
@@ -116,7 +116,7 @@ class Bench:
         cache = self.cache(name)
         shutil.rmtree(cache.folder, ignore_errors=True)
         began = time.process_time()
-        with ShardWriter(cache, self.recipe.features.shard_mb * 1e6) as writer:
+        with ShardWriter(cache, SHARD_BYTES) as writer:
             for row, made in zip(self.rows, self.made):
                 for text, place in texts_of(row):
                     writer.add(

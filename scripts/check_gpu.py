@@ -143,7 +143,6 @@ def make_trainer(
             "target": {"model": str(folder), "dtype": size["dtype"]},
             "data": {"train": [{"path": "random"}], "max_length": size["max_length"]},
             "drafter": {key: size[key] for key in ("unroll_steps", "draft_vocab_size")},
-            "features": {"overlap": overlap},
             "training": {
                 "steps": 1000,
                 "batch_size": size["batch_size"],
@@ -162,7 +161,9 @@ def make_trainer(
         for row in random.integers(0, size["config"]["vocab_size"], (count, length))
     ]
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    return measuring.make_trainer(recipe, model, rows, accelerator, folder), plan
+    trainer = measuring.make_trainer(recipe, model, rows, accelerator, folder)
+    trainer.ahead = trainer.ahead if overlap else None
+    return trainer, plan
 
 
 def require_room(needed: float, device: torch.device) -> None:

@@ -80,13 +80,6 @@ class Eagle3Options(DecoderOptions, TapOptions):
             " trained head most of its steps; the latter needs norm_before_residual"
         ),
     )
-    init_lm_head_from_target: bool = Field(
-        True,
-        description=(
-            "start the head's vocabulary projection as the target's rows, which saves it learning"
-            " them"
-        ),
-    )
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"
     )
@@ -188,8 +181,7 @@ class Eagle3(DecoderChain):
             start_from_taps(self, target)
         else:
             start_from_least_squares(self, target, features)
-        wanted = options is None or options.init_lm_head_from_target
-        if wanted and self.config.target_hidden_size == self.config.hidden_size:
+        if self.config.target_hidden_size == self.config.hidden_size:
             rows, ids = target.head_weight, self.draft_to_target
             self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
             if (norm := target.final_norm_weight) is not None:

@@ -130,7 +130,6 @@ class MLPSpeculator(SlotwiseDrafter):
         "position_weights": {"uniform": True},
         "training": {
             "learning_rate": 1e-3,
-            "betas": [0.9, 0.95],
             "weight_decay": 0.1,
             "max_grad_norm": 1.0,
         },

@@ -290,7 +290,6 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
         drafter,
         {},
         checkpoint.TrainState(step=7, best_step=4, best_value=2.0),
-        1,
     )
     code, output = call("export", run_dir, tmp_path / "out")
     assert code == 0 and "step 4" in output, output
@@ -466,8 +465,8 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
 
 def test_a_recipe_names_its_suites_itself(recipe_file, tmp_path):
     assert "evaluation.suites=" in refused("evaluate", recipe_file, "--suite", "gsm8k")
-    given = ("evaluation.suites=[gsm8k]", "evaluation.suite_dir=nowhere", "data.decontaminate=off")
-    assert "nowhere/gsm8k.jsonl" in refused("prepare", recipe_file, *given[:2])
+    given = ("evaluation.suites={gsm8k: nowhere/gsm8k.jsonl}", "data.decontaminate=off")
+    assert "nowhere/gsm8k.jsonl" in refused("prepare", recipe_file, given[0])
     assert "nowhere/gsm8k.jsonl" in refused("train", recipe_file, *given)
 
 

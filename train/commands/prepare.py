@@ -98,9 +98,7 @@ def make_report(
     unique = list({id(example): example for example in prepared.examples}.values())
     rows: dict[str, list[TokenRow]] = {}
     examples, prompt_tokens = Counter[str](), Counter[str]()
-    for example, tokenised in zip(
-        unique, tokenise(unique, tokenizer, data.max_length, data.num_proc)
-    ):
+    for example, tokenised in zip(unique, tokenise(unique, tokenizer, data.max_length)):
         try:
             if isinstance(tokenised, BadRow) and not regenerated:
                 raise tokenised

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +28,7 @@ from train.data.sources import Example
 from train.recipe.data_sections import DataSection
 
 Progress = Callable[[int, int], None]  # done, total
+MANY_EXAMPLES = 50_000  # from which on starting processes is worth its seconds
 
 
 @dataclass
@@ -101,7 +103,7 @@ def prepare_rows(
     *,
     max_length: int,
     bad: BadRows | None = None,
-    num_proc: int = 1,
+    num_proc: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[TokenRow], RowStatistics]:
     """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
@@ -179,10 +181,12 @@ def tokenise(
     examples: Sequence[Example],
     tokenizer: ConversationTokenizer,
     max_length: int,
-    num_proc: int = 1,
+    num_proc: int | None = None,
 ) -> Iterator[list[TokenRow] | BadRow]:
-    """The rows of each example in order, not yet cut, or the BadRow that says why there are
-    none."""
+    """The rows of each example in order, not yet cut, or the BadRow that says why there are none.
+    `num_proc`: processes that render and tokenise; None: one, and more for MANY_EXAMPLES."""
+    if num_proc is None:
+        num_proc = 1 if len(examples) < MANY_EXAMPLES else min(8, os.cpu_count() or 1)
     if num_proc == 1:
         yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
         return

@@ -21,6 +21,7 @@ from train.data.sources import Example, load_sources, mix, read_sources
 from train.recipe.data_sections import DataSection, Source
 from train.recipe.recipe import Recipe
 
+NGRAM = 13  # words of a run that makes a prompt one of the evaluation
 BAD_ROWS, LEFT_OUT = "bad_rows.jsonl", "left_out.jsonl"
 
 
@@ -60,7 +61,7 @@ def training_examples(
     """The examples of `data.train`. `folder`: where what is left out is listed. DataError if
     nothing is left."""
     data = recipe.data
-    lists = read_sources(data.train, seed=data.shuffle_seed, bad=bad.begin("train"))
+    lists = read_sources(data.train, bad=bad.begin("train"))
     if data.fan_out:
         lists = [[one for example in some for one in fan_out(example)] for some in lists]
     read, left_out = sum(map(len, lists)), list[LeftOut]()
@@ -73,7 +74,7 @@ def training_examples(
     if data.decontaminate != "off" and recipe.measured:
         # the evaluation itself says which of its rows are bad
         prompts = load_sources(_held_out_sources(recipe), bad=BadRows())
-        ngram = data.decontaminate_ngram if data.decontaminate == "ngram" else None
+        ngram = NGRAM if data.decontaminate == "ngram" else None
         lists, contaminated = decontaminate(
             lists, prompts, ngram=ngram, questions=suite_turns(recipe)
         )
@@ -87,7 +88,7 @@ def training_examples(
                 f"{source.label}: nothing is left of it, so it cannot have a share of"
                 f" {source.share:g}"
             )
-    prepared = Prepared(mix(data.train, lists, seed=data.shuffle_seed), bad, left_out, read, path)
+    prepared = Prepared(mix(data.train, lists), bad, left_out, read, path)
     if not prepared.examples:
         raise DataError(f"data.train: no example is left: {prepared}")
     return prepared
@@ -96,7 +97,7 @@ def training_examples(
 def validation_examples(recipe: Recipe, bad: BadRows) -> Prepared:
     """The examples of `data.validation`, of which none is left out by choice."""
     sources = recipe.data.validation
-    examples = load_sources(sources, seed=recipe.data.shuffle_seed, bad=bad.begin("validation"))
+    examples = load_sources(sources, bad=bad.begin("validation"))
     return Prepared(examples, bad, read=len(examples))
 
 

@@ -39,12 +39,7 @@ from train.features.encodings import Encoding, bytes_per_token, make_encoding, r
 FORMAT = 1
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
-SOURCE = (
-    "weights",
-    "config",
-    "tokenizer",
-    "template",
-)  # fields of a key that change with the target
+SHARD_BYTES = 256e6  # of one file: what a killed process loses at most
 
 
 @dataclass(frozen=True)
@@ -220,14 +215,6 @@ class FeatureCache:
                 tree = json.loads(path.read_text(encoding="utf-8"))
                 others.append((path.parent, CacheKey(**{**tree, "taps": tuple(tree["taps"])})))
         return others
-
-    def outdated(self) -> list[tuple[Path, CacheKey]]:
-        """Features of another target, tokenizer or template of the same name."""
-        return [
-            (path, key)
-            for path, key in self.others
-            if key.target == self.key.target and set(SOURCE) & set(self.key.differences(key))
-        ]
 
 
 class ShardWriter:

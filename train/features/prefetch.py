@@ -23,12 +23,7 @@ def looks_ahead(recipe: Recipe, device: str) -> bool:
     """True if the target's forward can begin early: it is frozen and not sharded, its texts are
     known, and the device type has streams."""
     changes = recipe.joint is not None or recipe.on_policy is not None
-    return (
-        recipe.features.overlap
-        and recipe.target.sharding == "none"
-        and not changes
-        and device in STREAMS
-    )
+    return recipe.target.sharding == "none" and not changes and device in STREAMS
 
 
 class FeaturesAhead:

@@ -131,7 +131,6 @@ class DataStage:
                     self.tokenizer,
                     max_length=data.max_length,
                     bad=self.bad,
-                    num_proc=data.num_proc,
                     progress=lambda done, total: advance(done),
                 )
             self._report_bad()

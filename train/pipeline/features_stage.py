@@ -26,7 +26,14 @@ from speculators.errors import ConfigError
 from speculators.hub import cached_folder
 from speculators.target.frozen_target import FrozenTarget
 from train.data.packing import PackedRow, best_fit
-from train.features.cache import SOURCE, CacheKey, FeatureCache, ShardWriter, missing, texts_of
+from train.features.cache import (
+    SHARD_BYTES,
+    CacheKey,
+    FeatureCache,
+    ShardWriter,
+    missing,
+    texts_of,
+)
 from train.features.row_features import RowFeatures
 from train.pipeline.data_stage import TrainingData
 from train.pipeline.progress import Stages
@@ -134,29 +141,14 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
 def open_cache(
     recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages
 ) -> FeatureCache:
-    """The recipe's cache. ConfigError if its folder has features of a target that has changed,
-    unless `features.on_change` says otherwise; other features that lie there unused are
-    reported."""
-    section = recipe.features
+    """The recipe's cache. Other features in its folder, such as those of a target that has changed,
+    are reported and not read."""
     cache = FeatureCache(_root(recipe), cache_key(recipe, target, data))
-    outdated = cache.outdated()
-    for path, key in outdated:
-        changed = [name for name in SOURCE if name in cache.key.differences(key)]
-        what = f"{path}: features of {key.target} with other {', '.join(changed)} than it has now"
-        if section.on_change == "error":
-            raise ConfigError(
-                f"features.dir: {what}; set features.on_change to rebuild, which deletes them, or"
-                " to keep, which leaves them there and writes new ones beside them"
-            )
-        if section.on_change == "rebuild":
-            shutil.rmtree(path)
-        stages.say(f"      {what}: {'deleted' if section.on_change == 'rebuild' else 'not used'}")
     for path, key in cache.others:
-        if (path, key) not in outdated:
-            differences = [
-                f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()
-            ]
-            stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
+        differences = [
+            f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()
+        ]
+        stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
     return cache
 
 
@@ -193,7 +185,7 @@ def fill(
     )
     with (
         stages.stage("write features", sum(texts.values())) as advance,
-        ShardWriter(cache, section.shard_mb * 1e6) as shards,
+        ShardWriter(cache, SHARD_BYTES) as shards,
         closing(features),
     ):
         done = 0

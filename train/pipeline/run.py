@@ -140,7 +140,6 @@ def load_target(
         dtype=t.dtype,
         device=accelerator.device,
         on_host=waits_on_host(recipe, accelerator),
-        attn_implementation=t.attn_implementation,
         trust_remote_code=t.trust_remote_code,
         revision=t.revision,
     )

@@ -179,7 +179,7 @@ def disk(plan: Outline) -> Parts:
         if recipe.export.dtype == "auto"
         else as_dtype(recipe.export.dtype)
     )
-    kept = recipe.training.keep_last
+    kept = 1
     alone = getattr(config, "adapter_of", None) is not None  # of a draft model
     maps = (
         8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0

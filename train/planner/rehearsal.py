@@ -230,7 +230,7 @@ def _target(plan: Outline, dtype: torch.dtype, trained: bool = False) -> FrozenT
     """`trained`: a copy of its own, which a LoRA is put on."""
     model = copy.deepcopy(plan.target.model)
     nn.Module.to(model, dtype)
-    if plan.recipe.target.attn_implementation == "eager" or needs_eager(plan.target.config):
+    if needs_eager(plan.target.config):
         model.set_attn_implementation("eager")
     return FrozenTarget(without_memory(model), plan.drafter.tap_layers)
 

@@ -344,12 +344,6 @@ class DataSection(Section):
     packing: bool = Field(
         True, description="several documents per row, attention kept apart by segment ids"
     )
-    shuffle_seed: Count = Field(
-        0, description="seed of the order of examples and of fractional source weights"
-    )
-    num_proc: PositiveInt = Field(
-        1, description="processes that render and tokenise; one suffices below 100k examples"
-    )
     chat_template: Text | None = Field(
         None,
         description=(
@@ -402,7 +396,6 @@ class DataSection(Section):
             "leave out examples with a prompt of the evaluation; ngram: or a run of its words"
         ),
     )
-    decontaminate_ngram: PositiveInt = Field(13, description="with ngram: words of a run")
 
 
 class TemperatureShare(Section):

@@ -38,6 +38,7 @@ from train.recipe.sections import (
 )
 
 DEFAULT_FAMILY = "eagle3"
+EVAL_TEXTS = 128  # of a held-out evaluation, over all temperatures and workloads
 ONE_VALUE = ("loss", "position_weights")  # mappings that are replaced as a whole
 
 
@@ -309,7 +310,7 @@ class Recipe(Section):
     def held_out_prompts(self) -> int:
         """Validation prompts that a held-out evaluation reads, the same at each of its
         temperatures."""
-        return -(-self.training.eval_texts // len(self.evaluation.temperatures))
+        return -(-EVAL_TEXTS // len(self.evaluation.temperatures))
 
     def training_stages(self) -> list[tuple[str, Recipe]]:
         """(name, recipe) of every stage; of the whole, unnamed, if there is one only."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from inference.evaluation.suites import DIR as SUITE_DIR
 from inference.evaluation.suites import SUITES, default_path
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
@@ -50,9 +49,6 @@ class TargetSection(Section):
     )
     trust_remote_code: bool = Field(
         False, description="run Python code of the checkpoint, which can do anything"
-    )
-    attn_implementation: Literal["sdpa", "eager"] = Field(
-        "sdpa", description="attention kernel; packed rows need one that takes a mask"
     )
 
     sharding: Literal["none", "fsdp"] = Field(
@@ -136,9 +132,6 @@ class TrainingSection(Section):
     muon_learning_rate: float = Field(
         0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule"
     )
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        [0.9, 0.95], min_length=2, max_length=2, description="AdamW's moment decays"
-    )
     weight_decay: float = Field(
         0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly"
     )
@@ -159,24 +152,9 @@ class TrainingSection(Section):
     eval_every: PositiveInt | None = Field(
         None, description="steps between held-out evaluations; null: ten a run"
     )
-    eval_texts: PositiveInt = Field(
-        128,
-        description=(
-            "held-out texts of an evaluation, over all temperatures and workloads; best/ is chosen"
-            " on them"
-        ),
-    )
     save_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null: with every evaluation"
     )
-    log_every: PositiveInt = Field(
-        10,
-        description=(
-            "steps between readings of what steps measured, which wait for an accelerator; CPUs:"
-            " every step"
-        ),
-    )
-    keep_last: PositiveInt = Field(1, description="checkpoints kept beside the best one")
     loss_chunk_size: PositiveInt | None = Field(
         None, description="tokens whose logits exist at once; null: by device and vocabulary"
     )
@@ -219,9 +197,6 @@ class JointSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout of the LoRA's inputs")
     target_modules: list[Text] | Literal["all-linear"] = Field(
         "all-linear", description="names of its linear layers, as peft takes them"
-    )
-    base_loss_weight: float = Field(
-        1.0, gt=0, description="weight of the target's own cross-entropy on the data"
     )
     heads_loss_weight: float = Field(
         0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2"
@@ -411,9 +386,6 @@ class EvaluationSection(Section):
         )
         + ", ".join(SUITES),
     )
-    suite_dir: Text = Field(
-        SUITE_DIR, description="folder of the suites without a path, each as <name>.jsonl"
-    )
     suite_prompts: PositiveInt | None = Field(
         None, description="conversations taken of each category of a suite; null: all"
     )
@@ -476,9 +448,7 @@ class EvaluationSection(Section):
     @property
     def suite_paths(self) -> dict[str, str]:
         """The path of every suite that is measured."""
-        return {
-            name: path or default_path(name, self.suite_dir) for name, path in self.suites.items()
-        }
+        return {name: path or default_path(name) for name, path in self.suites.items()}
 
     @field_validator("thinking")
     @classmethod
@@ -572,18 +542,12 @@ EncodingName = Literal[
 
 
 class FeaturesSection(Section):
-    """The target's features of training rows. Only `mode: cache` reads the keys below `overlap`."""
+    """The target's features of training rows. Only `mode: cache` reads the other keys."""
 
     mode: Literal["online", "cache"] = Field(
         "online",
         description=(
             "online: computed when a step needs them; cache: written to disk once, then read"
-        ),
-    )
-    overlap: bool = Field(
-        True,
-        description=(
-            "on a GPU the target runs ahead beside the drafter; not if sharded, joint or on_policy"
         ),
     )
     encoding: EncodingName = Field(
@@ -600,16 +564,6 @@ class FeaturesSection(Section):
         None,
         description=(
             "folder of the cache, which recipes may share; null: `features` in the run's folder"
-        ),
-    )
-    shard_mb: PositiveInt = Field(
-        256, description="size of one file; what a killed process loses at most"
-    )
-    on_change: Literal["error", "rebuild", "keep"] = Field(
-        "error",
-        description=(
-            "features of another target, tokenizer or template of the same name: stop, delete or"
-            " ignore them"
         ),
     )
     engine: Literal["draftsmith", "vllm"] = Field(

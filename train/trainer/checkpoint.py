@@ -64,10 +64,9 @@ def save(
     drafter: nn.Module,
     optimizer: Mapping[str, Any],
     state: TrainState,
-    keep: int,
     adapter: nn.Module | None = None,
 ) -> Path:
-    """Writes the checkpoint of `state.step` and removes all but the newest `keep`. `optimizer`: its
+    """Writes the checkpoint of `state.step` and removes those before it. `optimizer`: its
     `optimizer_state`; `adapter`: the LoRA of the target."""
     root.mkdir(parents=True, exist_ok=True)
     folder, fresh = step_folder(root, state.step), root / f".step-{state.step}-{os.getpid()}"
@@ -78,7 +77,7 @@ def save(
     kept = {name: value for name, value in vars(state).items() if name != "history"}
     (fresh / "state.json").write_text(json.dumps(kept, allow_nan=False))
     replace_folder(fresh, folder)
-    for old in sorted(root.glob("step-*"))[:-keep]:
+    for old in sorted(root.glob("step-*"))[:-1]:
         shutil.rmtree(old, ignore_errors=True)
     _remove(root, ".step-*")
     return folder
@@ -209,7 +208,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         **dict.fromkeys(NOT_IN_FINGERPRINT, True),
         "regenerate": set(recipe.regenerate.operational),
         # how numbers are computed or shown, not what they are
-        "training": {"activation_checkpointing", "log_every"},
+        "training": {"activation_checkpointing"},
         "target": {"sharding"},
     }
     parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]

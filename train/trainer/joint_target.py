@@ -99,16 +99,14 @@ class JointTarget(nn.Module):
                 module.eval()
 
     def loss(self, features: TargetFeatures, normaliser: Tensor) -> Tensor:
-        """base_loss_weight · Σ -log p(x) / normaliser [] over the supervised tokens of the rows."""
+        """Σ -log p(x) / normaliser [] over the supervised tokens of the rows."""
         ids, chosen = (
             features.input_ids,
             valid_terms(host_batch(features), 1).flatten().nonzero().flatten(),
         )
         kept = to_device(chosen, ids.device)  # [N] of the flat [B·T]
         states = features.last_hidden.flatten(0, 1)[kept]  # [N, H]
-        weight = (
-            (self.section.base_loss_weight / normaliser.clamp(min=1)).float().expand(len(states))
-        )
+        weight = (1 / normaliser.clamp(min=1)).float().expand(len(states))
         constant = states.detach()
         logits = self.target.logits
         loss, _ = chunked_objective(

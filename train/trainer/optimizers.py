@@ -26,6 +26,7 @@ from speculators.errors import CheckpointError
 from train.recipe.sections import TrainingSection
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
+BETAS = (0.9, 0.95)
 HOW = (
     "fused",
     "foreach",
@@ -76,7 +77,7 @@ def make_optimizer(
     adam = torch.optim.AdamW(
         groups,
         lr=training.learning_rate,
-        betas=tuple(training.betas),
+        betas=BETAS,
         weight_decay=training.weight_decay,
         **implementation(parameters),
     )

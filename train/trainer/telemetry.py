@@ -95,7 +95,7 @@ class Telemetry:
         valid_tokens_per_second       without padding supervised_tokens_per_second  those with a
         loss time/<phase>                  share of the wall time, 0 to 1; time/other: what is left.
         Those of a target that
-                                      runs beside the drafter (features.overlap) can add up to more
+                                      runs beside the drafter can add up to more
                                       than 1
         memory_gib                    most that the device had in use so far; on a CPU the process's
         memory now"""

@@ -191,9 +191,8 @@ class Trainer:
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
         self.held_out = ""  # the newest held-out result, for the progress bar
-        self.log_every = (
-            1 if accelerator.device.type == "cpu" else t.log_every
-        )  # a CPU has nothing to wait for
+        # steps between readings of what was measured; a CPU has nothing to wait for
+        self.log_every = 1 if accelerator.device.type == "cpu" else 10
 
     # -------------------------------------------------------------- the run
 
@@ -580,13 +579,10 @@ class Trainer:
 
     def _save(self) -> None:
         """All processes gather, one writes."""
-        optimizer, keep = (
-            optimizer_state(self.modules(), self.optimizer),
-            self.recipe.training.keep_last,
-        )
+        optimizer = optimizer_state(self.modules(), self.optimizer)
         with self.replica.whole() as drafter:
             if self.accelerator.is_main_process:
-                checkpoint.save(self.folder, drafter, optimizer, self.state, keep, self.joint)
+                checkpoint.save(self.folder, drafter, optimizer, self.state, self.joint)
 
 
 def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> Tensor:

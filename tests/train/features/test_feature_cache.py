@@ -217,7 +217,6 @@ def test_whatever_features_depend_on_is_in_the_address(tmp_path, change, target,
     assert other.key.address != cache.key.address and len(other.scan()) == 0
     name = next(iter(change))
     assert [key.differences(other.key).keys() for _, key in other.others] == [{name}]
-    assert bool(other.outdated()) == (name in feature_cache.SOURCE)
 
 
 def test_the_name_of_a_target_is_no_part_of_the_address():

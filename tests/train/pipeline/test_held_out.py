@@ -20,6 +20,7 @@ from train.data.sources import Example
 from train.pipeline import data_stage as run_data
 from train.pipeline.data_stage import DataStage, workloads_in_turn
 from train.pipeline.run import held_out_evaluation
+from train.recipe import recipe as recipe_module
 from train.recipe.recipe import make_recipe
 from train.regeneration.store import Response
 from train.trainer.trainer import held_out_figure
@@ -89,9 +90,10 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     made = recipe(
         regenerate={"top_p": 0.5, "top_k": 3},
         evaluation={"top_p": 0.9, "top_k": 20, "max_tokens": 7, "temperatures": [0.0, 0.7]},
-        training={"steps": 1, "eval_texts": 5},
+        training={"steps": 1},
     )
     asked = {}
+    monkeypatch.setattr(recipe_module, "EVAL_TEXTS", 5)
 
     def responses(name, examples, temperatures=None, **changed):
         asked["section"] = made.regenerate.model_copy(update=changed)

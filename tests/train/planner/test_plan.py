@@ -475,7 +475,7 @@ def test_a_mixture_is_counted_as_it_is_used(folder):
 def test_turns_of_suites_are_counted(tmp_path):
     rows = [{"category": name, "turns": ["a"] * n} for name, n in (("x", 1), ("x", 3), ("y", 2))]
     (tmp_path / "mt_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = {"suites": ["mt_bench"], "suite_dir": str(tmp_path)}
+    asked = {"suites": {"mt_bench": str(tmp_path / "mt_bench.jsonl")}}
     assert suite_turns(EvaluationSection(**asked)) == {("mt_bench", "x"): 4, ("mt_bench", "y"): 2}
     one = EvaluationSection(**asked, suite_prompts=1)
     assert suite_turns(one) == {("mt_bench", "x"): 2, ("mt_bench", "y"): 2}

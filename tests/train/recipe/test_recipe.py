@@ -280,9 +280,6 @@ MALFORMED = {
         "of them to null"
     ),
     "training: {steps: 2.5}": AT + "training.steps: expected an integer >= 1 or null, got 2.5",
-    "training: {betas: [0.9]}": (
-        AT + "training.betas: expected a list of two, each a number >= 0 and < 1, got [0.9]"
-    ),
     "training: {mixed_precision: fp8}": (
         AT + "training.mixed_precision: expected one of auto, bf16, no, got 'fp8'"
     ),
