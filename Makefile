@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare distill-table figures bench-losses bench-peers bench-runtime check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare bench-peers bench-runtime check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,17 +68,8 @@ format: $(VENV)/.installed  ## format the code and mend what ruff can mend
 compare: $(VENV)/.installed  ## train every family for the same time and put them side by side (about an hour)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare recipes/quickstart/*.yaml $(ARGS)
 
-distill-table: $(VENV)/.installed  ## every divergence on every kind of data for one student (about an hour and a half)
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python scripts/distill_table.py $(ARGS)
-
-figures: $(VENV)/.installed  ## measure the tables of README and docs that are of older code: hours (ARGS=--list: which)
-	$(BIN)/python scripts/figures.py $(ARGS)
-
 bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and where a round's time goes (a quiet machine)
 	$(BIN)/python scripts/bench_runtime.py $(ARGS)
-
-bench-losses: $(VENV)/.installed  ## memory and time of the chunked objective against the plain one
-	$(BIN)/python scripts/bench_losses.py $(ARGS)
 
 bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)

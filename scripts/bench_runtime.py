@@ -12,6 +12,7 @@ docs/runtime.md explains the figures."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,8 +52,6 @@ from inference.report.cost_model import efficiency, speedup_limit
 from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
 from inference.whole_file import check_writable
-from scripts.demo_target.corpus import WORKLOADS
-from scripts.demo_target.corpus import prompts as held_out
 from scripts.measuring import save_json, table
 from speculators.errors import ConfigError
 from speculators.export import load_drafter
@@ -60,6 +59,8 @@ from speculators.hub import split_revision
 
 NUM_SPECULATIVE_TOKENS = 4
 ROUND = ("schedule", "draft", "verify", "sample", "commit")  # phases of a round; prefill is not one
+HELD_OUT = Path(__file__).resolve().parents[1] / "recipes/quickstart/data/test.jsonl.gz"
+WORKLOADS = ("math", "python", "json", "rewrite", "table", "chat")  # of HELD_OUT
 KNOWN = (*DEMOS, *WORKLOADS)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -184,10 +185,11 @@ def parse_methods(given: Sequence[str], k: int | None) -> dict[str, dict[str, An
 
 
 def workload_prompts(workload: str, count: int, tokenizer: Any) -> list[Prompt]:
-    """Prompts of a built-in demo, or held-out ones from the generator of the embedded target's
-    training data."""
+    """Prompts of a built-in demo, or held-out ones of the quickstart."""
     if workload in WORKLOADS:
-        chats = [messages for messages, _ in held_out("test", count, workloads=(workload,))]
+        with gzip.open(HELD_OUT, "rt", encoding="utf-8") as file:
+            rows = [row for row in map(json.loads, file) if row["workload"] == workload]
+        chats = [row["messages"][:-1] for row in rows[:count]]
         return as_prompts([], chats, tokenizer, None)
     return as_prompts(*demo_prompts(workload), tokenizer, None)[:count]
 

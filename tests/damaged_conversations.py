@@ -1,7 +1,7 @@
 """Conversations with every kind of damage, and what must become of each line: the ground truth of
 the data's tests.
 
-All text is the demo generator's or written here. `damaged(count, seed)` gives lines of a JSONL
+All text is the quickstart's or written here. `damaged(count, seed)` gives lines of a JSONL
 file, each with a `Truth`: either the messages that must be trained on, or the reason it must be
 reported with."""
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from scripts.demo_target.corpus import conversations
+from tests.quickstart_data import rows
 
 Messages = list[dict[str, Any]]
 LONG = "the quick brown fox jumps over the lazy dog. "
@@ -243,7 +243,7 @@ def damaged(
     with a turn of some `tokens` tokens, of which there are `long` with it as the answer and as many
     with it as the question."""
     rng = random.Random(seed)
-    made = (c.messages for c in conversations("train", count, seed))
+    made = (row["messages"] for row in rows("train", count, 97 * seed))
     kinds = cycle(kind for kind in [*WHOLE, *BAD] if kind != "clean")
     plan = [next(kinds) if rng.random() >= clean else "clean" for i in range(count)]
     for place, kind in enumerate([LONG_ANSWER, CUT] * long):

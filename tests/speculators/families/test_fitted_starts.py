@@ -10,7 +10,6 @@ import torch
 from transformers import AutoTokenizer
 
 from inference.evaluation.expected_acceptance import expected_acceptance
-from scripts.demo_target.corpus import conversations
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families import eagle3_init as eagle3_start
@@ -18,6 +17,7 @@ from speculators.families.eagle3 import Eagle3
 from speculators.families.least_squares import reduced_rank, ridge
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
+from tests.quickstart_data import rows
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 pytestmark = pytest.mark.slow
@@ -31,16 +31,16 @@ def target() -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[list[int], list[int]]]:
-    return told(conversations("train", 48, seed=3))
+    return prompts_and_answers(rows("train", 48))
 
 
-def told(conversations) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) of conversations, as the generator has them."""
+def prompts_and_answers(conversations) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of conversations, as the file has them."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     found = []
     for conversation in conversations:
         out = tokenizer.apply_chat_template(
-            conversation.messages, return_assistant_tokens_mask=True, return_dict=True
+            conversation["messages"], return_assistant_tokens_mask=True, return_dict=True
         )
         ids, marks = out["input_ids"], out["assistant_masks"]
         last = len(ids) - 1 - next(i for i, mark in enumerate(reversed(marks)) if mark)
@@ -101,7 +101,7 @@ def test_the_last_group_of_heads_copies(target, features):
     """Without it, text that is mostly copied from the request is predicted worse."""
     again = [
         features_of(target, *text)
-        for text in told(conversations("train", 8, seed=9, workloads=["rewrite"]))
+        for text in prompts_and_answers(rows("train", 8, 100, workloads=["rewrite"]))
     ]
     with torch.no_grad():
         drafter = head(target, fitted_to=features)
