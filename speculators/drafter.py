@@ -21,7 +21,7 @@ from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.layers.decoder import freeze_norms, thaw_norms
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
-from speculators.layers.peft_adapter import Adapter, HeadAdapter
+from speculators.layers.peft_adapter import Adapter
 from speculators.options import DrafterOptions
 from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -234,17 +234,6 @@ class Drafter(nn.Module):
     def prepare_training(self, options: Any) -> Drafter:
         """Applies the recipe's training options to the head, before its optimizer is made.
         `options`: the family's."""
-        return self
-
-    def prepare(self, options: Any) -> Drafter:
-        """`prepare_training`; then only the LoRA of `options.adapter` is trained, if there is
-        one."""
-        self.prepare_training(options)
-        if options.adapter is not None:
-            if self.adapter is None:
-                self.adapter = HeadAdapter(self, options.adapter, options.init_from)
-            for name, parameter in self.named_parameters():
-                parameter.requires_grad_(".lora_" in name)
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:

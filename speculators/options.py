@@ -6,7 +6,7 @@ a file or loads a model."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -23,19 +23,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class HeadAdapterOptions(Section):
-    """A LoRA on a head that several domains share; every weight of the head stays as it is."""
-
-    rank: PositiveInt = Field(16, description="rank of the LoRA")
-    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / rank")
-    target_modules: Annotated[list[Text], Field(min_length=1)] | Literal["all-linear"] = Field(
-        "all-linear",
-        description=(
-            "names of the head's linear layers, as peft takes them; all-linear: but its output"
-        ),
-    )
-
-
 class DrafterOptions(Section):
     """Options of a trained head. Sizes that are null are the target's."""
 
@@ -48,22 +35,6 @@ class DrafterOptions(Section):
             "exported or published head (directory or id) to start from; null: from scratch"
         ),
     )
-    adapter: HeadAdapterOptions | None = Field(
-        None,
-        description=(
-            "train a LoRA on the head of init_from; it is written to <output_dir>/adapter and"
-            " merged in exports; null: every weight is trained"
-        ),
-    )
-
-    @model_validator(mode="after")
-    def _adapter_of_a_head(self) -> Self:
-        if self.adapter is not None and self.init_from in (None, "target"):
-            raise ValueError(
-                "adapter: changes a head that others share, and init_from is"
-                f" {self.init_from or 'null'}; set it to the folder or repository of that head"
-            )
-        return self
 
     @property
     def start(self) -> str:

@@ -26,7 +26,7 @@ from speculators.export import (
 from speculators.export.formats import NATIVE
 from speculators.export.headers import PICKLES
 from speculators.export.layouts.base import WEIGHTS
-from speculators.layers.peft_adapter import CONFIG, base_of_adapter, merge_into_head
+from speculators.layers.peft_adapter import CONFIG
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 
@@ -45,15 +45,12 @@ def redress(
     provenance: dict[str, Any] | None = None,
     num_target_layers: int | None = None,
 ) -> Path:
-    """Writes the drafter of a folder or repository id to `out`; returns it. Of an adapter of a
-    head: the head that it names, with the adapter merged.
+    """Writes the drafter of a folder or repository id to `out`; returns it.
 
     `dtype`: auto is the folder's own. `provenance`: facts that the folder lacks, such as its
     `target`. `num_target_layers`: for published heads that do not name their taps. CheckpointError
     for an incomplete folder, ConfigError if the format has no place for the drafter."""
     folder, out = resolve(path_or_id), Path(out)
-    adapter = folder if (base := base_of_adapter(folder)) is not None else None
-    folder = folder if base is None else resolve(base)
     if out.exists() and out.samefile(folder):
         raise ConfigError(f"export: {out} is the folder that is read; name another one to write")
     config = read_drafter_config(folder, num_target_layers)
@@ -64,8 +61,6 @@ def redress(
         )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
-    if adapter is not None:
-        merge_into_head(drafter, adapter)
     origin = {
         name: value
         for name, value in (read_fields(folder).get("draftsmith") or {}).items()

@@ -1,21 +1,19 @@
-"""Adapters of peft on a language model or a draft head: added in place, merged, unmerged, saved as
+"""Adapters of peft on a language model: added in place, merged, unmerged, saved as
 peft does."""
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import split_revision
-from speculators.options import HeadAdapterOptions
 
 CONFIG = "adapter_config.json"
 _WRAPPER = re.compile(
@@ -121,63 +119,6 @@ class Adapter:
         """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base
         model."""
         self.peft.save_pretrained(folder)
-
-
-class HeadAdapter(Adapter):
-    """A LoRA on a draft head. peft's names of the layers begin with `drafter.`, as of a model with
-    one part."""
-
-    def __init__(self, head: Any, options: HeadAdapterOptions, base: str) -> None:
-        from peft import LoraConfig
-
-        modules = _linear_names(head, options.target_modules)
-        config = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=modules)
-        self._add(_as_part(head), config, base, f"a head of family {head.config.family}")
-
-    def save(self, folder: Path) -> None:
-        self.peft.save_pretrained(folder, save_embedding_layers=False)
-
-
-def _as_part(head: nn.Module) -> nn.ModuleDict:
-    """peft reads `config` of the module that it changes, which must be one of transformers."""
-    return nn.ModuleDict({"drafter": head})
-
-
-def _linear_names(head: Any, wanted: Sequence[str] | str) -> list[str]:
-    """Names of the linear layers that are wanted. ConfigError for a name that the head lacks."""
-    linear = {
-        name: module for name, module in head.named_modules() if isinstance(module, nn.Linear)
-    }
-    if isinstance(wanted, str):
-        output = {id(parameter) for parameter in head.head_parameters()}
-        return [name for name, module in linear.items() if id(module.weight) not in output]
-    for each in wanted:
-        if not any(f".{name}".endswith(f".{each}") for name in linear):
-            raise ConfigError(
-                f"drafter.adapter.target_modules: {each} is no linear layer of a head of family"
-                f" {head.config.family}; expected of"
-                f" {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
-            )
-    return [name for name in linear if any(f".{name}".endswith(f".{each}") for each in wanted)]
-
-
-def base_of_adapter(folder: Path) -> str | None:
-    """The head or model that the adapter in `folder` changes; None if the folder holds no adapter
-    alone."""
-    if not (folder / CONFIG).is_file() or (folder / "config.json").exists():
-        return None
-    fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if not (base := fields.get("base_model_name_or_path")):
-        raise CheckpointError(
-            f"{folder}/{CONFIG}: names no base_model_name_or_path; write there what it changes"
-        )
-    return f"{base}@{fields['revision']}" if fields.get("revision") else base
-
-
-def merge_into_head(head: nn.Module, folder: Path) -> None:
-    """Merges the adapter in `folder` into a head's weights. CheckpointError if it does not fit
-    exactly."""
-    merge_saved_adapter(_as_part(head), folder)
 
 
 def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from inference.report.schema import load_report
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.export import read_drafter_config
-from speculators.export.convert import redress
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.quantised import save_quantised
@@ -27,7 +26,6 @@ from tests.quickstart_data import source as quickstart
 from tests.speculators.vocab.test_token_map import byte_level
 from train.commands.features import cache_features
 from train.features.cache import KEY_FILE
-from train.pipeline.export_stage import reexport
 from train.pipeline.run import run
 from train.trainer import checkpoint
 from train.trainer.joint_target import cross_entropy
@@ -450,63 +448,6 @@ def test_an_adapted_target_continues_the_head_of_its_base(recipe, tiny_target, t
         CheckpointError, match=r"target\.adapter .*lora: the adapter's tensors are not those"
     ):
         run(recipe, changes)
-
-
-@pytest.mark.integration
-def test_a_lora_on_a_shared_head_from_recipe_to_report(recipe, tmp_path, monkeypatch):
-    """The head stays as it is; a killed run goes on to the same adapter; what is measured is the
-    head with it merged, which `draftsmith export` writes again from the run and from the small
-    file."""
-    assert run(recipe, [*SHORT, "training.mixed_precision=no"]) == 0
-    shared = tmp_path / "run" / "export"
-    before = load_file(shared / "model.safetensors")
-    small = [
-        *SHORT[1:],
-        f"drafter.init_from={shared}",
-        "drafter.adapter={rank: 2, target_modules: [q_proj, fc]}",
-    ]
-    small += [
-        "training.learning_rate=0.01",
-        "training.mixed_precision=no",
-        "training.save_every=2",
-        "trackers=none",
-    ]
-    with pytest.raises(ConfigError, match="adapter: changes a head that others share"):
-        run(recipe, [*small, "drafter.init_from=null"])
-    with pytest.raises(ConfigError, match="drafter.adapter: joint trains the target too"):
-        run(recipe, [*small, "joint={}"])
-
-    whole, out = checkpoint.save, tmp_path / "domain"
-
-    def killed(root, drafter, optimizer, state, *rest, **others):
-        folder = whole(root, drafter, optimizer, state, *rest, **others)
-        if state.step == 2:
-            raise KeyboardInterrupt
-        return folder
-
-    monkeypatch.setattr(checkpoint, "save", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe, [*small, f"output_dir={out}"])
-    monkeypatch.setattr(checkpoint, "save", whole)
-    assert run(recipe, [*small, f"output_dir={out}"]) == 0
-    straight = tmp_path / "straight"
-    assert run(recipe, [*small, *SHORT[:1], f"output_dir={straight}"]) == 0
-    files = [folder / "adapter" / "adapter_model.safetensors" for folder in (out, straight)]
-    adapter, again = (load_file(file) for file in files)
-    assert all(torch.equal(adapter[name], again[name]) for name in adapter)
-    assert files[0].stat().st_size < (shared / "model.safetensors").stat().st_size / 20
-    assert load_report(out / "acceptance.json").summary["lossless_mismatches"] == 0
-
-    merged = load_file(out / "export" / "model.safetensors")
-    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
-    assert merged.keys() == before.keys() and changed == {
-        name for name in merged if "q_proj" in name or "fc." in name
-    }
-    redress(out / "adapter", tmp_path / "from-file")
-    reexport(out, tmp_path / "from-run")
-    for folder in ("from-file", "from-run"):
-        for name, tensor in load_file(tmp_path / folder / "model.safetensors").items():
-            torch.testing.assert_close(tensor.float(), merged[name].float(), atol=1e-5, rtol=1e-2)
 
 
 def of_target(recipe, folder: Path, tiny_target: Path, name: str, **config) -> list[str]:

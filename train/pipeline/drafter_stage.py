@@ -36,7 +36,7 @@ def make_drafter(
     replace them). Random weights, those of an adapter too, are drawn from the recipe's seed
     alone."""
     with seeded(recipe.training.seed, target.device):
-        return _initialised(recipe, config, target, features, stages, folder).prepare(
+        return _initialised(recipe, config, target, features, stages, folder).prepare_training(
             recipe.drafter
         )
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
-from speculators.export import describe_target, export_drafter, replace_folder
+from speculators.export import describe_target, export_drafter
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 from train.data.packing import conversation_tokenizer
@@ -22,7 +22,7 @@ from train.pipeline.adapted_target import named_adapted_target
 from train.recipe.drafter_config import drafter_config
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
-from train.recipe.run_folder import ADAPTER, EXPORT, RECIPE, TARGET, checkpoints
+from train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
 from train.regeneration.record import summary
 from train.regeneration.store import Response
 from train.trainer import checkpoint
@@ -66,10 +66,6 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     for i, name in enumerate(recipe.export.formats):
         folder = out / (f"{EXPORT}-{name}" if i else EXPORT)
         export_drafter(drafter, folder, dtype=dtype, provenance=provenance, format=name)
-    if recipe.drafter.adapter is not None and drafter.adapter is not None:
-        fresh = out / f".{ADAPTER}"
-        drafter.adapter.save(fresh)
-        replace_folder(fresh, out / ADAPTER)
     return out / EXPORT
 
 
@@ -95,7 +91,7 @@ def reexport(
         raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")
     target = recipe.target.sketch()
     config = drafter_config(recipe, target)
-    drafter = family_class(config.family)(config).prepare(recipe.drafter)
+    drafter = family_class(config.family)(config).prepare_training(recipe.drafter)
     state = checkpoint.read_state(newest)
     if (root / "best").is_dir():
         step = state.best_step

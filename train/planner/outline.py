@@ -134,7 +134,7 @@ def outline(
     device = own_device() if device is None else torch.device(device)
     target = recipe.target.sketch(device)
     config = drafter_config(recipe, target, planning=True)
-    head = sketch_drafter(recipe, config).prepare(recipe.drafter)
+    head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
     if counted is None:
         count = counter(recipe)
         data = recipe.data

@@ -179,11 +179,6 @@ class Recipe(Section):
                 "target.adapter: joint trains a LoRA of its own; merge the adapter into the model"
                 " first"
             )
-        if self.joint is not None and self.drafter.adapter is not None:
-            raise ValueError(
-                "drafter.adapter: joint trains the target too, and a shared head is one frozen"
-                " target's"
-            )
         if self.joint is not None and self.training.keep_features_gb:
             raise ValueError(
                 "training.keep_features_gb: a trained target's features change at every step"
@@ -267,7 +262,7 @@ class Recipe(Section):
             family_class(self.family).config_class.model_fields
         )
         for i, stage in enumerate(self.stages):
-            if shaped := sorted((fixed | {"init_from", "adapter"}) & set(stage.drafter)):
+            if shaped := sorted((fixed | {"init_from"}) & set(stage.drafter)):
                 raise ValueError(
                     f"stages.{i}.drafter.{shaped[0]}: a later stage goes on with the same head"
                 )

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 RECIPE = "recipe.yaml"  # resolved: every key, every default
 EXPORT = "export"  # the drafter in the recipe's first format
 TARGET = "target"  # the target, where it was trained as well
-ADAPTER = "adapter"  # of the shared head, where drafter.adapter was trained
 REPORT = "acceptance.json"
 PAGE = "report.html"
 

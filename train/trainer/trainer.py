@@ -163,7 +163,7 @@ class Trainer:
         )
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
-        drafter.prepare(recipe.drafter)
+        drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
         self.ahead = (

@@ -126,11 +126,6 @@ class DraftModelOptions(DrafterOptions):
             raise ValueError(
                 f"expected one of init_from, from_target, config, got {' and '.join(given)}"
             )
-        if self.adapter is not None:
-            raise ValueError(
-                "adapter: is for heads; of a draft model drafter.peft takes any configuration of"
-                " peft"
-            )
         if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
             raise ValueError(
                 "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model"
