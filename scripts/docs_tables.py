@@ -1,15 +1,14 @@
-"""Write the tables of docs/formats.md and docs/acceptance-json.md from the code that they document.
+"""A hook of mkdocs: the reference tables of the documentation, made from the code when the site is
+built.
 
-    python scripts/docs_tables.py
-
-A table stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. All other text on the pages is
-written by hand. A test holds the pages to the code."""
+A page names a table by `<!-- table: NAME -->` on a line of its own."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import sympy
@@ -21,7 +20,7 @@ from speculators.export.formats import FORMATS, LAYOUTS, NATIVE, formats_of
 from speculators.export.layouts.base import Layout
 from speculators.registry import build_config
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 SYMBOLS = {  # sizes of a configuration, and their letters in the tables of shapes
     "hidden_size": "H",
     "target_hidden_size": "T",
@@ -100,37 +99,10 @@ class Lettered:
         )
 
 
-def pages() -> dict[Path, str]:
-    """Every page that has such tables -> its text with the tables as they should be."""
-    tables = {
-        DOCS / "formats.md": {
-            "formats": _formats(),
-            **{name: _family(name) for name in SAMPLES},
-            "faults": _faults(),
-        }
-        | {"draft_model": _fields(LAYOUTS[NATIVE, "draft_model"])},
-        DOCS / "acceptance-json.md": {
-            "summary": _table("key | meaning", SUMMARY_KEYS.items()),
-            "fields": _models(),
-        },
-        DOCS / "suites.md": {"suites": _suites()},
-    }
-    return {
-        path: _filled(path.read_text(encoding="utf-8"), blocks) for path, blocks in tables.items()
-    }
-
-
-def _filled(text: str, blocks: dict[str, list[str]]) -> str:
-    for name, lines in blocks.items():
-        between = re.compile(rf"(<!-- {name}:begin -->\n).*?(\n<!-- {name}:end -->)", re.DOTALL)
-        table = "\n".join(["", *lines, ""])
-        text, count = between.subn(lambda match, table=table: match[1] + table + match[2], text)
-        if count != 1:
-            raise ValueError(
-                f"a page of docs/ has {count} places between <!-- {name}:begin --> and :end;"
-                " expected one"
-            )
-    return text
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page with its tables; mkdocs calls it for every page. Raises KeyError for a table that
+    nothing makes."""
+    return MARK.sub(lambda match: "\n".join(["", *TABLES[match[1]](), ""]), markdown)
 
 
 def _table(heads: str, rows: Any) -> list[str]:
@@ -266,6 +238,12 @@ def _type(field: dict[str, Any]) -> str:
     return field["type"]
 
 
-if __name__ == "__main__":
-    for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "formats": _formats,
+    "faults": _faults,
+    "draft_model": lambda: _fields(LAYOUTS[NATIVE, "draft_model"]),
+    "summary": lambda: _table("key | meaning", SUMMARY_KEYS.items()),
+    "fields": _models,
+    "suites": _suites,
+    **{name: partial(_family, name) for name in SAMPLES},
+}

@@ -1,7 +1,7 @@
 """The acceptance report as data: the models of the versioned `acceptance.json`, loading and saving.
 
 The contents of the report, from the cells of cell.py upwards. The descriptions of the fields are
-their documentation: scripts/docs_tables.py writes them into docs/acceptance-json.md."""
+their documentation: scripts/docs_tables.py makes the tables of docs/acceptance-json.md of them."""
 
 from __future__ import annotations
 
