@@ -208,9 +208,8 @@ class SamplingParams:
             self.min_p,
             "between 0 (off) and 1",
         )
-        _require(
-            self.seed is None or _is_int(self.seed), "seed", self.seed, "a whole number, or None"
-        )
+        usable = self.seed is None or (_is_int(self.seed) and -(2**63) <= self.seed < 2**63)
+        _require(usable, "seed", self.seed, "a whole number of 64 bits, or None")
 
     def _check_lengths(self) -> None:
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "1 or more")

@@ -108,11 +108,8 @@ def template_message(index: int, message: Any) -> dict[str, Any]:
     """A message of a conversation as chat templates read it, as in vLLM: its content is one string
     (no content is "", text parts are joined by line breaks), and the arguments of tool calls are
     objects. ConfigError for anything that is not text."""
-    if not isinstance(message, dict):
-        raise ConfigError(
-            f"chat: message {index} is a {type(message).__name__};"
-            " expected {'role': ..., 'content': ...}"
-        )
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"chat: message {index}: expected {{'role': ..., 'content': ...}}")
     return {
         **message,
         "content": _content_text(index, message.get("content")),

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from inference.entrypoints.llm import LLM
 from inference.metrics import acceptance_length
 from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
-from inference.server.engine_loop import Generation, Ticket
+from inference.server.engine_loop import Generation
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
@@ -20,8 +21,7 @@ Answer = dict[str, Any]
 
 class CompletionWriter:
     """Writes the answer to one request of /v1/completions. `base`: id, time and model of the
-    answer. `num_spec_tokens`: of the drafter; None without one. `detail`: of the acceptance that is
-    reported."""
+    answer."""
 
     prefix = "cmpl"  # of the answer's id
     objects = ("text_completion", "text_completion")  # whole, and chunks of a stream
@@ -30,17 +30,11 @@ class CompletionWriter:
         self,
         request: Any,
         base: Mapping[str, Any],
-        tokenizer: Any,
-        ticket: Ticket,
-        num_spec_tokens: int | None,
-        detail: str,
+        llm: LLM,
+        generations: Sequence[Generation],
     ) -> None:
-        self.request, self.tokenizer, self._base = request, tokenizer, base
-        self._generations = ticket.generations
-        self._num_spec_tokens, self._detail = num_spec_tokens, detail
-        options = request.stream_options
-        self._usage_in_chunks = bool(options and options.continuous_usage_stats)
-        self._usage_at_end = bool(options and options.include_usage)
+        self.request, self.tokenizer, self._base = request, llm.get_tokenizer(), base
+        self._generations, self._proposer = generations, llm.engine.proposer
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._offsets: dict[int, int] = {}  # characters written of each choice
@@ -64,22 +58,22 @@ class CompletionWriter:
         """A chunk without choices, if metrics or usage are due at the end."""
         metrics = self._metrics()
         fields = {} if metrics is None else {"metrics": metrics}
-        if self._usage_at_end:
+        if self.request.usage_at_end:
             fields["usage"] = self._usage()
         if fields:
             yield {**self._base, "object": self.objects[1], "choices": [], **fields}
 
     def chunk(self, choices: list[Answer]) -> Answer:
         chunk = {**self._base, "object": self.objects[1], "choices": choices}
-        if self._usage_in_chunks:
+        if self.request.usage_in_chunks:
             chunk["usage"] = self._usage()
-        elif self._usage_at_end:  # as OpenAI has it
+        elif self.request.usage_at_end:  # as OpenAI has it
             chunk["usage"] = None
         return chunk
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
         """A choice: in a stream with what is new."""
-        index = prompt * (self.request.n or 1) + completion.index
+        index = prompt * self.request.params.n + completion.index
         choice = {"index": index, "text": completion.text, **self.rest(prompt, index, completion)}
         if self.request.return_token_ids and index not in self._begun:
             choice["prompt_token_ids"] = output.prompt_token_ids
@@ -131,14 +125,14 @@ class CompletionWriter:
 
     def _metrics(self) -> Answer | None:
         """Acceptance of a single response; of several there is none (as in vLLM)."""
-        several = len(self._generations) * (self.request.n or 1) > 1
-        if self._detail == "none" or self._num_spec_tokens is None or several:
+        detail = self.request.detail
+        if detail == "none" or self._proposer is None or self.request.responses > 1:
             return None
         response = self._generations[0].response
         assert response is not None
         request = response.requests[0]
-        most = min(self._num_spec_tokens, request.most_drafts)
-        return {"speculative_decoding": acceptance(request, most, self._detail == "detailed")}
+        most = min(self._proposer.num_speculative_tokens, request.most_drafts)
+        return {"speculative_decoding": acceptance(request, most, detail == "detailed")}
 
 
 class ChatWriter(CompletionWriter):
@@ -154,28 +148,24 @@ class ChatWriter(CompletionWriter):
         ids = {"prompt_token_ids": output.prompt_token_ids}
         return ids if self.request.return_token_ids else {}
 
-    def _role(self) -> str:
-        generates = self.request.add_generation_prompt and not self.request.continue_final_message
-        return "assistant" if generates else self.request.messages[-1].role
-
     def chunks(self, prompt: int, output: RequestOutput) -> Iterator[Answer]:
         for completion in output.outputs:
             index = completion.index
             if index not in self._begun:
                 self._begun.add(index)
-                delta = {"role": self._role(), "content": ""}
+                delta = {"role": self.request.role, "content": ""}
                 opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield self.chunk([opening]) | self._prompt(output)
             choice = {"index": index, "delta": {"content": completion.text}}
             yield self.chunk([choice | self.rest(prompt, index, completion)])
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
-        message = {"role": self._role(), "content": completion.text, "refusal": None}
+        message = {"role": self.request.role, "content": completion.text, "refusal": None}
         choice = {"index": completion.index, "message": message}
         return choice | self.rest(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        most, content = self.request.top_logprobs or 0, []
+        most, content = self.request.logprobs, []
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
             best = sorted(entries.items(), key=lambda item: -item[1].logprob)
             top = [self._token(*item) for item in (best if most < 0 else best[:most])]

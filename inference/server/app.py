@@ -3,7 +3,7 @@
     app = make_app(LLM("path/to/target", speculative_config=…),
     ServerOptions(served_model_name=("my-model",)))
 
-Here are the routes. Requests are parsed in parsing.py, answers are written in answers.py, and
+Here are the routes. Requests are read in protocol.py, answers are written in answers.py, and
 engine_loop.py decides whose turn it is."""
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import anyio
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from inference.entrypoints.llm import LLM
@@ -31,11 +34,11 @@ from inference.outputs import RequestOutput
 from inference.provenance import package_version
 from inference.server.answers import ChatWriter, CompletionWriter
 from inference.server.engine_loop import EngineLoop, Ticket
-from inference.server.errors import APIError, add_error_handlers, error_json
+from inference.server.errors import APIError, error_json, error_response, fault
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
-from inference.server.parsing import Prompts, RequestParser
-from inference.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from inference.server.protocol import ChatRequest, GenerationRequest, read_body
+from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -50,82 +53,97 @@ PAGE_HEADERS = {
     )
 }
 R = TypeVar("R")
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
     """One LLM behind HTTP. The app's lifespan starts and stops `engine`."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
+        if llm.get_tokenizer() is None:
+            raise ConfigError("a server needs a tokenizer; pass one with the model, or --tokenizer")
         self.llm, self.options, self.started = llm, options, int(time.time())
-        self.metrics = ServerMetrics(
-            options.served_model_name[0], llm, lambda: self.engine.in_flight
-        )
+        name = options.served_model_name[0]
+        self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
         self.engine = EngineLoop(llm, self.metrics, options)
-        self.parser = RequestParser(llm, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
 
-    def model_name(self, requested: str | None) -> str:
-        """The name for the answer. APIError 404 for a model that is not served."""
-        names = self.options.served_model_name
-        if requested is not None and requested not in names:
-            raise APIError(
-                404, f"no model {requested!r} here; expected one of {', '.join(names)}", "model"
-            )
-        return requested or names[0]
+    async def completions(self, http: Request) -> Response:
+        request = GenerationRequest(read_body(await http.body()), self.options)
+        return await self._generate(http, request, CompletionWriter)
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        engine = self.llm.engine
+    async def chat_completions(self, http: Request) -> Response:
+        request = ChatRequest(read_body(await http.body()), self.options)
+        return await self._generate(http, request, ChatWriter)
+
+    async def models(self, http: Request) -> Response:
+        names = self.options.served_model_name
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, http: Request) -> Response:
+        return JSONResponse(self._card(http.path_params["name"]))
+
+    async def version(self, http: Request) -> Response:
+        return JSONResponse({"version": package_version()})
+
+    async def prometheus(self, http: Request) -> Response:
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def health(self, http: Request) -> Response:
+        self.engine.require_health()
+        return Response()
+
+    async def page(self, http: Request) -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """APIError 404 for a model that is not served."""
+        names, engine = self.options.served_model_name, self.llm.engine
+        if name not in names:
+            message = f"no model {name!r} here; expected one of {', '.join(names)}"
+            raise APIError(404, message, "model")
         return {
             "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "draftsmith",
             "root": engine.target.name_or_path,
-            "parent": None,
             "max_model_len": engine.max_model_len,
         }
 
-    async def require_key(self, http: Request) -> None:
-        """APIError 401 without one of `api_key` as `Authorization: Bearer KEY`, if there are."""
-        keys = self.options.api_key
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
-        if keys and not (scheme.lower() == "bearer" and any(matches)):
-            message = "no valid API key; send one as `Authorization: Bearer KEY`"
-            raise APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+    def with_key(self, endpoint: Endpoint) -> Endpoint:
+        """Behind one of `api_key` as `Authorization: Bearer KEY`, if there are."""
+        keys = [key.encode() for key in self.options.api_key]
 
-    async def generate(
-        self,
-        http: Request,
-        request: GenerationRequest,
-        responses: int,
-        parse: Callable[[], Prompts],
-        writer_class: type[CompletionWriter],
+        async def keyed(http: Request) -> Response:
+            scheme, _, given = http.headers.get("authorization", "").partition(" ")
+            matches = [hmac.compare_digest(given.strip().encode(), key) for key in keys]
+            if keys and not (scheme.lower() == "bearer" and any(matches)):
+                message = "no valid API key; send one as `Authorization: Bearer KEY`"
+                raise APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+            return await endpoint(http)
+
+        return keyed
+
+    async def _generate(
+        self, http: Request, request: GenerationRequest, writer_class: type[CompletionWriter]
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
         base = {
             "id": f"{writer_class.prefix}-{uuid4().hex}",
             "created": int(time.time()),
-            "model": self.model_name(request.model),
+            "model": self._card(request.model)["id"],
             "system_fingerprint": f"draftsmith-{package_version()}",
         }
-        ticket = self.engine.admit(responses)
+        ticket = self.engine.admit(request.responses)
         with ExitStack() as closing:
             closing.callback(ticket.close)
-            parsed = await anyio.to_thread.run_sync(parse, limiter=self._workers)
+            parse = partial(request.parse, self.llm, self.options)
+            prompts = await anyio.to_thread.run_sync(parse, limiter=self._workers)
             ticket.submit(
-                parsed, streaming=bool(request.stream), traced=bool(request.return_rounds)
+                prompts, request.params, streaming=request.stream, traced=request.return_rounds
             )
-            proposer = self.llm.engine.proposer
-            writer = writer_class(
-                request,
-                base,
-                self.llm.get_tokenizer(),
-                ticket,
-                None if proposer is None else proposer.num_speculative_tokens,
-                request.per_request_spec_decode_metrics
-                or self.options.per_request_spec_decode_metrics,
-            )
+            writer = writer_class(request, base, self.llm, ticket.generations)
             if request.stream:
                 return EventStream(_events(ticket, writer), closing.pop_all().close)
             outputs = await _while_connected(http, _collect(ticket))
@@ -162,11 +180,11 @@ async def _events(ticket: Ticket, writer: CompletionWriter) -> AsyncIterator[str
                 yield f"data: {json.dumps(chunk)}\n\n"
         for chunk in writer.last():
             yield f"data: {json.dumps(chunk)}\n\n"
-    except APIError as error:
-        yield f"data: {error_json(error).decode()}\n\n"
     except Exception as error:
-        logger.error("a stream was ended", exc_info=error)
-        yield f"data: {error_json(APIError(500, f'the server failed: {error}')).decode()}\n\n"
+        if not isinstance(error, APIError):
+            logger.error("a stream was ended", exc_info=error)
+            error = fault(error)
+        yield f"data: {error_json(error)}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -174,9 +192,8 @@ class EventStream(StreamingResponse):
     """Calls `on_close` when the stream ends, also if the client leaves before the first event."""
 
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,12 +203,12 @@ class EventStream(StreamingResponse):
             self._on_close()
 
 
-def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
+def make_app(llm: LLM, options: ServerOptions) -> Starlette:
     """The application; `app.state.server` is its Server."""
     server = Server(llm, options)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await asyncio.to_thread(server.engine.warm_up)
         running = asyncio.create_task(server.engine.run())
         yield
@@ -199,54 +216,18 @@ def make_app(llm: LLM, options: ServerOptions) -> FastAPI:
         running.cancel()
         await asyncio.to_thread(server.engine.stop)
 
-    app = FastAPI(title="Draftsmith", version=package_version(), lifespan=lifespan)
+    keyed = server.with_key
+    routes = [
+        Route("/v1/completions", keyed(server.completions), methods=["POST"]),
+        Route("/v1/chat/completions", keyed(server.chat_completions), methods=["POST"]),
+        Route("/v1/models", keyed(server.models)),
+        Route("/v1/models/{name:path}", keyed(server.model)),
+        Route("/version", keyed(server.version)),
+        Route("/metrics", keyed(server.prometheus)),
+        Route("/health", server.health),
+        Route("/", server.page),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: error_response, Exception: error_response}
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.state.server = server
-    add_error_handlers(app)
-    app.include_router(_keyed_routes(server))
-
-    @app.get("/health")
-    async def health() -> Response:
-        server.engine.require_health()
-        return Response()
-
-    @app.get("/", include_in_schema=False)
-    async def index() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
-
     return app
-
-
-def _keyed_routes(server: Server) -> APIRouter:
-    """All routes but the page and /health."""
-    router = APIRouter(dependencies=[Depends(server.require_key)])
-    parser = server.parser
-
-    @router.post("/v1/completions")
-    async def completions(request: CompletionRequest, http: Request) -> Response:
-        responses = len(request.prompts) * (request.n or 1)
-        parse = partial(parser.completion, request)
-        return await server.generate(http, request, responses, parse, CompletionWriter)
-
-    @router.post("/v1/chat/completions")
-    async def chat_completions(request: ChatCompletionRequest, http: Request) -> Response:
-        parse = partial(parser.chat, request)
-        return await server.generate(http, request, request.n or 1, parse, ChatWriter)
-
-    @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        names = server.options.served_model_name
-        return {"object": "list", "data": [server.model_card(name) for name in names]}
-
-    @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        return server.model_card(server.model_name(name))
-
-    @router.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": package_version()}
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return router

@@ -28,7 +28,7 @@ from inference.entrypoints.prompts import Prompt
 from inference.outputs import RequestOutput
 from inference.requests.response import Response
 from inference.sampling_params import SamplingParams
-from inference.server.errors import APIError
+from inference.server.errors import APIError, fault
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from speculators.errors import DraftsmithError
@@ -65,14 +65,16 @@ class Ticket:
 
     def submit(
         self,
-        prompts: Sequence[tuple[Prompt, SamplingParams]],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
         *,
         streaming: bool,
         traced: bool = False,
     ) -> None:
         self._engine.require_running()
         self.generations = [
-            Generation(self, i, *each, streaming, traced) for i, each in enumerate(prompts)
+            Generation(self, i, prompt, params, streaming, traced)
+            for i, prompt in enumerate(prompts)
         ]
         for generation in self.generations:
             self._engine.call(partial(self._engine.begin, generation))
@@ -204,7 +206,7 @@ class EngineLoop:
             self.failure = error
             logger.error("the engine has failed", exc_info=error)
             for ticket in self._tickets:
-                ticket.put(0, engine_error(error))
+                ticket.put(0, fault(error))
             self.on_failure()
 
     def stop(self) -> None:
@@ -222,7 +224,7 @@ class EngineLoop:
             logger.error("a step of the engine failed; its requests are ended", exc_info=error)
             failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
             for request_id in {request.request_id for request in failed}:
-                self._end(self._active[request_id], engine_error(error))
+                self._end(self._active[request_id], fault(error))
             return
         self._failed_steps = 0
         now = perf_counter()
@@ -232,7 +234,7 @@ class EngineLoop:
                 self._publish(generation, now)
             except Exception as error:
                 logger.error("request %s could not be written", request_id, exc_info=error)
-                self._end(generation, engine_error(error))
+                self._end(generation, fault(error))
 
     def begin(self, generation: Generation) -> None:
         """Hands a prompt to the engine."""
@@ -240,8 +242,10 @@ class EngineLoop:
             response = self.llm.submit(
                 generation.prompt, generation.params, streaming=generation.streaming
             )
-        except DraftsmithError as error:
-            generation.ticket.put(generation.index, APIError(400, str(error)))
+        except Exception as error:
+            refused = isinstance(error, DraftsmithError)
+            answer = APIError(400, str(error)) if refused else fault(error)
+            generation.ticket.put(generation.index, answer)
             return
         if generation.traced:
             self._tracer.watch(response.requests)
@@ -295,9 +299,3 @@ class EngineLoop:
             generation.ticket.put(generation.index, output)
         if response.finished:
             self._forget(response)
-
-
-def engine_error(error: BaseException) -> APIError:
-    """A fault as the clients get it whose requests it ended."""
-    reason = str(error).strip().partition("\n")[0]
-    return APIError(500, f"the engine failed: {type(error).__name__}: {reason}")

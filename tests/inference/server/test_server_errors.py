@@ -50,11 +50,11 @@ COMPLETIONS = [
     ({"prompt": "x", "seed": 2**63}, "seed"),
     ({"prompt": "x", "logprobs": 6}, "logprobs"),
     ({"prompt": "x", "min_tokens": 20, "max_tokens": 5}, "min_tokens"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias"),
-    ({"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop"),
     ({"prompt": "x", "stop_token_ids": [9999]}, "stop_token_ids"),
-    ({"prompt": "x", "stream_options": {}}, None),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
     ({"prompt": "x", "best_of": 3}, "best_of"),
     ({"prompt": "x", "echo": True}, "echo"),
@@ -62,10 +62,10 @@ COMPLETIONS = [
 ]
 CHATS = [
     ({"messages": []}, "messages"),
-    ({"messages": [{"content": "a"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": PICTURE}, "messages[0].content[0].type"),
-    ({"messages": HI, "top_logprobs": 2}, None),
+    ({"messages": [{"content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+    ({"messages": PICTURE}, "messages"),
+    ({"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -93,10 +93,9 @@ def test_grammars_are_refused_by_name_with_vllm_as_the_way(url, asked):
     assert "--engine vllm" in check_shape(answer, 400, next(iter(asked)))
 
 
-def test_a_value_of_a_right_type_is_not_blamed_for_its_type(url):
+def test_a_value_is_blamed_for_one_thing(url):
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "x", "stop": ""})
-    message = check_shape(answer, 400, "stop")
-    assert "at least 1 character" in message and "list" not in message
+    assert "not empty" in check_shape(answer, 400, "stop")
 
 
 def test_what_is_no_request_at_all(url):
@@ -105,8 +104,6 @@ def test_what_is_no_request_at_all(url):
     for content in (b"{", b"\xff\xfe", b"[" * 2000, b'{"prompt": NaN}', b"7", *surrogates):
         answer = CLIENT.post(url + COMPLETION, content=content, headers=plain)
         assert check_shape(answer, 400, answer.json()["error"]["param"])
-    text = CLIENT.post(url + COMPLETION, content=b'{"prompt": "x"}')
-    assert "application/json" in check_shape(text, 400)
     check_shape(CLIENT.get(url + "/nowhere"), 404, kind="NotFoundError")
     check_shape(CLIENT.get(url + COMPLETION), 405)
     missing = CLIENT.post(url + COMPLETION, json={"prompt": "x", "model": "gpt\n"})
@@ -148,10 +145,9 @@ def test_keys(serving, drafting_llm, model):
     assert CLIENT.post(url + COMPLETION, json={"prompt": "x"}).status_code == 401
 
 
-def test_a_fault_of_the_server_s_own_is_answered(serving, drafting_llm, model):
+def test_a_fault_of_the_server_s_own_is_answered(serving, drafting_llm, model, monkeypatch):
     url = serving(drafting_llm("off", model))
-    parser = serving.server(url).parser
-    parser._params = lambda *_: {}["missing"]
+    monkeypatch.setattr(serving.server(url).llm, "check", lambda *_: {}["missing"])
     answer = CLIENT.post(url + COMPLETION, json={"prompt": "x"})
     assert "missing" in check_shape(answer, 500, kind="InternalServerError")
     assert serving.server(url).engine.in_flight == 0
