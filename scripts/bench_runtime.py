@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from inference.console import run
 from inference.entrypoints.loading import end_of_sequence_ids
 from inference.entrypoints.prompts import Prompt
-from inference.entrypoints.speculative_config import TRAINING_FREE
 from inference.entrypoints.speculative_defaults import complete
 from inference.entrypoints.vllm_options import read_options
 from inference.evaluation.demo_prompts import DEMOS, demo_prompts
@@ -51,6 +50,7 @@ from inference.report.cell import Spread
 from inference.report.cost_model import efficiency, speedup_limit
 from inference.report.measurement import Costs
 from inference.sampling_params import SamplingParams
+from inference.spec_decode.proposers.methods import TRAINING_FREE
 from inference.whole_file import check_writable
 from scripts.measuring import save_json, table
 from speculators.errors import ConfigError

@@ -18,15 +18,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from inference.entrypoints.speculative_config import SpeculativeConfig
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
-from inference.spec_decode.proposers.lookahead import LookaheadProposer
-from inference.spec_decode.proposers.ngram import NgramProposer
-from inference.spec_decode.proposers.suffix import SuffixProposer
+from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
+from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import hub_trouble, split_revision
 from speculators.target.frozen_target import FrozenTarget
@@ -99,7 +97,7 @@ def load_target(
 
 
 def load_drafter_for(
-    target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
+    target: FrozenTarget, config: MethodOptions, tokenizer: Any = None
 ) -> tuple[FrozenTarget, Drafter | None]:
     """The exported head, and the target with the taps that the head's configuration names.
     `tokenizer`: the target's; a draft model whose own means something else is refused."""
@@ -107,10 +105,10 @@ def load_drafter_for(
     return target, drafter_onto(target, config, tokenizer)
 
 
-def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
+def taps_of(config: MethodOptions, target: FrozenTarget) -> tuple[int, ...]:
     """The target's hidden states that the exported head reads; ConfigError for a head of another
     family."""
-    if not config.trained:
+    if not isinstance(config, HeadOptions):
         return ()
     from speculators.export import read_drafter_config
 
@@ -124,10 +122,10 @@ def taps_of(config: SpeculativeConfig, target: FrozenTarget) -> tuple[int, ...]:
 
 
 def drafter_onto(
-    target: FrozenTarget, config: SpeculativeConfig, tokenizer: Any = None
+    target: FrozenTarget, config: MethodOptions, tokenizer: Any = None
 ) -> Drafter | None:
     """The exported head, on a target that has its taps among others."""
-    if not config.trained:
+    if not isinstance(config, HeadOptions):
         return None
     from speculators.export import load_drafter
 
@@ -136,14 +134,14 @@ def drafter_onto(
         drafter.meet_tokenizers(
             tokenizer,
             lambda: load_tokenizer(None, config.model),
-            intersection=config.use_heterogeneous_vocab,
+            intersection=isinstance(config, DraftModelOptions) and config.use_heterogeneous_vocab,
             where="use_heterogeneous_vocab: true",
         )
     return drafter
 
 
 def make_proposer(
-    config: SpeculativeConfig,
+    config: MethodOptions,
     target: FrozenTarget,
     drafter: Drafter | None,
     max_rows: int,
@@ -153,18 +151,16 @@ def make_proposer(
     k = config.num_speculative_tokens
     if k is None or config.method is None:
         return None
-    if drafter is not None:
+    if drafter is None:
+        return config.make_proposer(target.device)
+    if isinstance(config, HeadOptions):
         options = DraftOptions(
             num_speculative_tokens=k,
             draft_sample_method=config.draft_sample_method,
             tree=config.tree,
         )
         return HeadProposer(drafter, target, options, max_rows, max_model_len)
-    if config.method in ("suffix", "lookahead"):
-        kind = SuffixProposer if config.method == "suffix" else LookaheadProposer
-        return kind(k, **config.proposer_options, device=target.device)
-    shortest, longest = config.lookup_sizes
-    return NgramProposer(k, shortest, longest, target.device)
+    raise ConfigError(f"speculative_config: method {config.method!r} reads no drafter")
 
 
 def load_tokenizer(
@@ -264,7 +260,7 @@ def default_device(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def make_draft_length(config: SpeculativeConfig) -> DraftLength:
+def make_draft_length(config: MethodOptions) -> DraftLength:
     """As `speculative_config` says."""
     most = config.num_speculative_tokens or 0
     schedule = config.num_speculative_tokens_per_batch_size

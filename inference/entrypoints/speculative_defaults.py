@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from inference.entrypoints.loading import loaded, target_config
-from inference.entrypoints.speculative_config import TRAINING_FREE
+from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.export import read_drafter_config, read_fields
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from speculators.hub import with_revision

@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from inference.entrypoints.loading import default_device, loaded, whole_config
-from inference.entrypoints.speculative_config import SpeculativeConfig
+from inference.entrypoints.speculative_config import known_options
+from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
 from speculators.precision import running_dtype
@@ -122,10 +123,10 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 
 def read_options(
     others: dict[str, Any],
-    speculative_config: dict[str, Any] | SpeculativeConfig | None,
+    speculative_config: dict[str, Any] | MethodOptions | None,
     *,
     stacklevel: int = 3,
-) -> dict[str, Any] | SpeculativeConfig | None:
+) -> dict[str, Any] | MethodOptions | None:
     """The speculative_config that is meant, in this runtime's names. `others`: options of LLM that
     it has no name for.
 
@@ -157,12 +158,8 @@ def read_options(
         )
     if not isinstance(speculative_config, dict):
         return speculative_config
-    mine = {
-        name: value
-        for name, value in speculative_config.items()
-        if name in SpeculativeConfig.model_fields
-    }
-    foreign = {name: value for name, value in speculative_config.items() if name not in mine}
+    known = known_options()
+    foreign = {name: value for name, value in speculative_config.items() if name not in known}
     dropped = _without_effect("speculative_config", foreign, SPECULATIVE_OPTIONS)
     if ignored or dropped:
         names = sorted([*ignored, *(f"speculative_config.{name}" for name in dropped)])

@@ -27,6 +27,7 @@ from inference.provenance import package_version
 from inference.report.measurement import OUR_ENGINE
 from inference.report.schema import EngineFacts
 from inference.sampling_params import SamplingParams
+from inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.export import load_drafter, read_drafter_config
@@ -35,15 +36,6 @@ from speculators.target.frozen_target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
 WARM_UP_LIMIT_S = 900.0  # seconds; what is not compiled by then is when it is first met
-TRAINING_FREE = {  # options of the methods without a checkpoint
-    "ngram": {
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    },  # spelled out: engines have other defaults
-    "suffix": {
-        "suffix_decoding_max_cached_requests": 0
-    },  # no text of earlier requests: the order must not matter
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Drafting:
             )
         if method is not None and method not in TRAINING_FREE:
             raise ConfigError(
-                f"evaluate: method {method!r}; expected {' or '.join(TRAINING_FREE)}, which need no"
+                f"evaluate: method {method!r}; expected {', '.join(TRAINING_FREE)}, which need no"
                 " checkpoint (for a trained drafter give its folder; config.json names the method)"
             )
         if method is None:
@@ -93,7 +85,7 @@ class Drafting:
         }
         if self.drafter is not None:
             config["model"] = self.drafter
-        return config | TRAINING_FREE.get(self.method, {})
+        return config | method_options(self.method).measured
 
     @property
     def source(self) -> dict[str, Any]:

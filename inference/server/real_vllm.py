@@ -78,18 +78,23 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     """speculative_config under vLLM's names, with its method."""
     from inference.entrypoints.speculative_defaults import complete
     from inference.entrypoints.vllm_options import RULES
-    from speculators.export.serving_commands import vllm_method
+    from inference.spec_decode.proposers.methods import method_options
+    from speculators.export.serving_commands import NOT_IN_VLLM, vllm_method
 
     options = speculative_config(flags, older)
     if options is None:
         return None
     source = {"trust_remote_code": flags.trust_remote_code, "revision": flags.revision}
     options = complete(options, flags.model, **source)
-    if (method := options.get("method")) in (None, "lookahead"):
+    method = options.get("method")
+    kind = None if method is None else method_options(method)
+    if kind is None or (kind.vllm is None and not kind.trained):
         raise ConfigError(
             f"serve: speculative_config has method {method!r}; expected a drafter's folder as"
             " model, or a method of vLLM such as ngram or suffix"
         )
+    if method in NOT_IN_VLLM:
+        raise ConfigError(f"serve: no recent vLLM serves the family {method}; leave out --engine")
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent
         theirs = {ours: name for name, ours in RULES.items()}

@@ -25,10 +25,11 @@ from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
 from inference.outputs import RequestOutput
 from inference.report.schema import EngineFacts
 from inference.sampling_params import SamplingParams
+from inference.spec_decode.proposers.methods import method_options
 from inference.vllm_bridge.counters import metrics_of, response_of
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import read_drafter_config, resolve
-from speculators.export.serving_commands import vllm_method
+from speculators.export.serving_commands import NOT_IN_VLLM, vllm_method
 from speculators.precision import running_dtype
 
 VLLM = "vllm"
@@ -308,12 +309,14 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     is no model."""
     config, needs = dict(drafting.speculative_config), dict[str, Any]()
     if drafting.drafter is None:
+        if (method := method_options(drafting.method)).vllm is None:
+            raise ConfigError(f"--engine vllm: {method.vllm_note}")
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
-    if head.family == "mlp":
+    if head.family in NOT_IN_VLLM:
         raise ConfigError(
-            f"{drafting.drafter}: no recent vLLM serves MLP speculators; measure it with --engine"
+            f"{drafting.drafter}: no recent vLLM serves the family {head.family}; measure it with --engine"
             " draftsmith"
         )
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}

@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
@@ -24,19 +24,14 @@ DEPTHS = (
     "num_heads",
     "n_predict",
 )  # fields of a config that limit the drafts of a round
-# The options of vLLM's speculative_config for a training-free method; None: vLLM has no such
-# method.
-TRAINING_FREE: dict[str, Mapping[str, Any] | None] = {
-    "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
-    "suffix": {},
-    "lookahead": None,
-}
 # Family -> the options by which vLLM's speculative_config names it, where `method` is not the
 # family's name.
 VLLM_METHODS: dict[str, dict[str, Any]] = {
     "dflash2": {"method": "dflash"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
+# Families that no recent vLLM has a model for.
+NOT_IN_VLLM = ("mlp",)
 SGLANG_ALGORITHMS = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE3",
@@ -46,6 +41,21 @@ SGLANG_ALGORITHMS = {
     "dflash2": "DFLASH",
     "dspark": "DSPARK",
 }
+
+
+class TrainingFree(Protocol):
+    """How engines serve a method without a drafter; see MethodOptions of the runtime."""
+
+    @property
+    def num_speculative_tokens(self) -> int | None: ...
+    @property
+    def vllm(self) -> Mapping[str, Any] | None: ...
+    @property
+    def vllm_note(self) -> str: ...
+    @property
+    def sglang_algorithm(self) -> str | None: ...
+    @property
+    def sglang_note(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -67,22 +77,25 @@ def serving(
     tokens: int | None = None,
     config: DrafterConfig | None = None,
     format: str = "vllm",
+    training_free: TrainingFree | None = None,
 ) -> list[Way]:
     """The command of every engine.
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
-    method. `target`: folder or id, if known. `tokens`: drafts per round. ConfigError for neither a
-    folder nor such a method."""
-    if (config is None) != (method in TRAINING_FREE):
-        known = ", ".join(TRAINING_FREE)
+    method with `training_free`, its options. `target`: folder or id, if known. `tokens`: drafts
+    per round. ConfigError for neither a folder nor such a method."""
+    if (config is None) == (training_free is None):
         raise ConfigError(
-            f"serving {method!r}: expected the folder of a drafter, or a training-free method:"
-            f" {known}"
+            f"serving {method!r}: expected the folder of a drafter, or a training-free method"
         )
+    if training_free is not None:
+        tokens = tokens or training_free.num_speculative_tokens
     most = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
     tokens = tokens or most or NUM_SPECULATIVE_TOKENS
     tokens = min(tokens, most) if most else tokens
-    drafter = _Served(method, folder or "DRAFTER", target or "TARGET", tokens, config, format)
+    drafter = _Served(
+        method, folder or "DRAFTER", target or "TARGET", tokens, config, format, training_free
+    )
     return [_vllm(drafter), _sglang(drafter), _draftsmith(drafter)]
 
 
@@ -94,6 +107,7 @@ class _Served:
     tokens: int
     config: DrafterConfig | None
     format: str
+    training_free: TrainingFree | None
 
     @property
     def base(self) -> dict[str, Any]:
@@ -109,15 +123,11 @@ def _vllm(drafter: _Served) -> Way:
     options, extra, note = drafter.base, "", ""
     options |= vllm_method(drafter.method)
     config = drafter.config
-    if config is None:
-        defaults = TRAINING_FREE[drafter.method]
-        if defaults is None:
-            return Way(
-                "vLLM",
-                note=f"vLLM has no {drafter.method} decoding; ngram and suffix are the nearest",
-            )
-        options |= defaults
-        note = "needs the package arctic-inference" if drafter.method == "suffix" else ""
+    if (method := drafter.training_free) is not None:
+        note = method.vllm_note
+        if method.vllm is None:
+            return Way("vLLM", note=note or f"vLLM has no {drafter.method} decoding")
+        options |= method.vllm
     elif drafter.format == "sglang" and drafter.method in ("eagle", "eagle3"):
         why = (
             "refuses its architecture"
@@ -144,7 +154,7 @@ def _vllm(drafter: _Served) -> Way:
             )
             return Way("vLLM", note=note)
         extra = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
-    elif drafter.method == "mlp":
+    elif drafter.method in NOT_IN_VLLM:
         return Way("vLLM", note="no recent vLLM has such a model; this project's runtime serves it")
     elif drafter.method == "medusa":
         note = "vLLM up to 0.32; 0.33 dropped Medusa"
@@ -187,13 +197,13 @@ def draftsmith_snippet(target: str, options: Mapping[str, Any]) -> str:
 
 def _sglang(drafter: _Served) -> Way:
     head = f"python -m sglang.launch_server --model-path {shlex.quote(drafter.target)}"
-    if drafter.method == "ngram":
+    method = drafter.training_free
+    if method is not None and method.sglang_algorithm is not None:
         flags: dict[str, Any] = {
-            "speculative-algorithm": "NGRAM",
+            "speculative-algorithm": method.sglang_algorithm,
             "speculative-num-draft-tokens": drafter.tokens + 1,
         }
-        note = "SGLang keeps a tree of n-grams of all requests, not the latest match"
-        return Way("SGLang", f"{head} {_flags(flags)}", flags, note)
+        return Way("SGLang", f"{head} {_flags(flags)}", flags, method.sglang_note)
     if drafter.config is None or drafter.method not in SGLANG_ALGORITHMS:
         return Way("SGLang", note=f"SGLang has no {drafter.method} decoding")
     if drafter.format == "speculators":

@@ -523,4 +523,4 @@ def test_generate_refuses_what_it_cannot_use(target_folder):
     ask = ("generate", "Hi", "--model", target_folder, "--speculative-config")
     assert "not JSON" in refused(*ask, "{method: ngram}")
     assert "expected a JSON object" in refused(*ask, "[1]")
-    assert "num_speculative_tokens is missing" in refused(*ask, '{"method": "ngram"}')
+    assert "model is missing" in refused(*ask, '{"method": "eagle3"}')

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def inspect(
     drafter: Annotated[
         str,
         typer.Argument(
-            metavar="DIR", help="Folder or repository id of a drafter, anybody's; or ngram, suffix."
+            metavar="DIR",
+            help=f"A drafter: folder or repository id; or {', '.join(TRAINING_FREE)}.",
         ),
     ],
     model: Annotated[str, typer.Option(help="A target to check it against.")] = "",
@@ -96,13 +98,15 @@ def inspect(
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
     are faults."""
+    from inference.entrypoints.speculative_config import parse_speculative_config
     from speculators.export.inspection import inspect_folder
-    from speculators.export.serving_commands import TRAINING_FREE, serving
+    from speculators.export.serving_commands import serving
     from train.recipe.sections import TargetSection
 
     console = Console()
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
-        ways = serving(drafter, target=model)
+        options = parse_speculative_config({"method": drafter})
+        ways = serving(drafter, target=model, training_free=options)
         if as_json:
             typer.echo(
                 json.dumps({"method": drafter, "serving": [vars(way) for way in ways]}, indent=2)

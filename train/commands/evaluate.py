@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from inference.console import json_option
+from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.errors import ConfigError
 from train.commands.options import Overrides
 
@@ -29,7 +30,7 @@ def evaluate(
     ] = "",
     drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
     method: Annotated[
-        str, typer.Option(help="Instead of a drafter: ngram or suffix, which need none.")
+        str, typer.Option(help=f"Instead of a drafter: {', '.join(TRAINING_FREE)}.")
     ] = "",
     engine: Annotated[
         list[str] | None,
@@ -72,8 +73,14 @@ def evaluate(
         typer.Option(metavar="on|off", help="Thinking mode; repeated: both, side by side."),
     ] = None,
     num_speculative_tokens: Annotated[
-        int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Drafts.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            min=1,
+            help="Drafts per round; default: 4 of a drafter, the method's own otherwise.",
+        ),
+    ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")
     ] = None,
@@ -137,12 +144,21 @@ def evaluate(
         suites=dict(zip(suite or (), suite_path or [None] * len(suite or ()), strict=True)),
         suite_prompts=prompts_per_workload,
         thinking=[mode == "on" for mode in thinking or ()],
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=num_speculative_tokens or default_tokens(method),
         max_tokens=max_tokens,
         prompts_per_workload=prompts_per_workload or 16,
         repeats=repeats,
     )
     Console().print(str(page), highlight=False)
+
+
+def default_tokens(method: str) -> int:
+    """K of an evaluation that names none: that of a training-free method, else 4."""
+    from inference.entrypoints.speculative_config import parse_speculative_config
+
+    if method not in TRAINING_FREE:  # a drafter's, or a name that is refused later
+        return 4
+    return parse_speculative_config({"method": method}).num_speculative_tokens or 4
 
 
 def _engines(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from inference.requests.request import Request
 from inference.sampling.sampler import argmax
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.options import MethodOptions, option
 from speculators.errors import ConfigError
 from speculators.precision import on_device
 
@@ -222,3 +224,39 @@ def merged(
                 parents.append(at)
             at = place_of[at, token]
     return tokens, parents
+
+
+class LookaheadOptions(MethodOptions):
+    """The defaults are small: every place costs a token's computation, which a CPU has not to
+    spare. The paper's for a large GPU are W = 15, N = 5, G = 15."""
+
+    vllm_note: ClassVar[str] = "vLLM has no lookahead decoding; ngram and suffix are the nearest"
+
+    lookahead_window_size: int = option(5, "columns of the window, W", ge=1)
+    lookahead_ngram_size: int = option(4, "tokens of an n-gram, N", ge=3)
+    lookahead_num_guesses: int = option(
+        5, "n-grams kept per first token, and verified in a round, G", ge=1
+    )
+    lookahead_pool_from_prompt: bool = option(
+        True, "n-grams of prompt and committed text are guesses too"
+    )
+
+    @property
+    def fixed_shape(self) -> bool:
+        return True
+
+    @property
+    def default_tokens(self) -> int:
+        """All guesses, without the first token that they share with the text."""
+        return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
+
+    def make_proposer(self, device: torch.device) -> LookaheadProposer:
+        assert self.num_speculative_tokens is not None
+        return LookaheadProposer(
+            self.num_speculative_tokens,
+            window_size=self.lookahead_window_size,
+            ngram_size=self.lookahead_ngram_size,
+            num_guesses=self.lookahead_num_guesses,
+            pool_from_prompt=self.lookahead_pool_from_prompt,
+            device=device,
+        )

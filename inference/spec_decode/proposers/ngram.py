@@ -9,12 +9,15 @@ a match gives as many tokens as are asked for."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.options import MethodOptions, option
 from speculators.errors import ConfigError
 
 
@@ -91,3 +94,34 @@ class NgramProposer(Proposer):
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._indices[dst_row] = self._indices.pop(src_row)
+
+
+class NgramOptions(MethodOptions):
+    measured: ClassVar[dict[str, Any]] = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    vllm: ClassVar[dict[str, Any] | None] = measured
+    sglang_algorithm: ClassVar[str | None] = "NGRAM"
+    sglang_note: ClassVar[str] = (
+        "SGLang keeps a tree of n-grams of all requests, not the latest match"
+    )
+
+    prompt_lookup_max: int | None = option(None, "longest match looked for (default 4)", ge=1)
+    prompt_lookup_min: int | None = option(None, "shortest match that counts (default 2)", ge=1)
+
+    @property
+    def lookup_sizes(self) -> tuple[int, int]:
+        """(shortest, longest) match. One given alone bounds the other's default."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None:
+            shortest = 2 if longest is None else min(2, longest)
+        return shortest, max(4, shortest) if longest is None else longest
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> NgramOptions:
+        shortest, longest = self.lookup_sizes
+        if shortest > longest:
+            raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+        return self
+
+    def make_proposer(self, device: torch.device) -> NgramProposer:
+        assert self.num_speculative_tokens is not None
+        return NgramProposer(self.num_speculative_tokens, *self.lookup_sizes, device)

@@ -9,12 +9,14 @@ none."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
+from inference.spec_decode.proposers.options import MethodOptions, option
 from inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
 from speculators.errors import ConfigError
 
@@ -115,3 +117,34 @@ class SuffixProposer(Proposer):
         self.reset(dst_row)
         if src_row in self._rows:
             self._rows[dst_row] = self._rows.pop(src_row)
+
+
+class SuffixOptions(MethodOptions):
+    # no text of earlier requests, so that the order of the prompts does not matter
+    measured: ClassVar[dict[str, Any]] = {"suffix_decoding_max_cached_requests": 0}
+    vllm: ClassVar[dict[str, Any] | None] = {}
+    vllm_note: ClassVar[str] = "needs the package arctic-inference"
+
+    suffix_decoding_max_tree_depth: int = option(24, "longest pattern, a match and its draft", ge=2)
+    suffix_decoding_max_cached_requests: int = option(10_000, "finished responses kept", ge=0)
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "drafts per token matched", gt=0, allow_inf_nan=False
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "least estimated probability of a draft", ge=0, le=1
+    )
+
+    @property
+    def default_tokens(self) -> int:
+        return self.suffix_decoding_max_tree_depth
+
+    def make_proposer(self, device: torch.device) -> SuffixProposer:
+        assert self.num_speculative_tokens is not None
+        return SuffixProposer(
+            self.num_speculative_tokens,
+            max_tree_depth=self.suffix_decoding_max_tree_depth,
+            max_cached_requests=self.suffix_decoding_max_cached_requests,
+            max_spec_factor=self.suffix_decoding_max_spec_factor,
+            min_token_prob=self.suffix_decoding_min_token_prob,
+            device=device,
+        )

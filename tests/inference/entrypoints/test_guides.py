@@ -325,7 +325,6 @@ REFUSED = [
         ),
         "acceptance_method='typical_acceptance_sampler'",
     ),
-    (dict(speculative_model="[ngram]"), "num_speculative_tokens is missing"),
 ]
 
 

@@ -115,17 +115,19 @@ WRONG_OPTIONS = [
     (dict(max_num_seqs=0), "max_num_seqs=0"),
 ]
 WRONG_DRAFTING = [
-    ({"method": "ngram"}, "num_speculative_tokens is missing"),
     ({"num_speculative_tokens": 2}, "method is missing"),
-    ({"method": "eagle3", "num_speculative_tokens": 2}, "folder of an exported head"),
+    ({"method": "eagle3", "num_speculative_tokens": 2}, "model is missing"),
     ({"method": "magic", "num_speculative_tokens": 2}, "'magic'; expected one of"),
     ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     (NGRAM | {"modle": 1}, "modle: unknown option"),
     (NGRAM | {"rejection_sample_method": "greedy"}, "expected one of auto, token"),
-    (NGRAM | {"suffix_decoding_max_tree_depth": 8}, "suffix_decoding_max_tree_depth belong"),
-    ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max belong to ngram"),
+    (
+        NGRAM | {"suffix_decoding_max_tree_depth": 8},
+        "max_tree_depth belongs to suffix",
+    ),
+    ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max belongs to ngram"),
     ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "less than or equal to 1"),
-    ({"method": "suffix", "lookahead_ngram_size": 5}, "belong to lookahead"),
+    ({"method": "suffix", "lookahead_ngram_size": 5}, "belongs to lookahead"),
     ({"method": "lookahead", "lookahead_ngram_size": 2}, "greater than or equal to 3"),
     (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
 ]

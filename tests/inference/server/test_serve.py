@@ -200,20 +200,18 @@ class TestVLLM:
 
     def test_words_of_ours_become_theirs(self):
         given = {
-            "method": "mlp",
+            "method": "dflash2",
             "model": "x",
             "num_speculative_tokens": 2,
             "rejection_sample_method": "token",
         }
         _, drafting = self.command(f"target --speculative-config '{json.dumps(given)}'")
         assert drafting == given | {
-            "method": "mlp_speculator",
+            "method": "dflash",
             "rejection_sample_method": "standard",
         }
-        _, drafting = self.command(
-            """target -sc '{"method": "dflash2", "model": "x", "num_speculative_tokens": 2}'"""
-        )
-        assert drafting["method"] == "dflash"
+        with pytest.raises(ConfigError, match="mlp"):
+            self.command(f"target -sc '{json.dumps(given | {'method': 'mlp'})}'")
         _, drafting = self.command(OLDER)
         assert drafting == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
 

@@ -126,7 +126,7 @@ def test_only_nodes_that_are_taken_are_asked_for_children():
         ({"speculative_num_steps": 3}, "give speculative_eagle_topk"),
         ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, "at least a token per step"),
         (
-            {"method": "ngram", "model": None, "speculative_eagle_topk": 2},
+            {"method": "ngram", "speculative_eagle_topk": 2},
             "belongs to trained drafters",
         ),
     ],

@@ -103,7 +103,7 @@ def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder
     for drafter, method, words in (
         (None, None, "give the folder"),
         ("x", "ngram", "without one"),
-        (None, "eagle", "ngram or"),
+        (None, "eagle", "eagle"),
     ):
         with pytest.raises(ConfigError, match=words):
             drafting(target_folder, drafter, method)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from inference.entrypoints.speculative_config import TRAINING_FREE as METHODS
 from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.entrypoints.vllm_options import read_options
+from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.errors import ConfigError
 from speculators.export.formats import FAMILIES
-from speculators.export.serving_commands import TRAINING_FREE, serving
+from speculators.export.serving_commands import serving
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 
@@ -55,10 +55,14 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(tiny_model, fami
     assert "head" in ways["vLLM"].command and " T " in ways["vLLM"].command
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINING_FREE)
 def test_training_free_methods(method) -> None:
-    assert set(TRAINING_FREE) == set(METHODS)
-    ways = by_engine(method, tokens=4)
+    own = parse_speculative_config({"method": method})
+    assert by_engine(method, training_free=own)["Draftsmith"].options == {
+        "method": method,
+        "num_speculative_tokens": own.num_speculative_tokens,
+    }
+    ways = by_engine(method, tokens=4, training_free=own)
     assert parse_speculative_config(ways["Draftsmith"].options).method == method
     if (options := ways["vLLM"].options) is not None:
         assert parse_speculative_config(read_options({}, options)).num_speculative_tokens == 4

@@ -1,0 +1,80 @@
+"""Options of speculative_config of the trained methods: heads of every family, and draft models."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from inference.spec_decode.proposers.options import MethodOptions, option
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
+from speculators.errors import ConfigError
+
+
+class HeadOptions(MethodOptions):
+    trained: ClassVar[bool] = True
+
+    model: str = option(..., "folder or repository id of an exported head")
+    draft_sample_method: Literal["probabilistic", "greedy"] = option(
+        "probabilistic", "at temperature > 0: sample from q, or take its argmax"
+    )
+    speculative_token_tree: str | list[list[int]] | None = option(
+        None,
+        "a fixed tree of drafts, as the ranks on the way to each, such as [(0,), (1,), (0, 0)];"
+        " num_speculative_tokens is then its size",
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        "a tree grown every round, of so many drafts per level to go on from;"
+        " num_speculative_tokens is how many places of it are verified",
+        ge=1,
+    )
+    speculative_num_steps: int | None = option(None, "levels of that tree", ge=1)
+
+    @property
+    def default_tokens(self) -> int | None:
+        return None  # what the drafter's folder says is filled in before (speculative_defaults.py)
+
+    @property
+    def fixed_shape(self) -> bool:
+        return isinstance(self.tree, StaticTree)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        if self.speculative_token_tree is not None:
+            return StaticTree.parse(self.speculative_token_tree)
+        if self.speculative_eagle_topk is None or self.num_speculative_tokens is None:
+            return None
+        steps = self.speculative_num_steps or min(5, self.num_speculative_tokens)
+        return DynamicTree(self.speculative_eagle_topk, steps, self.num_speculative_tokens)
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> HeadOptions:
+        grown = self.speculative_eagle_topk is not None
+        if self.speculative_token_tree is not None and (
+            grown or self.speculative_num_steps is not None
+        ):
+            raise ValueError(
+                "speculative_token_tree is a fixed tree, and speculative_eagle_topk and"
+                " speculative_num_steps are of one that grows; give one"
+            )
+        if self.speculative_num_steps is not None and not grown:
+            raise ValueError(
+                "speculative_num_steps is of a tree that grows; give speculative_eagle_topk with it"
+            )
+        try:
+            tree = self.tree
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if tree is not None and tree.budget != self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}, but"
+                f" speculative_token_tree has {tree.budget} choices; they must be as many"
+            )
+        return self
+
+
+class DraftModelOptions(HeadOptions):
+    use_heterogeneous_vocab: bool = option(
+        False, "the draft model has another tokenizer; only shared tokens are drafted"
+    )

@@ -1,0 +1,47 @@
+"""The registry of drafting methods: `LLM`, evaluations, `serve`, `bench` and serving commands
+read it. A new method is its file and a line here.
+
+Imports no torch: command lines list the methods in their help."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from speculators.errors import ConfigError
+
+if TYPE_CHECKING:
+    from inference.spec_decode.proposers.options import MethodOptions
+
+HERE = "inference.spec_decode.proposers"
+
+# Methods without a checkpoint -> "module:class" of their options.
+TRAINING_FREE: dict[str, str] = {
+    "ngram": f"{HERE}.ngram:NgramOptions",
+    "suffix": f"{HERE}.suffix:SuffixOptions",
+    "lookahead": f"{HERE}.lookahead:LookaheadOptions",
+}
+# Families with options of their own; the others have those of heads.
+TRAINED: dict[str, str] = {"draft_model": f"{HERE}.head_options:DraftModelOptions"}
+HEADS = f"{HERE}.head_options:HeadOptions"
+
+
+def methods() -> list[str]:
+    """The names of all methods."""
+    from speculators.registry import FAMILIES
+
+    return [*FAMILIES, *TRAINING_FREE]
+
+
+def method_options(method: str) -> type[MethodOptions]:
+    """The options class of a method. ConfigError, which lists all methods, for an unknown one."""
+    if method not in (known := methods()):
+        raise ConfigError(f"method {method!r}; expected one of {', '.join(known)}, or None (off)")
+    path = TRAINING_FREE.get(method) or TRAINED.get(method, HEADS)
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def owners(option: str) -> list[str]:
+    """The methods that have this option."""
+    return [name for name in methods() if option in method_options(name).model_fields]
