@@ -15,7 +15,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from speculators.errors import ConfigError
-from train.recipe.recipe import Recipe, family_of, recipe_class
+from train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
 from train.recipe.schema import Location, Node, Schema, explain, schema_of
 
 
@@ -91,9 +91,11 @@ class _Constructor(SafeConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The mapping in one YAML file. Raises ConfigError naming the file, and the line where there is
-    one."""
+def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in one YAML file, over that of the file that it `extends` (a path beside it).
+    ConfigError names the file, and the line where there is one."""
+    if path.resolve() in extended_by:
+        raise ConfigError(f"{path}: extends: the file extends itself")
     if path.is_dir():
         raise ConfigError(
             f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}"
@@ -110,7 +112,26 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         given = "nothing" if tree is None else f"a {type(tree).__name__}"
         raise ConfigError(f"{path}: expected a mapping of sections at the top, got {given}")
-    return tree
+    if (base := tree.pop("extends", None)) is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected the path of a recipe file, got {base!r}")
+    below = read(path.parent / base, (*extended_by, path.resolve()))
+    return merged({key: value for key, value in below.items() if key != "name"}, tree)
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`below` with the keys of `above`: sections key by key, anything else as a whole."""
+
+    def section(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+    return below | {
+        key: merged(below[key], value)
+        if section(value) and section(below.get(key)) and key not in ONE_VALUE
+        else value
+        for key, value in above.items()
+    }
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:

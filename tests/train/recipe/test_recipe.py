@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from speculators.errors import ConfigError
-from speculators.registry import FAMILIES
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe, describe_schema
 from train.recipe.sections import GATE_METRICS, split_gate
@@ -237,142 +236,93 @@ def test_suites_are_names_or_paths(recipe_file):
     }
 
 
+def test_a_recipe_extends_another(recipe_file, tmp_path):
+    """Sections key by key; losses, lists and shares of temperatures as a whole; the name its
+    own."""
+    base = MINIMAL + (
+        "loss: {forward_kl: 1.0}\ntraining: {steps: 9, seed: 3}\n"
+        "regenerate: {temperatures: {0.0: 0.5, 1.0: 0.5}, seed: 4}\n"
+    )
+    (tmp_path / "base.yaml").write_text(base)
+    path = recipe_file(
+        "extends: ../base.yaml\nname: mine\nloss: {tv: 1.0}\ntraining: {steps: 5}\n"
+        "regenerate: {temperatures: {1.0: 1.0}}\ndata: {train: [{path: mine.jsonl}]}\n"
+    )
+    recipe = load_recipe(path, ["training.batch_size=2"])
+    assert (recipe.name, recipe.target.model, recipe.loss) == ("mine", "some/target", {"tv": 1.0})
+    t = recipe.training
+    assert (t.steps, t.seed, t.batch_size) == (5, 3, 2)
+    assert [share.temperature for share in recipe.regenerate.temperatures] == [1.0]
+    assert recipe.regenerate.seed == 4
+    assert [source.path for source in recipe.data.train] == ["mine.jsonl"]
+    assert recipe.data.validation[0].path == "held-out.jsonl"
+    for text, words in (
+        ("extends: x.yaml\n", "extends itself"),
+        ("extends: 3\n", "extends: expected the path"),
+        ("extends: none.yaml\n", "none.yaml: no such recipe file"),
+        ("extends: ../base.yaml\n", "name: required"),
+    ):
+        assert words in error_of(recipe_file(text))
+
+
 # --------------------------------------------------------------------------------------------- what
 # is wrong
 
 AT = "recipes/x.yaml: "
 
-# Added to the minimal recipe -> the whole message, or what it starts with if it ends in "...".
+# Added to the minimal recipe -> the key that the error names.
 MALFORMED = {
-    "drafter: {num_layers: two}": AT + "drafter.num_layers: expected an integer >= 1, got 'two'",
-    "drafter: {num_layers: 0}": AT + "drafter.num_layers: expected an integer >= 1, got 0",
-    "drafter: {num_layers: true}": AT + "drafter.num_layers: expected an integer >= 1, got true",
-    "drafter: {num_layers: null}": AT + "drafter.num_layers: expected an integer >= 1, got null",
-    "drafter: {tap_layers: [3, 1, 3]}": (
-        AT + "drafter.tap_layers: expected layer numbers in rising order, each once, "
-        "got [3, 1, 3]; write [1, 3]"
-    ),
-    "drafter: {tap_layers: [-1, 2]}": AT + "drafter.tap_layers.0: expected an integer >= 0, got -1",
-    "drafter: {tap_layers: []}": (
-        AT + "drafter.tap_layers: expected a non-empty list, each an integer >= 0 or null, got []"
-    ),
-    "drafter: {draft_vocab_size: 1}": (
-        AT + "drafter.draft_vocab_size: expected an integer >= 2 or null, got 1"
-    ),
-    "drafter: {num_attention_heads: 6, num_key_value_heads: 4}": (
-        AT + "drafter: num_attention_heads (6) must be a multiple of num_key_value_heads (4)"
-    ),
-    "drafter: {fc_norm: true, norm_before_fc: true}": (
-        AT + "drafter: norm_before_fc and fc_norm both norm the taps; set one of them"
-    ),
-    "drafter: 3": AT + "drafter: expected a mapping, got 3",
-    "training: {learning_rte: 1}": (
-        AT + "training.learning_rte: unknown key; did you mean 'learning_rate'?"
-    ),
-    "training: {learning_rate: fast}": (
-        AT + "training.learning_rate: expected a number > 0 and <= 1, got 'fast'"
-    ),
-    "training: {learning_rate: .inf}": (
-        AT + "training.learning_rate: expected a number > 0 and <= 1, got inf"
-    ),
-    "training: {steps: 5, epochs: 1}": (
-        AT + "training: expected steps or epochs, got both (steps=5, epochs=1); set one "
-        "of them to null"
-    ),
-    "training: {steps: 2.5}": AT + "training.steps: expected an integer >= 1 or null, got 2.5",
-    "training: {mixed_precision: fp8}": (
-        AT + "training.mixed_precision: expected one of auto, bf16, no, got 'fp8'"
-    ),
-    "training: {lr_schedule: linear, seed: -1}": (
-        AT + "training.lr_schedule: expected one of cosine, constant, got "
-        "'linear'; training.seed: expected an integer >= 0, got -1"
-    ),
-    "learning_rate: 1e-4": (
-        AT + "learning_rate: unknown key; did you mean 'training.learning_rate'?"
-    ),
-    "zzz: 1": AT + "zzz: unknown key; valid keys here: name, output_dir, ...",
-    "family: eagle9": AT + f"family: expected one of {', '.join(FAMILIES)}, got 'eagle9'",
-    "loss: {kl: 1}": AT + "loss.kl: unknown divergence; ...",
-    "loss: {tv: -1}": AT + "loss.tv.weight: expected a positive number, got -1...",
-    "loss: {jsd: {weight: 1, gamma: 2}}": (
-        AT + "loss.jsd.gamma: unknown option of jsd; it takes beta"
-    ),
-    "loss: {}": AT + "loss: empty; name at least one of forward_kl, ...",
-    "gates: {speed: {min: 2}}": (
-        AT + "gates.speed: unknown figure 'speed'; expected one of lossless_mismatches, ..."
-    ),
-    "gates: {efficiency: {}}": AT + "gates.efficiency: expected min, max or both",
-    "gates: {efficiency: {min: 2, max: 1}}": (
-        AT + "gates.efficiency: min (2) is above max (1): nothing could pass"
-    ),
-    "gates: {efficiency: 0.85}": AT + "gates.efficiency: expected a mapping, got 0.85",
-    "gates: {t0.5.efficiency: {min: 1}}": (
-        AT + "gates.t0.5.efficiency: nothing is measured at temperature 0.5; "
-        "evaluation.temperatures is [0.0, 1.0]"
-    ),
-    "gates: {t0.lossless_mismatches: {max: 0}}": AT + "gates.t0.lossless_mismatches: ...",
+    "drafter: {num_layers: two}": "drafter.num_layers",
+    "drafter: {num_layers: true}": "drafter.num_layers",
+    "drafter: {tap_layers: [3, 1, 3]}": "drafter.tap_layers",
+    "drafter: {tap_layers: [-1, 2]}": "drafter.tap_layers.0",
+    "drafter: {draft_vocab_size: 1}": "drafter.draft_vocab_size",
+    "drafter: {num_attention_heads: 6, num_key_value_heads: 4}": "drafter",
+    "drafter: {fc_norm: true, norm_before_fc: true}": "drafter",
+    "training: {learning_rte: 1}": "training.learning_rte",
+    "training: {learning_rate: fast}": "training.learning_rate",
+    "training: {steps: 5, epochs: 1}": "training",
+    "training: {mixed_precision: fp8}": "training.mixed_precision",
+    "learning_rate: 1e-4": "learning_rate",
+    "zzz: 1": "zzz",
+    "family: eagle9": "family",
+    "loss: {kl: 1}": "loss.kl",
+    "loss: {tv: -1}": "loss.tv.weight",
+    "loss: {jsd: {weight: 1, gamma: 2}}": "loss.jsd.gamma",
+    "loss: {}": "loss",
+    "gates: {speed: {min: 2}}": "gates.speed",
+    "gates: {efficiency: {}}": "gates.efficiency",
+    "gates: {efficiency: {min: 2, max: 1}}": "gates.efficiency",
+    "gates: {t0.5.efficiency: {min: 1}}": "gates.t0.5.efficiency",
+    "gates: {t0.lossless_mismatches: {max: 0}}": "gates.t0.lossless_mismatches",
     "{gates: {lossless_mismatches: {max: 0}}, evaluation: {lossless_check: false}}": (
-        AT + "gates.lossless_mismatches: needs evaluation.lossless_check: true"
+        "gates.lossless_mismatches"
     ),
-    "evaluation: {temperatures: [0, 0.0]}": (
-        AT + "evaluation.temperatures: each temperature may be given once, ..."
-    ),
-    "evaluation: {prompts: [{}]}": (
-        AT + "evaluation.prompts.0: expected exactly one of path, name, preset, stdlib, got none"
-    ),
-    "evaluation: {suites: [spec]}": (
-        AT + "evaluation.suites: expected names of spec_al, spec_bench, mt_bench, gsm8k, ..."
-    ),
-    "evaluation: {suites: [mbpp, mbpp]}": (
-        AT + "evaluation.suites: each suite may be given once, got ['mbpp', 'mbpp']"
-    ),
-    "evaluation: {suites: mbpp}": AT + "evaluation.suites: expected a mapping, got 'mbpp'",
-    "data: {train: []}": AT + "data.train: expected a non-empty list, each a mapping, got []",
-    "data: {train: [{path: a.jsonl, name: b/c}]}": (
-        AT + "data.train.0: expected exactly one of path, name, preset, stdlib, got path and name"
-    ),
-    "data: {train: [{stdlib: {}, split: test}]}": (
-        AT + "data.train.0: split has no meaning for a stdlib source; write it under stdlib"
-    ),
-    "data: {train: [{stdlib: {split: half}}]}": (
-        AT + "data.train.0.stdlib.split: expected one of train, validation, test, got 'half'"
-    ),
-    "data: {}": AT + "data.train: required, but missing: sources of the examples to train on",
-    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": (
-        AT + "regenerate.temperatures: expected shares that add up to 1, got 0.9"
-    ),
-    "regenerate: {top_p: 0}": AT + "regenerate.top_p: expected a number > 0 and <= 1, got 0",
-    "regenerate: {enabled: yes}": AT + "regenerate.enabled: expected true or false, got 'yes'",
-    "target: {}": (
-        AT + "target.model: required, but missing: folder or Hugging Face id of the target; ..."
-    ),
-    "target: {model: ''}": AT + "target.model: expected a string, got ''",
-    "target: some/target": AT + "target: expected a mapping, got 'some/target'",
-    "export: {formats: [gguf]}": (
-        AT + "export.formats.0: expected one of vllm, speculators, sglang, transformers, got 'gguf'"
-    ),
-    "export: {formats: [vllm, vllm]}": (
-        AT + "export.formats: each format may be given once, got ['vllm', 'vllm']"
-    ),
-    "trackers: [mlflow]": (
-        AT + "trackers.0: expected one of wandb, trackio, tensorboard, got 'mlflow'"
-    ),
-    "features: {encoding: rotated9}": (
-        AT + "features.encoding: expected one of exact, bf16, fp8, int4, ..."
-    ),
-    "joint: {}\nfeatures: {mode: cache}": (
-        AT + "features.mode: a trained target's features change at every step; needs online"
-    ),
-    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": (
-        AT + "data.fan_out: with regenerate.turns: all every turn ..."
-    ),
-    "position_weights: {gamma: 0}": AT + "position_weights.gamma: expected ...",
-    "name: ../escape": AT + "name: expected a string matching ...",
+    "evaluation: {temperatures: [0, 0.0]}": "evaluation.temperatures",
+    "evaluation: {prompts: [{}]}": "evaluation.prompts.0",
+    "evaluation: {suites: [spec]}": "evaluation.suites",
+    "evaluation: {suites: [mbpp, mbpp]}": "evaluation.suites",
+    "data: {train: []}": "data.train",
+    "data: {train: [{path: a.jsonl, name: b/c}]}": "data.train.0",
+    "data: {train: [{stdlib: {}, split: test}]}": "data.train.0",
+    "data: {}": "data.train",
+    "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
+    "regenerate: {top_p: 0}": "regenerate.top_p",
+    "target: {}": "target.model",
+    "target: {model: }": "target.model",
+    "export: {formats: [gguf]}": "export.formats.0",
+    "export: {formats: [vllm, vllm]}": "export.formats",
+    "trackers: [mlflow]": "trackers.0",
+    "features: {encoding: rotated9}": "features.encoding",
+    "joint: {}\nfeatures: {mode: cache}": "features.mode",
+    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": "data.fan_out",
+    "position_weights: {gamma: 0}": "position_weights.gamma",
+    "name: ../escape": "name",
 }
 
 
 @pytest.mark.parametrize("addition", MALFORMED)
-def test_malformed_recipes_say_what_and_where(recipe_file, addition):
+def test_malformed_recipes_are_refused_by_key(recipe_file, addition):
     tree = yaml.safe_load(MINIMAL)
     # the addition is written as text, so that the recipe's own reading of YAML is what is tested
     sections = {
@@ -386,8 +336,27 @@ def test_malformed_recipes_say_what_and_where(recipe_file, addition):
         else addition
     )
     found = error_of(recipe_file(yaml.safe_dump(sections) + body + "\n"))
-    expected = MALFORMED[addition]
-    assert found.startswith(expected[:-3]) if expected.endswith("...") else found == expected
+    assert found.startswith(f"{AT}{MALFORMED[addition]}: ")
+
+
+@pytest.mark.parametrize(
+    ("addition", "expected"),
+    [
+        ("drafter: {num_layers: two}", "drafter.num_layers: expected an integer >= 1, got 'two'"),
+        ("drafter: {num_layers: true}", "drafter.num_layers: expected an integer >= 1, got true"),
+        ("training: {lr: 1}", "training.lr: unknown key; valid keys here: steps, ..."),
+        ("training: {seeds: 1}", "training.seeds: unknown key; did you mean 'seed'?"),
+        ("learning_rate: 1", "learning_rate: unknown key; did you mean 'training.learning_rate'?"),
+        ("data: {}", "data.train: required, but missing: sources of the examples to train on"),
+        ("drafter: 3", "drafter: expected a mapping, got 3"),
+        ("trackers: [mlflow]", "trackers.0: expected one of wandb, trackio, tensorboard, got ..."),
+    ],
+)
+def test_an_error_says_what_was_expected(recipe_file, addition, expected):
+    """A sentence per way of being wrong."""
+    text = MINIMAL if "data:" not in addition else MINIMAL[: MINIMAL.index("data:")]
+    found = error_of(recipe_file(text + addition + "\n"))
+    assert found.startswith((AT + expected).removesuffix("..."))
 
 
 def test_all_mistakes_are_reported_at_once(recipe_file):
