@@ -49,7 +49,7 @@ test: $(VENV)/.installed  ## run the whole test suite
 	$(PYTEST) $(ARGS)
 
 test-fast: $(VENV)/.installed  ## run the quick tests, some two minutes (ARGS=tests/inference/engine: those of one room)
-	$(PYTEST) -m "not slow and not integration" $(ARGS)
+	$(PYTEST) -m "not slow and not integration and not gpu" $(ARGS)
 
 test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)
 	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)
@@ -74,8 +74,8 @@ bench-runtime: $(VENV)/.installed  ## every way of drafting side by side, and wh
 bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)
 
-check-gpu: $(VENV)/.installed  ## what this machine's GPU does, part by part (ten minutes; ARGS="--device cpu" elsewhere)
-	$(BIN)/python scripts/check_gpu.py $(ARGS)
+check-gpu: $(VENV)/.installed  ## the tests that need a GPU (ten minutes; ARGS="--device cpu" elsewhere)
+	$(BIN)/python -m pytest tests/gpu -m gpu $(ARGS)
 
 docs: $(VENV)/.installed  ## build the documentation as a site, build/docs/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

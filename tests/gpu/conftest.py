@@ -1,0 +1,99 @@
+"""The device and the shapes of the tests that need a GPU: `make check-gpu`.
+
+With `--device cpu` the same tests run at tiny shapes on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A random Qwen3 target, an EAGLE-3 head for it, and the work they are given."""
+
+    config: dict[str, int]
+    dtype: str
+    draft_vocab_size: int
+    unroll_steps: int
+    max_length: int
+    batch_size: int
+    steps: int
+    prompt: int  # tokens
+    written: int
+
+
+LARGE = Shapes(  # Qwen3-8B's
+    dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=4096,
+    ),
+    "bfloat16",
+    draft_vocab_size=32000,
+    unroll_steps=7,
+    max_length=2048,
+    batch_size=2,
+    steps=5,
+    prompt=128,
+    written=64,
+)
+TINY = Shapes(
+    dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=512,
+        max_position_embeddings=512,
+    ),
+    "float32",
+    draft_vocab_size=128,
+    unroll_steps=3,
+    max_length=128,
+    batch_size=2,
+    steps=3,
+    prompt=16,
+    written=16,
+)
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="of tests/gpu")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test; skips where there is no GPU."""
+    name = request.config.getoption("--device", "cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device; `make check-gpu ARGS='--device cpu'` tries the tests on a CPU")
+    return torch.device(name)
+
+
+@pytest.fixture
+def shapes(device: torch.device) -> Shapes:
+    """LARGE where the GPU has 60 GB free, TINY elsewhere."""
+    large = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > 60e9
+    return LARGE if large else TINY
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Prints measurements past pytest's capturing: `report(step_seconds=0.1)`."""
+
+    def show(**measured: float) -> None:
+        with capsys.disabled():
+            print("\n  " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
+
+    return show

@@ -1,0 +1,206 @@
+"""What the project expects of a GPU, at the shapes of an 8B target: finite losses, the same losses
+when work overlaps or parameters are sharded, the same tokens compiled and eager, and the
+quickstart."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from inference import LLM, SamplingParams
+from speculators.export import export_drafter
+from speculators.precision import free_memory
+from speculators.registry import config_for_target, family_class
+from speculators.target.frozen_target import FrozenTarget
+from train.data.loss_mask import TokenRow
+from train.data.packing import pack
+from train.features.prefetch import STREAMS
+from train.recipe.drafter_config import drafter_config
+from train.recipe.recipe import make_recipe
+from train.trainer import parallel
+from train.trainer.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = "recipes/quickstart/data"
+SHORT = (  # the quickstart's job, reduced for a CPU
+    f"data.train=[{{path: {DATA}/train.jsonl.gz, limit: 40}}]",
+    "training.steps=12",
+    f"data.validation=[{{path: {DATA}/validation.jsonl.gz, limit: 6}}]",
+    f"evaluation.prompts=[{{path: {DATA}/test.jsonl.gz, limit: 8}}]",
+    "evaluation.prompts_per_workload=1",
+    "evaluation.max_tokens=24",
+    "regenerate.max_new_tokens=48",
+    "evaluation.repeats=1",
+    "gates={}",
+)
+pytestmark = pytest.mark.gpu
+
+
+def make_target(config: dict[str, int], device: torch.device, dtype: str) -> Any:
+    """A random Qwen3, its weights made on the device."""
+    torch.manual_seed(0)
+    whole = Qwen3Config(**config, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0)
+    with device:
+        return AutoModelForCausalLM.from_config(whole, dtype=getattr(torch, dtype)).eval()
+
+
+def make_trainer(shapes: Any, device: torch.device, folder: Path) -> Any:
+    """An EAGLE-3 head and its Trainer over random rows, whose second halves are supervised."""
+    precision = "bf16" if shapes.dtype == "bfloat16" else "no"
+    recipe = make_recipe(
+        {
+            "name": "gpu",
+            "target": {"model": str(folder), "dtype": shapes.dtype},
+            "data": {"train": [{"path": "random"}], "max_length": shapes.max_length},
+            "drafter": {
+                "unroll_steps": shapes.unroll_steps,
+                "draft_vocab_size": shapes.draft_vocab_size,
+            },
+            "training": {
+                "steps": 1000,
+                "batch_size": shapes.batch_size,
+                "mixed_precision": precision,
+            },
+        }
+    )
+    model = make_target(shapes.config, device, shapes.dtype)
+    config = drafter_config(recipe, FrozenTarget(model))
+    target = FrozenTarget(model, config.tap_layers)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
+    torch.manual_seed(0)
+    drafter = family_class(recipe.family)(config).attach(target).to(device)
+    drafter.initialise_from(target, recipe.drafter)
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (32, shapes.max_length))
+    supervised = np.arange(shapes.max_length) >= shapes.max_length // 2
+    rows = pack([TokenRow(row, supervised) for row in ids], shapes.max_length)
+    return Trainer(recipe, target, drafter, rows, accelerator=accelerator, folder=folder)
+
+
+def timed_steps(trainer: Any, steps: int) -> tuple[float, list[float]]:
+    """(median seconds of a step, losses) after one step that warms up."""
+    seconds, losses = [], []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
+        losses.append(record["loss"])
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[1:]), losses
+
+
+def test_training_step_losses_are_finite(shapes, device, tmp_path, report) -> None:
+    trainer = make_trainer(shapes, device, tmp_path)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, losses = timed_steps(trainer, shapes.steps)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else math.nan
+    tokens = shapes.batch_size * shapes.max_length
+    report(step_seconds=seconds, tokens_per_second=tokens / seconds, peak_gb=peak / 1e9)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_overlapped_target_forward_gives_the_same_losses(shapes, device, tmp_path, report) -> None:
+    if device.type not in STREAMS:
+        pytest.skip(f"a {device.type} has no streams")
+    trainer = make_trainer(shapes, device, tmp_path)
+    assert trainer.ahead is not None
+    overlapped, losses = timed_steps(trainer, shapes.steps)
+    del trainer
+    free_memory()
+    trainer = make_trainer(shapes, device, tmp_path)
+    trainer.ahead = None
+    plain, expected = timed_steps(trainer, shapes.steps)
+    report(gain=plain / overlapped)
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+def test_sharded_parameters_give_the_same_losses(
+    shapes, device, tmp_path, monkeypatch, report
+) -> None:
+    """FSDP2 in a world of one process: its hooks, optimizer and gathering, without traffic."""
+    whole, expected = timed_steps(make_trainer(shapes, device, tmp_path), shapes.steps)
+    free_memory()
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29577}
+    for name, value in (world | {"MASTER_ADDR": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, str(value))
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        # by default a world of one is not sharded
+        monkeypatch.setattr(
+            parallel, "wants_shards", lambda accelerator: isinstance(accelerator, Accelerator)
+        )
+        trainer = make_trainer(shapes, device, tmp_path)
+        assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in trainer.parameters)
+        sharded, losses = timed_steps(trainer, shapes.steps)
+    finally:
+        torch.distributed.destroy_process_group()
+    report(sharded_over_whole=sharded / whole)
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": False}], ids=["default", "compiled"])
+def test_drafted_rounds_write_the_tokens_of_eager_decoding(
+    options, shapes, device, tmp_path, report
+) -> None:
+    """In float32, over a few of the target's layers; with drafting and without."""
+    layers = min(4, shapes.config["num_hidden_layers"])
+    model = make_target(shapes.config | {"num_hidden_layers": layers}, device, "float32")
+    config = config_for_target(
+        FrozenTarget(model), "eagle3", draft_vocab_size=shapes.draft_vocab_size
+    )
+    target = FrozenTarget(model, config.tap_layers)
+    drafter = family_class("eagle3")(config).attach(target).to(device)
+    drafter.initialise_from(target)
+    export_drafter(drafter, tmp_path / "head", dtype=model.dtype)
+    drafting = {"model": str(tmp_path / "head"), "num_speculative_tokens": 4}
+    limits = {"max_num_seqs": 1, "max_model_len": shapes.prompt + shapes.written + 8}
+    ids = [3 + 7 * i % (model.vocab_size - 3) for i in range(shapes.prompt)]
+    params = SamplingParams(temperature=0, max_tokens=shapes.written, ignore_eos=True)
+
+    def tokens(llm: LLM, speculate: bool) -> list[int]:
+        began = time.perf_counter()
+        (output,) = llm.generate(
+            {"prompt_token_ids": ids}, params, use_tqdm=False, speculate=speculate
+        )
+        report(
+            drafting=speculate, ms_per_token=1e3 * (time.perf_counter() - began) / shapes.written
+        )
+        return list(output.outputs[0].token_ids)
+
+    eager = LLM(target, speculative_config=drafting, enforce_eager=True, **limits)
+    expected = tokens(eager, speculate=False)
+    assert tokens(eager, speculate=True) == expected
+    del eager
+    free_memory()
+    other = LLM(target, speculative_config=drafting, **limits, **options)
+    other.warm_up()
+    assert [tokens(other, speculate=speculate) for speculate in (False, True)] == [expected] * 2
+
+
+def test_quickstart_passes_its_gates(device, tmp_path, report) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    command += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
+    command += ["--dynamo_backend", "no", str(ROOT / "train" / "eagle.py")]
+    command += [str(ROOT / "recipes/quickstart/eagle3.yaml"), f"output_dir={tmp_path}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if device.type == "cpu":
+        command += SHORT
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    summary = json.loads((tmp_path / "acceptance.json").read_text())["summary"]
+    names = ("t0.acceptance_length", "t1.acceptance_length", "t0.speedup_vs_autoregressive")
+    report(**{name: summary[name] for name in names if summary.get(name) is not None})
+    assert summary["lossless_mismatches"] == 0
