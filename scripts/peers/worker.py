@@ -160,7 +160,7 @@ class Ours:
             scales = scales / counts.clamp(min=1)
         ids, offset = self.module.draft_to_target, torch.zeros((), device=s.device)
         if ids is None:
-            return lambda: float(self.trainer._micro_step(features, scales).loss)
+            return lambda: float(self.trainer._micro_step(features, scales)[-1])
         unroll, rows = type(self.module).unroll, features.last_hidden[0].split(128)
         mass = torch.cat(
             [self.trainer.target.logits(r).float().softmax(-1)[:, ids].sum(-1) for r in rows]
@@ -175,7 +175,7 @@ class Ours:
         def step() -> float:
             self.module.unroll = weighed
             offset.zero_()
-            loss = self.trainer._micro_step(features, scales).loss
+            loss = self.trainer._micro_step(features, scales)[-1]
             return float(loss - offset)
 
         return step

@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,7 @@ from train.trainer.batches import MicroStep, StepRows
 from train.trainer.joint_target import JointTarget
 from train.trainer.optimizers import learning_rate, make_optimizer, optimizer_state
 from train.trainer.parallel import spread, whole
-from train.trainer.telemetry import Telemetry, timed
+from train.trainer.telemetry import Telemetry
 
 EXPECTED, ERROR = (
     "expected_acceptance_length",
@@ -66,30 +66,6 @@ class Interrupted(Exception):
     """The run was asked to stop (SIGTERM, SIGINT); its checkpoint is on disk."""
 
 
-@dataclass(frozen=True)
-class StepTotals:
-    """Sums over the terms of a micro-step, or of a whole step; float32 on the device, without
-    gradients."""
-
-    acceptance: Tensor  # [K] sum of alpha at each depth
-    agreement: Tensor  # [K] terms of each depth whose argmax is the target's
-    length_sum: Tensor  # [] in-loop acceptance lengths
-    length_count: Tensor  # [] anchors they were measured at
-    loss: Tensor  # []
-
-    def flatten(self) -> Tensor:
-        """[2K + 3]: one message for all sums."""
-        return torch.cat(
-            [getattr(self, field.name).detach().float().reshape(-1) for field in fields(self)]
-        )
-
-    @classmethod
-    def unflatten(cls, flat: Tensor, depths: int) -> StepTotals:
-        """The inverse of `flatten`; `depths`: K."""
-        acceptance, agreement, rest = flat.split([depths, depths, len(flat) - 2 * depths])
-        return cls(acceptance, agreement, *rest)
-
-
 def finite(value: Any) -> Any:
     """The value, or each of a list, with None for a float that is not finite: JSON has no NaN."""
     if isinstance(value, list):
@@ -99,33 +75,31 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Unread:
-    """A step whose figures are still on the device."""
+    """A step whose results are still on the device."""
 
     known: dict[str, Any]  # of its record, known to the host
-    numbers: Tensor  # float64: the totals, what `Telemetry.saw` counted [3], terms [K], norm
+    # float64: `Trainer._micro_step`'s sums [2K + 3], what `Telemetry.saw` counted [3], terms [K],
+    # the norm of the gradient
+    numbers: Tensor
 
     def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
         """(the record of the step, tokens [3]). Waits for the device. `depths`: K."""
-        sizes = [2 * depths + 3, 3, depths, 1]
-        flat, tokens, counts, (norm,) = self.numbers.cpu().split(sizes)
-        totals, known = StepTotals.unflatten(flat, depths), dict(self.known)
-        of_policy = known.pop("on_policy", None)
+        sizes = [depths, depths, 2, 1, 3, depths, 1]
+        accepted, agreed, lengths, loss, tokens, terms, norm = self.numbers.cpu().split(sizes)
+        known, count = dict(self.known), terms.clamp(min=1)
         record = {
             "step": known.pop("step"),
-            "loss": float(totals.loss),
+            "loss": float(loss),
             **known,
             "grad_norm": float(norm),
-            "acceptance_rate": (totals.acceptance / counts.clamp(min=1)).tolist(),
-            "top1_agreement": (totals.agreement / counts.clamp(min=1)).tolist(),
-            "in_loop_acceptance_length": (
-                float(totals.length_sum / totals.length_count) if totals.length_count else 1.0
-            ),
-            "terms": int(counts.sum()),
+            "acceptance_rate": (accepted / count).tolist(),
+            "top1_agreement": (agreed / count).tolist(),
+            "in_loop_acceptance_length": float(lengths[0] / lengths[1]) if lengths[1] else 1.0,
+            "terms": int(terms.sum()),
+            "supervised_tokens": int(tokens[-1]),
         }
         if not norm.isfinite():
             record["skipped"] = 1
-        record |= of_policy or {}
-        record["supervised_tokens"] = int(tokens[-1])
         return {name: finite(value) for name, value in record.items()}, tokens.tolist()
 
 
@@ -299,13 +273,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
-        sums = self._sum(
-            torch.cat([torch.stack([totals.flatten() for totals in measured]).sum(0), seen])
-        )
-        figures: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
+        sums = self._sum(torch.cat([torch.stack(measured).sum(0), seen]))
+        known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
-            figures["on_policy"] = self._on_policy_record(share)
-        return Unread(figures, torch.cat([each.double() for each in (sums, counts, norm[None])]))
+            known |= self._on_policy_record(share)
+        return Unread(known, torch.cat([each.double() for each in (sums, counts, norm[None])]))
 
     def _features(
         self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]
@@ -315,9 +287,9 @@ class Trainer:
         begun = self.ahead.take(rows) if self.ahead is not None else None
         return begun or self._looked(known.of, rows, batch)
 
-    @timed("target")
     def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
-        return features(*given)
+        with self.telemetry.phase("target"):
+            return features(*given)
 
     def _coming(self, number: int) -> list[int]:
         """The rows of this step's micro-step `number`, of the next one's first after the last; none
@@ -327,25 +299,29 @@ class Trainer:
             step, number = step + 1, 0
         return self.chosen(self.step_rows.of(step)[number]) if step != self.total_steps else []
 
-    @timed("drafter")
     def _micro_step(
         self,
         features: TargetFeatures,
         row_weights: Tensor,
         supervised: Tensor | None = None,
         last: bool = True,
-    ) -> StepTotals:
+    ) -> Tensor:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`:
-        tokens of the step that a target trained along has a loss on. `last`: of the
-        step, after which gradients are summed over processes."""
-        loss, totals = self.replica.run(lambda: self._loss(features, row_weights, supervised), last)
-        loss.backward()
-        return totals
+        tokens of the step that a target trained along has a loss on. `last`: of the step, after
+        which gradients are summed over processes. Returns sums over the terms, float32 on the
+        device [2K + 3]: alpha [K], terms whose argmax is the target's [K], in-loop acceptance
+        lengths and the anchors they were measured at, and the loss."""
+        with self.telemetry.phase("drafter"):
+            loss, sums = self.replica.run(
+                lambda: self._loss(features, row_weights, supervised), last
+            )
+            loss.backward()
+        return sums
 
     def _loss(
         self, features: TargetFeatures, row_weights: Tensor, supervised: Tensor | None
-    ) -> tuple[Tensor, StepTotals]:
-        """The loss of one batch, and the sums measured on it. Both stay on the device."""
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of one batch, and the sums that `_micro_step` returns."""
         with self.accelerator.autocast():
             steps = list(self.module.unroll(features, len(row_weights)))
             if self.position.measured:
@@ -355,9 +331,8 @@ class Trainer:
                 loss = loss + self.joint.loss(features, supervised)
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
-        acceptance = torch.stack([p.alpha_sum for p in parts]).detach()
-        agreement = torch.stack([p.agreement_sum for p in parts])
-        return loss, StepTotals(acceptance, agreement, *lengths, loss.detach())
+        sums = [part.alpha_sum for part in parts] + [part.agreement_sum for part in parts]
+        return loss, torch.stack([each.detach().float() for each in (*sums, *lengths, loss)])
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
@@ -435,14 +410,13 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
-    @timed("data")
     def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
-        """The rows of a micro-step: of the data, or of texts drafted on-policy."""
-        if self.on_policy is not None and self.on_policy.wants(
-            self.state.step, micro.number, share
-        ):
-            return self.on_policy.rows(micro.places, self.step_rows.rows_per_step)
-        return self.features, self.chosen(micro)
+        """The rows of a micro-step: of the data, or of texts written on-policy."""
+        policy, step = self.on_policy, self.state.step
+        with self.telemetry.phase("data"):
+            if policy is not None and policy.wants(step, micro.number, share):
+                return policy.rows(micro.places, self.step_rows.rows_per_step)
+            return self.features, self.chosen(micro)
 
     def _numbers(self, step: int) -> list[int]:
         """Numbers of a step's micro-steps, of all processes."""
