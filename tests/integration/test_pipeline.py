@@ -129,7 +129,7 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
     with pytest.raises(
         ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"
     ):
-        cache_features(recipe, [*other, "features.encoding=int4"])
+        cache_features(recipe, [*other, "features.encoding=rotated4"])
 
 
 @pytest.mark.integration

@@ -5,8 +5,6 @@ of tokens can be read alone.
 
     exact       the numbers as they are
     bf16        rounded to bfloat16: exact for a bfloat16 target
-    fp8         e4m3, one scale per vector
-    int4        -7 .. 7, one scale per 64 numbers
     rotated2 .. rotated8
                 rotated by a random Hadamard matrix, which spreads a few large channels over many
                 and makes the numbers nearly normal; then the best levels for a normal distribution
@@ -26,9 +24,8 @@ from torch import Tensor
 
 from speculators.errors import ConfigError
 
-GROUP = 64  # numbers that share a scale in int4
 BLOCK = 256  # numbers that are rotated together and share a scale, at most
-FP8_MAX = 448.0  # of e4m3
+SMALLEST_BLOCK = 64  # narrower ones would be mostly scales
 TINY = torch.finfo(torch.bfloat16).tiny  # the smallest divisor
 
 
@@ -70,127 +67,59 @@ class Plain(Encoding):
         return _numbers(payload, self.stored).to(self.dtype)
 
 
-class Scaled(Encoding):
-    """Groups of numbers, each with a scale in bfloat16 and codes; the scales come first."""
-
-    group: int  # numbers with one scale
-    bits: int  # of one code
-
-    @property
-    def groups(self) -> int:
-        return -(-self.width // self.group)
-
-    @property
-    def bytes_per_vector(self) -> int:
-        return 2 * self.groups + self.groups * self.group * self.bits // 8
-
-    def encode(self, vectors: Tensor) -> Tensor:
-        padding = self.groups * self.group - self.width
-        grouped = torch.nn.functional.pad(vectors.float(), (0, padding)).unflatten(
-            -1, (self.groups, self.group)
-        )
-        scales, codes = self._codes(grouped)
-        return torch.cat([_bytes(scales.squeeze(-1)), codes.flatten(-2)], dim=-1)
-
-    def decode(self, payload: Tensor) -> Tensor:
-        scales = _numbers(payload[..., : 2 * self.groups], torch.bfloat16).float().unsqueeze(-1)
-        codes = payload[..., 2 * self.groups :].unflatten(
-            -1, (self.groups, self.group * self.bits // 8)
-        )
-        return self._values(scales, codes).flatten(-2)[..., : self.width].to(self.dtype)
-
-    @abstractmethod
-    def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., groups, group] -> scales bfloat16 [..., groups, 1], codes uint8 [..., groups,
-        bytes]."""
-
-    @abstractmethod
-    def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """float32 scales [..., groups, 1], uint8 codes [..., groups, bytes] -> [..., groups,
-        group]."""
-
-
-class Fp8(Scaled):
-    """e4m3 with one scale per vector, whose range its exponents cover."""
-
-    bits = 8
-
-    def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
-        super().__init__(name, width, dtype)
-        self.group = width
-
-    def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        scales = (grouped.abs().amax(-1, keepdim=True) / FP8_MAX).to(torch.bfloat16)
-        fitted = _divided(grouped, scales).clamp(-FP8_MAX, FP8_MAX)  # the scale was rounded
-        return scales, fitted.to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
-        return codes.contiguous().view(torch.float8_e4m3fn).float() * scales
-
-
-class Int4(Scaled):
-    """Symmetric, in groups; the error is at most half a step, a fourteenth of the largest number of
-    the group."""
-
-    bits, group, largest = 4, GROUP, 7
-
-    def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        scales = (grouped.abs().amax(-1, keepdim=True) / self.largest).to(torch.bfloat16)
-        steps = _divided(grouped, scales).round().clamp(-self.largest, self.largest)
-        return scales, pack_bits((steps + self.largest).to(torch.uint8), self.bits)
-
-    def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
-        return (unpack_bits(codes, self.bits).float() - self.largest) * scales
-
-
-class Rotated(Scaled):
-    """A random rotation, then the best levels for a normal distribution."""
+class Rotated(Encoding):
+    """A random rotation of each block of numbers, then the best levels for a normal distribution:
+    a scale in bfloat16 per block, then the codes."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype, bits: int) -> None:
         super().__init__(name, width, dtype)
         self.bits = bits
-        self.group = max(
-            math.gcd(width, BLOCK), GROUP
-        )  # narrower blocks would be mostly scales: padded instead
+        self.block = max(math.gcd(width, BLOCK), SMALLEST_BLOCK)  # a width is padded to blocks
+        self.blocks = -(-width // self.block)
 
-    def _codes(self, grouped: Tensor) -> tuple[Tensor, Tensor]:
-        rotated = grouped @ _rotation(self.group, grouped.device)
-        largest = (
-            rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)
-        )  # squares of the numbers themselves may overflow
-        scales = (largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()).to(
-            torch.bfloat16
-        )
-        edges = normal_levels(self.bits)[1].to(grouped.device)
-        return scales, pack_bits(
-            torch.bucketize(_divided(rotated, scales), edges).to(torch.uint8), self.bits
-        )
+    @property
+    def bytes_per_vector(self) -> int:
+        return 2 * self.blocks + self.blocks * self.block * self.bits // 8
 
-    def _values(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def encode(self, vectors: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(
+            vectors.float(), (0, self.blocks * self.block - self.width)
+        )
+        rotation = _rotation(self.block, padded.device)
+        rotated = padded.unflatten(-1, (self.blocks, self.block)) @ rotation
+        # squares of the numbers themselves may overflow
+        largest = rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)
+        root_mean_square = largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()
+        scales = root_mean_square.to(torch.bfloat16)
+        edges = normal_levels(self.bits)[1].to(rotated.device)
+        # the scale of zeros is 0, and zeros come back
+        codes = torch.bucketize(rotated / scales.float().clamp(min=TINY), edges).to(torch.uint8)
+        packed = pack_bits(codes, self.bits).flatten(-2)
+        return torch.cat([_bytes(scales.squeeze(-1)), packed], dim=-1)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        scales = _numbers(payload[..., : 2 * self.blocks], torch.bfloat16).float().unsqueeze(-1)
+        codes = payload[..., 2 * self.blocks :].unflatten(
+            -1, (self.blocks, self.block * self.bits // 8)
+        )
         levels = normal_levels(self.bits)[0].to(codes.device)
         rotated = levels[unpack_bits(codes, self.bits).int()] * scales
-        return rotated @ _rotation(self.group, codes.device).T
+        vectors = (rotated @ _rotation(self.block, codes.device).T).flatten(-2)
+        return vectors[..., : self.width].to(self.dtype)
 
 
-NAMES = ("exact", "bf16", "fp8", "int4", *(f"rotated{bits}" for bits in range(2, 9)))
+NAMES = ("exact", "bf16", *(f"rotated{bits}" for bits in range(2, 9)))
 
 
 def make_encoding(name: str, width: int, dtype: torch.dtype) -> Encoding:
     """The encoding `name` for hidden states of `width` numbers in the target's `dtype`."""
-    if name.startswith("rotated") and name in NAMES:
+    if name not in NAMES:
+        raise ConfigError(
+            f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}"
+        )
+    if name.startswith("rotated"):
         return Rotated(name, width, dtype, int(name.removeprefix("rotated")))
-    match name:
-        case "exact":
-            return Plain(name, width, dtype, dtype)
-        case "bf16":
-            return Plain(name, width, dtype, torch.bfloat16)
-        case "fp8":
-            return Fp8(name, width, dtype)
-        case "int4":
-            return Int4(name, width, dtype)
-    raise ConfigError(
-        f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}"
-    )
+    return Plain(name, width, dtype, dtype if name == "exact" else torch.bfloat16)
 
 
 def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.dtype) -> int:
@@ -238,11 +167,6 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 def _numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
     return payload.contiguous().view(dtype)
-
-
-def _divided(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Divides by the stored scales, in bfloat16; the scale of zeros is 0, and zeros come back."""
-    return numbers / scales.float().clamp(min=TINY)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -529,8 +529,6 @@ def split_gate(name: str) -> tuple[float | None, str]:
 EncodingName = Literal[
     "exact",
     "bf16",
-    "fp8",
-    "int4",
     "rotated2",
     "rotated3",
     "rotated4",
