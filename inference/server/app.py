@@ -94,7 +94,11 @@ class Server:
         return Response()
 
     async def page(self, http: Request) -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=PAGE_HEADERS)
+        """As a chat where the model has a template, else with a text to be continued."""
+        text = PAGE.read_text(encoding="utf-8")
+        if self.options.chat_template or self.llm.get_tokenizer().chat_template:
+            text = text.replace('id="chat"', 'id="chat" checked', 1)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     def _card(self, name: str) -> dict[str, Any]:
         """APIError 404 for a model that is not served."""
