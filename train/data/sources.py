@@ -18,7 +18,7 @@ from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.readers import rows_of
 from train.data.stdlib_source import completions
-from train.recipe.data_sections import Columns, Source
+from train.recipe.data_sections import Source
 
 Message = dict[str, Any]
 
@@ -149,7 +149,7 @@ def parse_row(
     workload: str | None = None,
     default_workload: str = "default",
     field: str = "auto",
-    columns: Columns | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Example:
     """One row of a file or dataset as an Example; keys with null values (columns filled up by
     Arrow) count as absent. Raises BadRow for a damaged one.
@@ -178,7 +178,7 @@ def _example(
     workload: str | None,
     default_workload: str,
     field: str,
-    columns: Columns | None,
+    columns: Mapping[str, str] | None,
 ) -> Example:
     if not isinstance(row, Mapping):
         raise _bad(
@@ -218,16 +218,14 @@ def _example(
     return Example(label, origin, messages=tuple(messages), tools=_tools(row.get("tools")))
 
 
-def _renamed(row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], str]:
+def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """The row under the names that `field` knows, and the field."""
-    named = {ours: row[theirs] for ours, theirs in columns.model_dump().items() if theirs in row}
-    layout = next(
-        name for name in ("messages", "user", "prompt") if getattr(columns, name) is not None
-    )
+    named = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    layout = next(name for name in ("messages", "user", "prompt") if name in columns)
     if layout not in named:
-        column = getattr(columns, layout)
         what = (
-            f"the row has no column {column!r}, which columns.{layout} names; it has {_names(row)}"
+            f"the row has no column {columns[layout]!r}, which columns.{layout} names; it has"
+            f" {_names(row)}"
         )
         raise _bad("missing_column", what)
     named = {name: row[name] for name in ("tools", "workload") if name in row} | named
@@ -235,8 +233,8 @@ def _renamed(row: Mapping[str, Any], columns: Columns) -> tuple[dict[str, Any], 
         return named, "completion"
     if layout == "messages":
         return named, "messages"
-    question = _text(named["user"], f"text in column {columns.user}")
-    if more := _text(named.get("input", ""), f"text in column {columns.input}").strip():
+    question = _text(named["user"], f"text in column {columns['user']}")
+    if more := _text(named.get("input", ""), f"text in column {columns.get('input')}").strip():
         question = f"{question}\n\n{more}"
     turns = [{"role": "user", "content": question}]
     if "assistant" in named:

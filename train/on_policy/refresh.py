@@ -137,8 +137,7 @@ class OnPolicy:
             TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
             for rollout in refresh.rollouts
         ]
-        data = self.recipe.data
-        rows = pack(texts, data.max_length, packing=data.packing)
+        rows = pack(texts, self.recipe.data.max_length)
         self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:

@@ -70,9 +70,7 @@ class RolloutWriter:
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         mine = slice(part[0], None, part[1])
-        temperatures = temperatures_of(
-            self.section.temperatures or sampling.temperatures, len(prompts)
-        )[mine]
+        temperatures = temperatures_of(sampling.temperatures, len(prompts))[mine]
         prompts, seeds = prompts[mine], seeds[mine]
         params = [
             SamplingParams(

@@ -136,7 +136,7 @@ class DataStage:
             self._report_bad()
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
-        packed = pack(rows, data.max_length, packing=data.packing)
+        packed = pack(rows, data.max_length)
         self.stages.say(f"      {statistics}; {len(packed)} packed rows")
         return packed
 

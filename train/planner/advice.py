@@ -20,7 +20,6 @@ KEYS: dict[str, Any] = {  # and the value that takes least memory; numbers in be
     "regenerate.batch_size": 1,
     "evaluation.lossless_check": False,
     "training.activation_checkpointing": True,
-    "training.loss_chunk_size": 64,
     "training.batch_size": 1,
     "target.sharding": "fsdp",
     "data.max_length": 256,
@@ -94,8 +93,6 @@ def _values(plan: Plan, recipe: Recipe, key: str) -> Iterator[tuple[str, Recipe]
     """Smaller and smaller values of a key: (how to write it, the recipe)."""
     section, _, name = key.partition(".")
     least, value = KEYS[key], getattr(getattr(recipe, section), name)
-    if key == "training.loss_chunk_size":
-        value = plan.stages[0].outline.chunk_size
     tried = [least] if value != least else []
     if type(least) is int:
         tried = [v for i in range(1, value.bit_length() + 1) if (v := value >> i) > least] + [

@@ -83,7 +83,7 @@ class Outline:
     def chunk_size(self) -> int:
         """Rows of the objective whose logits exist at once."""
         vocabulary = max(self.target.vocab_size, self.drafter.draft_vocab_size)
-        return self.recipe.training.loss_chunk_size or default_chunk_size(vocabulary, self.device)
+        return default_chunk_size(vocabulary, self.device)
 
     @property
     def tokens(self) -> int:
@@ -101,9 +101,7 @@ class Outline:
     @property
     def packed_rows(self) -> float:
         """Rows of `data.max_length` tokens; packed ones are nearly full."""
-        if self.recipe.data.packing:
-            return self.tokens / self.recipe.data.max_length
-        return float(sum(source.rows for source in self.sources))
+        return self.tokens / self.recipe.data.max_length
 
     def step_rows(self, processes: int = 1) -> StepRows:
         """The rows and micro-steps of an optimizer step on each process."""

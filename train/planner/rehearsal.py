@@ -79,12 +79,7 @@ def remembered(by: Callable[[Outline], tuple] = lambda plan: ()) -> Callable[[F]
 )
 def step(plan: Outline, rows: int) -> dict[str, Tally]:
     """Counts one micro-step over `rows` rows as "features", "drafter" and "loss"."""
-    training = plan.recipe.training.model_copy(update={"loss_chunk_size": plan.chunk_size})
-    recipe, packed, joint = (
-        plan.recipe.model_copy(update={"training": training}),
-        packed_rows(plan, rows),
-        _joint(plan),
-    )
+    packed, joint = packed_rows(plan, rows), _joint(plan)
     target, head = _target(plan, plan.target.dtype, joint is not None), _head(plan)
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.autocast == torch.bfloat16)
     process: Any = SimpleNamespace(
@@ -100,8 +95,9 @@ def step(plan: Outline, rows: int) -> dict[str, Tally]:
         _blocks_repeat(trace),
     ):
         trainer = Trainer(
-            recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint
+            plan.recipe, target, head, packed, accelerator=process, folder=Path(), joint=joint
         )
+        trainer.chunk_size = plan.chunk_size
         trainer.module.train()
         batch, objective = trainer.features.batch(range(rows)), trainer._objective
 
@@ -313,16 +309,12 @@ def _blocks_repeat(trace: Trace) -> Iterator[None]:
 def packed_rows(plan: Outline, count: int) -> list[PackedRow]:
     """Full rows of texts of the mean length, each with its response at the end; where nothing was
     counted all tokens are supervised, which costs the most."""
-    T, packing, rows = (
-        plan.recipe.data.max_length,
-        plan.recipe.data.packing,
-        sum(s.rows for s in plan.sources),
-    )
-    length = min(max(round(plan.tokens / rows), 2), T) if packing and plan.tokens and rows else T
+    T, rows = plan.recipe.data.max_length, sum(s.rows for s in plan.sources)
+    length = min(max(round(plan.tokens / rows), 2), T) if plan.tokens and rows else T
 
     def text(length: int) -> TokenRow:
         response = max(round(length * plan.supervised_share), 1)
         return TokenRow(np.zeros(length), np.arange(length) >= length - response)
 
     rest = [text(T % length)] * count if T % length else []
-    return pack([text(length)] * (count * (T // length)) + rest, T, packing=packing)
+    return pack([text(length)] * (count * (T // length)) + rest, T)

@@ -115,60 +115,38 @@ class StdlibSource(Section):
     )
 
 
-class Columns(Section):
-    """The columns of a data set; exactly one of messages, user and prompt decides what a row is."""
+COLUMNS = {  # what `columns` may name, and what it needs beside it
+    "messages": "",
+    "user": "",
+    "input": "user",
+    "assistant": "user",
+    "reasoning": "assistant",
+    "system": "",
+    "prompt": "",
+    "completion": "prompt",
+    "tools": "",
+    "workload": "",
+}
 
-    messages: Text | None = Field(
-        None, description="all turns, as {role, content} or {from, value}"
-    )
-    user: Text | None = Field(
-        None, description="the only message of the user, such as instruction or question"
-    )
-    input: Text | None = Field(
-        None, description="what is added to `user` after an empty line, where it is not empty"
-    )
-    assistant: Text | None = Field(
-        None, description="the answer to `user`; null: still to be written"
-    )
-    reasoning: Text | None = Field(
-        None, description="what the assistant thought before that answer"
-    )
-    system: Text | None = Field(None, description="the system prompt")
-    prompt: Text | None = Field(
-        None, description="text to go on with as it is, without the chat template"
-    )
-    completion: Text | None = Field(
-        None, description="how `prompt` goes on; null: still to be written"
-    )
-    tools: Text | None = Field(
-        None, description="JSON schemas of the tools; null: the column tools, if there is one"
-    )
-    workload: Text | None = Field(
-        None, description="the label in reports; null: the column workload, if there is one"
-    )
 
-    @model_validator(mode="after")
-    def _one_layout(self) -> Columns:
-        layouts = [
-            name for name in ("messages", "user", "prompt") if getattr(self, name) is not None
-        ]
-        if len(layouts) != 1:
-            raise ValueError(
-                "expected exactly one of messages, user, prompt, got"
-                f" {' and '.join(layouts) or 'none'}"
-            )
-        needs = {
-            "input": "user",
-            "assistant": "user",
-            "reasoning": "assistant",
-            "completion": "prompt",
-        }
-        for name, other in needs.items():
-            if getattr(self, name) is not None and getattr(self, other) is None:
-                raise ValueError(f"{name} needs {other}")
-        if self.prompt is not None and self.system is not None:
-            raise ValueError("system has no meaning beside prompt, which is continued as it is")
-        return self
+def check_columns(columns: dict[str, str]) -> dict[str, str]:
+    """ValueError unless the names are known, one of them decides what a row is, and each has what
+    it needs beside it."""
+    if unknown := sorted(set(columns) - set(COLUMNS)):
+        raise ValueError(f"expected names of {', '.join(COLUMNS)}, got {', '.join(unknown)}")
+    layouts = [name for name in ("messages", "user", "prompt") if name in columns]
+    if len(layouts) != 1:
+        given = " and ".join(layouts) or "none"
+        raise ValueError(f"expected exactly one of messages, user, prompt, got {given}")
+    for name in columns:
+        if (other := COLUMNS[name]) and other not in columns:
+            raise ValueError(f"{name} needs {other}")
+    if "prompt" in columns and "system" in columns:
+        raise ValueError("system has no meaning beside prompt, which is continued as it is")
+    return columns
+
+
+Columns = Annotated[dict[str, Text], AfterValidator(check_columns)]
 
 
 _KINDS = ("path", "name", "preset", "stdlib")
@@ -219,7 +197,12 @@ class Source(Section):
         ),
     )
     columns: Columns | None = Field(
-        None, description="columns of other names; null: those of `field`, or the preset's"
+        None,
+        description=(
+            "columns of other names, such as {user: instruction, input: context, assistant: output}"
+            " (also reasoning, system), {messages: turns} or {prompt: text, completion: rest}, and"
+            " tools, workload; null: those of `field`, or the preset's"
+        ),
     )
     workload: Text | None = Field(
         None,
@@ -312,7 +295,7 @@ class Source(Section):
                 "split": self.split or known.split,
             }
         if self.columns is None and self.field == "auto":
-            own["columns"] = Columns.model_validate(known.columns)
+            own["columns"] = dict(known.columns)
         return self.model_copy(
             update={"preset": None, "workload": self.workload or self.preset, **own}
         )
@@ -340,9 +323,6 @@ class DataSection(Section):
     )
     max_length: Annotated[int, Field(ge=8)] = Field(
         2048, description="tokens of a packed row; longer conversations are cut and counted"
-    )
-    packing: bool = Field(
-        True, description="several documents per row, attention kept apart by segment ids"
     )
     chat_template: Text | None = Field(
         None,

@@ -14,7 +14,7 @@ from inference.evaluation.suites import SUITES, default_path
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.recipe.data_sections import Dtype, Shares, Sources
+from train.recipe.data_sections import Dtype, Sources
 
 if TYPE_CHECKING:
     import torch
@@ -155,9 +155,6 @@ class TrainingSection(Section):
     save_every: PositiveInt | None = Field(
         None, description="steps between checkpoints; null: with every evaluation"
     )
-    loss_chunk_size: PositiveInt | None = Field(
-        None, description="tokens whose logits exist at once; null: by device and vocabulary"
-    )
     keep_features_gb: float = Field(
         0.0,
         ge=0,
@@ -246,13 +243,6 @@ class OnPolicySection(Section):
         None,
         description=(
             "target: speculative decoding; drafter: a draft model alone; null: drafter if it can"
-        ),
-    )
-    temperatures: Shares | None = Field(
-        None,
-        min_length=1,
-        description=(
-            "as in regenerate; null: those of regenerate, whose top_p and top_k hold here too"
         ),
     )
     max_new_tokens: PositiveInt = Field(

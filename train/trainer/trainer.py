@@ -164,6 +164,7 @@ class Trainer:
         self.stop_signal: int | None = None
         self.telemetry = Telemetry(accelerator.device)
         self.unread: list[Unread] = []
+        self.chunk_size: int | None = None  # of the objective; None: by device and vocabulary
         self.held_out = ""  # the newest held-out result, for the progress bar
         # steps between readings of what was measured; a CPU has nothing to wait for
         self.log_every = 1 if accelerator.device.type == "cpu" else 10
@@ -403,7 +404,7 @@ class Trainer:
             labels=features.input_ids.flatten().roll(-1)[index],
             mix=mix,
             draft_to_target=self.module.draft_to_target,
-            chunk_size=self.recipe.training.loss_chunk_size,
+            chunk_size=self.chunk_size,
             target_index=index,
         )
         return loss, metrics.split([len(s.hidden) for s in steps])

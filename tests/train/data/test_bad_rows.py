@@ -23,7 +23,7 @@ from train.data.packing import prepare_rows
 from train.data.prepare import askable, bad_rows, training_examples
 from train.data.readers import rows_of
 from train.data.sources import Example, load_sources, parse_row
-from train.recipe.data_sections import Columns, Source
+from train.recipe.data_sections import Source
 from train.recipe.recipe import Recipe, make_recipe
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -364,10 +364,10 @@ likely_rows = st.fixed_dictionaries(
 columns = st.sampled_from(
     [
         None,
-        Columns(messages="content"),
-        Columns(user="prompt", assistant="completion", system="system"),
-        Columns(prompt="text"),
-        Columns(user="from", input="value", assistant="user", reasoning="text", tools="tools"),
+        dict(messages="content"),
+        dict(user="prompt", assistant="completion", system="system"),
+        dict(prompt="text"),
+        dict(user="from", input="value", assistant="user", reasoning="text", tools="tools"),
     ]
 )
 

@@ -22,12 +22,11 @@ def test_a_writer_counts_the_drafts_of_its_texts(tiny_model, tmp_path, temperatu
     sizes = {
         "num_speculative_tokens": DRAFTS,
         "max_new_tokens": WRITTEN,
-        "temperatures": temperature,
     }
     data = {"train": [{"path": "chats.jsonl"}], "max_length": 25}
     tree = trainer.recipe.model_dump(mode="json") | {
         "on_policy": sizes,
-        "regenerate": {"batch_size": 3},
+        "regenerate": {"batch_size": 3, "temperatures": temperature},
         "data": data,
     }
     writer = RolloutWriter(trainer.target, type(trainer.recipe).model_validate(tree))

@@ -147,19 +147,14 @@ def test_a_step_without_memory_is_the_step(family, folder, tmp_path):
     plan = outline(make_recipe(tree(folder, family, mixed_precision="no")), device="cpu")
     drafter, target = made(plan, folder, family)
     trainer = Trainer(
-        plan.recipe.model_copy(
-            update={
-                "training": plan.recipe.training.model_copy(
-                    update={"loss_chunk_size": plan.chunk_size}
-                )
-            }
-        ),
+        plan.recipe,
         target,
         drafter,
         rehearsal.packed_rows(plan, 2),
         accelerator=Accelerator(cpu=True),
         folder=tmp_path,
     )
+    trainer.chunk_size = plan.chunk_size
     trainer.module.train()
     if family == "draft_model":
         drafter.runner  # noqa: B018 (its probes would be counted)
