@@ -34,8 +34,32 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+# In the order of work; `--help` lists them so.
+ORDER = (
+    "prepare",
+    "regenerate",
+    "plan",
+    "cache-features",
+    "train",
+    "compare",
+    "evaluate",
+    "try",
+    "inspect",
+    "export",
+    "push",
+    "generate",
+    "serve",
+    "bench",
+    "schema",
+)
+
+
 class Commands(TyperGroup):
     """The group of commands; prints the project's errors."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,8 +74,30 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options at 80 columns
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train drafters for speculative decoding, and prove that they help.",
 )
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        from inference.provenance import package_version
+
+        typer.echo(f"draftsmith {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and stop."
+        ),
+    ] = False,
+) -> None:
+    """Train drafters for speculative decoding, and prove that they help."""
 
 
 @app.command()
@@ -91,8 +137,8 @@ def train(
         bool, typer.Option("--dry-run", help="Print what would happen, and stop.")
     ] = False,
 ) -> None:
-    """Run a recipe: regenerate, train, export, measure, gate; again, it continues. Exit code 1: a
-    gate is missed."""
+    """Run a recipe: regenerate, train, export, measure, check the gates. The same command goes on
+    with a run that was stopped. Exit code 1: a gate is missed."""
     from train.pipeline.run import run
 
     with _resumable():

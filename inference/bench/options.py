@@ -175,7 +175,7 @@ class BenchOptions(BaseModel):
     )
     repeats: PositiveInt = option(1, "of every measurement, in turn; the advice's spread is theirs")
     draft_lengths: Annotated[tuple[NonNegativeInt, ...], CommaSeparated] = option(
-        (), "each K to advise on besides that of --speculative-config; 0: a drafter that waits"
+        (), "further numbers of drafts to measure; 0: a drafter that never drafts"
     )
     advised: str | None = option(
         None, "a speculative_config.json of an earlier --compare: measure it beside each K"

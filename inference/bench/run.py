@@ -141,8 +141,8 @@ async def _model_of(client: ServerClient, options: BenchOptions) -> tuple[str, i
     name = options.served_model_name or options.model
     try:
         cards = await client.models()
-    except RequestFailed:
-        if name is None:
+    except RequestFailed as failure:
+        if name is None or failure.reason == "connection":  # nothing listens
             raise
         return name, None
     name = name or cards[0]["id"]

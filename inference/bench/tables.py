@@ -31,6 +31,8 @@ TOTALS = (  # fields of a result
 )
 DRAFTING = ("acceptance_length", "acceptance_rate", "num_drafts", "draft_tokens", "accepted_tokens")
 
+LABELS = {"acceptance_rate": "acceptance rate, %"}
+
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Totals, latencies, acceptance if the server reports it, and errors."""
@@ -59,7 +61,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
             (f"first {n} accepted, %", f"{100 * rate:.1f}") for n, rate in enumerate(rates, 1)
         ]
         drafting = [
-            (name.replace("_", " "), _cell(result[f"spec_decode_{name}"])) for name in DRAFTING
+            (LABELS.get(name, name.replace("_", " ")), _cell(result[f"spec_decode_{name}"]))
+            for name in DRAFTING
         ]
         _print_table(console, "drafting (/metrics)", ("", ""), [*drafting, *positions])
     errors = Counter(error for error in result["errors"] if error)

@@ -26,7 +26,7 @@ from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import CheckpointError, ConfigError
-from speculators.hub import hub_trouble, split_revision
+from speculators.hub import hub_trouble, require_reachable, split_revision
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.longrope import original_length
 
@@ -71,6 +71,7 @@ def whole_config(
             )
         return whole_config(base, trust_remote_code=trust_remote_code)
     try:
+        require_reachable(name, revision)
         return AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
@@ -179,6 +180,7 @@ def load_tokenizer(
     name, revision = split_revision(str(source), None if tokenizer else revision)
     advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
+        require_reachable(name, revision)
         found = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )

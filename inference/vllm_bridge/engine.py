@@ -316,7 +316,7 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
     if head.family in NOT_IN_VLLM:
         raise ConfigError(
-            f"{drafting.drafter}: no recent vLLM serves the family {head.family}; measure it with --engine"
+            f"{drafting.drafter}: no recent vLLM serves the family {head.family}; use --engine"
             " draftsmith"
         )
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}

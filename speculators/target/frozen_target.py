@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from speculators.hub import hub_trouble, split_revision
+from speculators.hub import hub_trouble, require_reachable, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
 from speculators.target import longrope
@@ -157,6 +157,7 @@ class FrozenTarget(nn.Module):
             as_dtype(dtype)
         name, revision = split_revision(path_or_id, revision)
         try:
+            require_reachable(name, revision)
             model, info = auto_class_of(
                 name, revision=revision, trust_remote_code=trust_remote_code
             ).from_pretrained(

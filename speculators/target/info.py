@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from speculators.errors import CheckpointError, UnsupportedTarget
-from speculators.hub import hub_trouble
+from speculators.hub import hub_trouble, require_reachable
 from speculators.precision import as_dtype, own_device, running_dtype
 
 
@@ -73,6 +73,7 @@ def sketch_target(
     `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this
     machine would use."""
     try:
+        require_reachable(model, revision)
         whole = AutoConfig.from_pretrained(
             model, revision=revision, trust_remote_code=trust_remote_code
         )

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
@@ -524,3 +525,41 @@ def test_generate_refuses_what_it_cannot_use(target_folder):
     assert "not JSON" in refused(*ask, "{method: ngram}")
     assert "expected a JSON object" in refused(*ask, "[1]")
     assert "model is missing" in refused(*ask, '{"method": "eagle3"}')
+
+
+def test_help_is_readable_at_80_columns():
+    for command in get_command(app).commands:
+        shown = CliRunner().invoke(app, [command, "-h"], env={"COLUMNS": "80"})
+        assert shown.exit_code == 0
+        assert not re.search(r"--[\w-]*…", shown.output)
+    shown = CliRunner().invoke(app, ["evaluate", "--help"], env={"COLUMNS": "80"})
+    for name in ("--num-speculative-tokens", "--chat-template-kwargs", "--prompts-per-workload"):
+        assert name in shown.output
+
+
+def test_version_and_the_order_of_commands():
+    code, output = call("--version")
+    assert code == 0 and output.startswith("draftsmith ")
+    code, output = call("-h")
+    listed = [line.split()[0] for line in output.partition("Commands:")[2].splitlines() if line]
+    own = [listed.index(name) for name in ("prepare", "train", "evaluate", "export", "serve")]
+    assert code == 0 and own == sorted(own)
+
+
+def test_without_a_network_a_wrong_name_is_said_at_once(monkeypatch):
+    import huggingface_hub
+    from transformers import AutoConfig
+
+    from inference.entrypoints.loading import load_tokenizer, whole_config
+    from speculators.errors import CheckpointError
+
+    class NoNetwork:
+        def head(self, url, timeout):
+            raise ConnectionError(url)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", NoNetwork)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
+    for load in (whole_config, lambda name: load_tokenizer(name, None)):
+        with pytest.raises(CheckpointError, match="could not be reached"):
+            load("nobody/no-such-model")

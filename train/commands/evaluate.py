@@ -60,7 +60,10 @@ def evaluate(
     ] = None,
     suite_path: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Of each --suite in turn; default: suites/NAME.jsonl."),
+        typer.Option(
+            metavar="FILE",
+            help="File of a --suite, in their order; default: suites/NAME.jsonl.",
+        ),
     ] = None,
     chat_template_kwargs: Annotated[
         str,
@@ -98,11 +101,12 @@ def evaluate(
         bool | None,
         typer.Option(
             "--enforce-eager/--no-enforce-eager",
-            help="no: rounds of this runtime are compiled, before they are timed.",
+            help="--no-enforce-eager: torch.compile the rounds before they are timed (draftsmith).",
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Precision of the target; auto: its own. A recipe says its own.")
+        str,
+        typer.Option(help="Precision of the target; auto: that of its files."),
     ] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
 ) -> None:
