@@ -1,36 +1,32 @@
-"""Rounds at static shapes: the target's forward and the drafter's steps by torch.compile, on a GPU
-as CUDA graphs.
+"""Rounds at static shapes by torch.compile: the target's forward over the last token and the
+drafts, and the greedy chain of a drafter; on a GPU as CUDA graphs.
 
-What is compiled is what runs anyway, at the shapes of static_shapes.py, one recording per shape,
-made when a shape is first met. Prefill, trees of drafts and what decides over tokens stay as they
-are. What torch cannot compile as one graph is named in a warning and runs eager from then on, with
-the same outputs."""
+What is compiled is what runs anyway, at the shapes of static_shapes.py, when a shape is first met.
+Prefill, trees of drafts, sampled chains and what decides over tokens stay as they are. What torch
+cannot compile as one graph is named in a warning and runs eager from then on, with the same
+outputs."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from inference.compilation.compiled_step import CachedStep, Compiled, GoOn, Report
+from inference.compilation.cached_step import CachedStep
 from inference.compilation.config import Compilation
-from inference.compilation.static_shapes import Buckets, Shape, StaticRows, at_least, padded
-from inference.compilation.whole_chain import WholeChain
+from inference.compilation.static_shapes import Buckets, Shape, StaticRows
+from inference.compilation.whole_chain import WholeChain, has_chain
 from inference.kv_cache.memory_limit import KVMemory
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import HeadProposer
 from speculators.errors import ConfigError
-from speculators.families.attention_free import SlotwiseDrafter
-from speculators.families.autoregressive import ChainDrafter
-from speculators.families.draft_model.model import DraftModel
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.plain_decoder import TargetForward
 
@@ -38,6 +34,8 @@ if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
 logger = logging.getLogger(__name__)
+
+Report = Callable[[int, int], None]  # of graphs: how many there are, and how many there can be
 
 
 class CompiledRounds:
@@ -68,23 +66,41 @@ class CompiledRounds:
         width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
         buckets = Buckets(cache.max_rows, width, cache.max_len, compilation.row_sizes)
 
-        def make(shape: Shape) -> Callable[..., Any]:
-            def step(
-                placed: Tensor, keys: list[Tensor], values: list[Tensor], token_ids: Tensor
-            ) -> Any:
-                rows = StaticRows(placed[0], keys, values, shape)
-                positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
-                return target_forward(token_ids, positions, rows.mask(), rows.view())
+        def forward(
+            shape: Shape, placed: Tensor, keys: list[Tensor], values: list[Tensor], ids: Tensor
+        ) -> Any:
+            rows = StaticRows(placed[0], keys, values, shape)
+            positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
+            return target_forward(ids, positions, rows.mask(), rows.view())
 
-            return step
-
-        self.target = CachedStep(
-            f"the target {target.name_or_path}", make, cache, buckets, compilation
-        )
-        self.drafter = CompiledDrafter(compilation)
+        name = f"the target {target.name_or_path}"
+        make = partial(partial, forward)
+        self.target = CachedStep(name, make, cache, buckets, compilation)
+        self.chain: CachedStep | None = None
+        self._compilation = compilation
         if isinstance(proposer, HeadProposer) and compilation.drafter:
-            proposer.run_drafter(self.drafter)
+            proposer.run_drafter(self._chain_of)
         self._warned = False
+
+    def _chain_of(
+        self, drafter: Drafter, cache: RaggedCache, depth: int
+    ) -> tuple[Drafter, WholeChain | None]:
+        """The drafter as it is, and its greedy chains as one step, where it has them. `cache`: its
+        keys and values; `depth`: tokens of the longest chain."""
+        if not has_chain(drafter):
+            return drafter, None
+        cache.resize(cache.max_rows, cache.max_len)
+        buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
+        chain = WholeChain(drafter, cache, depth)
+        name = f"the chain of the drafter ({type(drafter).__name__})"
+        chain.step = self.chain = CachedStep(
+            name, chain.at, cache, buckets, self._compilation, ahead=depth - 1
+        )
+        return drafter, chain
+
+    @property
+    def steps(self) -> list[CachedStep]:
+        return [self.target] if self.chain is None else [self.target, self.chain]
 
     def warm_up(self, report: Report | None = None, limit_s: float = math.inf) -> None:
         """Compiles every shape that a round can have. Before any request, and after one round with
@@ -99,7 +115,7 @@ class CompiledRounds:
                 report(self.num_graphs, self.most_graphs)
             return perf_counter() - began < limit_s
 
-        for step in (self.target, *self.drafter.steps):
+        for step in self.steps:
             step.warm_up(go_on)
         if not go_on():
             logger.warning(
@@ -112,17 +128,17 @@ class CompiledRounds:
 
     def forget_target(self) -> None:
         """The target is made of other modules or memory: its steps are compiled anew."""
-        self.target.compiled.forget()
+        self.target.forget()
 
     @property
     def num_graphs(self) -> int:
-        """Steps compiled so far."""
-        return sum(len(step.compiled) for step in (self.target, *self.drafter.steps))
+        """Shapes compiled so far, of all steps."""
+        return sum(len(step) for step in self.steps)
 
     @property
     def most_graphs(self) -> int:
         """More are never compiled: one per shape."""
-        return self.target.buckets.most + self.drafter.most_graphs
+        return sum(step.buckets.most for step in self.steps)
 
     def forward(
         self, start: int, rows: int, token_ids: Tensor, proposal: Proposal | None
@@ -136,134 +152,7 @@ class CompiledRounds:
                 logger.warning("trees of drafts are not compiled: rounds that verify one run eager")
             self._warned = True
             return None
-        found = self.target(rows, token_ids)
-        return found and tuple(None if x is None else x[:rows, : token_ids.shape[1]] for x in found)
-
-
-class CompiledDrafter:
-    """Makes a twin of a drafter, with the same weights, whose steps along a chain are compiled."""
-
-    def __init__(self, compilation: Compilation) -> None:
-        self._compilation = compilation
-        self.steps: list[CachedStep | RowStep] = []
-        self.most_graphs = 0
-
-    def __call__(
-        self, drafter: Drafter, cache: RaggedCache, depth: int
-    ) -> tuple[Drafter, WholeChain | None]:
-        """The twin, and its greedy chains as one step, where it has them. `cache`: its keys and
-        values; `depth`: tokens of the longest chain."""
-        chain = None
-        name, twin = f"the drafter ({type(drafter).__name__})", copy.copy(drafter)
-        cache.resize(cache.max_rows, cache.max_len)
-        buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
-        if isinstance(drafter, SlotwiseDrafter):
-            twin.step = self._by_rows(name, drafter.step, buckets)  # type: ignore[attr-defined]
-            self.most_graphs = len(buckets.rows) * depth
-        elif isinstance(drafter, ChainDrafter) or (
-            isinstance(drafter, DraftModel) and drafter.token_map is None
-        ):
-            twin._extend = self._extending(name, drafter, cache, buckets)  # type: ignore[union-attr]
-            twin.head = self._by_rows(f"the output head of {name}", drafter.head, buckets)  # type: ignore[method-assign]
-            chain = WholeChain(name, drafter, cache, buckets, self._compilation, depth)
-            self.steps.append(chain.step)
-            self.most_graphs = 2 * buckets.most + len(buckets.rows)
-        else:
-            why = (
-                "its steps have no fixed shape"
-                if isinstance(drafter, DraftModel)
-                else "its steps are not known"
-            )
-            warnings.warn(
-                f"LLM: {name} is not compiled and runs eager; outputs are the same: {why}",
-                stacklevel=2,
-            )
-        return twin, chain
-
-    def _extending(
-        self, name: str, drafter: ChainDrafter | DraftModel, cache: RaggedCache, buckets: Buckets
-    ) -> Callable[..., Tensor]:
-        original = drafter._extend
-
-        def make(shape: Shape) -> Callable[..., tuple[Tensor]]:
-            def step(
-                placed: Tensor, keys: list[Tensor], values: list[Tensor], *inputs: Any
-            ) -> tuple[Tensor]:
-                return (
-                    original(StaticRows(placed[0], keys, values, shape), 0, shape.rows, *inputs),
-                )
-
-            return step
-
-        step = CachedStep(name, make, cache, buckets, self._compilation)
-        self.steps.append(step)
-
-        def extend(
-            cache: RaggedCache, start: int, stop: int, token_ids: Tensor, *given: Any, **placed: Any
-        ) -> Tensor:
-            """As the drafter's own; some of `given` may be None."""
-            inputs = (token_ids, *(each for each in given if each is not None))
-            plain = (
-                len(inputs) <= 2
-                and not start
-                and not placed
-                and token_ids.shape[1] <= buckets.widths[-1]
-            )
-            found = step(stop, *inputs) if plain else None
-            if found is None:
-                return original(cache, start, stop, token_ids, *given, **placed)
-            return found[0][:stop, : token_ids.shape[1]]
-
-        return extend
-
-    def _by_rows(self, name: str, function: Callable[..., Any], buckets: Buckets) -> RowStep:
-        step = RowStep(name, function, buckets, self._compilation)
-        self.steps.append(step)
-        return step
-
-
-class RowStep:
-    """A function of tensors [b, …] and then numbers, compiled once per number of rows and for these
-    numbers."""
-
-    def __init__(
-        self, what: str, function: Callable[..., Any], buckets: Buckets, compilation: Compilation
-    ) -> None:
-        self.compiled = Compiled(what, compilation)
-        self._function, self._buckets = function, buckets
-        self._like: dict[
-            tuple, list[Tensor]
-        ] = {}  # one row of each input, by the numbers it was called with
-
-    def __call__(self, *given: Any) -> Any:
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        numbers, (b, *_) = given[len(tensors) :], tensors[0].shape
-        self._like.setdefault(numbers, [each[:1].clone() for each in tensors])
-        found = self._run(at_least(self._buckets.rows, b), numbers, tensors)
-        if found is None:
-            return self._function(*given)
-        cut = tuple(each[:b] for each in found)
-        return cut if len(cut) > 1 else cut[0]
-
-    def warm_up(self, go_on: GoOn = lambda: True) -> None:
-        """For every number of rows, with the numbers that it was called with so far, while
-        `go_on()`."""
-        for numbers, like in self._like.items():
-            for rows in self._buckets.rows:
-                if not go_on():
-                    return
-                self._run(rows, numbers, like)
-
-    def _run(
-        self, rows: int, numbers: tuple, tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, ...] | None:
-        def make() -> Callable[..., Any]:
-            function = self._function
-
-            def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-                outputs = function(*inputs, *numbers)
-                return outputs if isinstance(outputs, tuple) else (outputs,)
-
-            return step
-
-        return self.compiled.run((rows, *numbers), make, *(padded(each, rows) for each in tensors))
+        outputs = self.target(rows, token_ids)
+        if outputs is None:
+            return None
+        return tuple(None if x is None else x[:rows, : token_ids.shape[1]] for x in outputs)

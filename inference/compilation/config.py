@@ -3,7 +3,7 @@ Knows no model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,31 +13,13 @@ from speculators.errors import ConfigError
 
 MOST_ROWS = 8  # a round of so few takes its time by launches, which CUDA graphs save
 MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # vLLM's, by number
-OWN_WAY = (
-    frozenset(  # options of vLLM's that say how it compiles: its passes, its caches, its pieces
-        {
-            "cache_dir",
-            "compile_cache_save_format",
-            "compile_mm_encoder",
-            "compile_ranges_endpoints",
-            "compile_sizes",
-            "cudagraph_copy_inputs",
-            "cudagraph_num_of_warmups",
-            "cudagraph_specialize_lora",
-            "custom_ops",
-            "debug_dump_path",
-            "dynamic_shapes_config",
-            "fast_moe_cold_start",
-            "full_cuda_graph",
-            "inductor_passes",
-            "ir_enable_torch_wrap",
-            "pass_config",
-            "splitting_ops",
-            "use_cudagraph",
-            "use_inductor",
-            "use_inductor_graph_partition",
-        }
-    )
+# Fields of vLLM's that say how it compiles, with its passes, caches and pieces: no effect here.
+OWN_WAY = frozenset(
+    "cache_dir compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes"
+    " cudagraph_copy_inputs cudagraph_num_of_warmups cudagraph_specialize_lora custom_ops"
+    " debug_dump_path dynamic_shapes_config fast_moe_cold_start full_cuda_graph"
+    " inductor_compile_config inductor_passes ir_enable_torch_wrap pass_config splitting_ops"
+    " use_cudagraph use_inductor use_inductor_graph_partition".split()
 )
 
 
@@ -47,7 +29,7 @@ class Compilation:
 
     backend     of torch.compile cudagraphs  on a GPU, steps are recorded as CUDA graphs and
     replayed row_sizes   numbers of rows that batches are padded to; None: powers of two drafter
-    whether the drafter's steps are compiled too inductor    options of torch's inductor when_warm
+    whether the drafter's chain is compiled too when_warm
     only from `LLM.warm_up` on, and if the device has room for all keys and values: nobody asked for
     it"""
 
@@ -55,7 +37,6 @@ class Compilation:
     cudagraphs: bool = True
     row_sizes: tuple[int, ...] | None = None
     drafter: bool = True
-    inductor: dict[str, Any] = field(default_factory=dict)
     when_warm: bool = False
 
 
@@ -89,9 +70,6 @@ class CompilationConfig(BaseModel):
         None, min_length=1, description="what batches are padded to"
     )
     max_cudagraph_capture_size: int | None = Field(None, ge=1, description="the largest of them")
-    inductor_compile_config: dict[str, Any] = Field(
-        default_factory=dict, description="options of torch's inductor"
-    )
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -168,9 +146,7 @@ def read_compilation(
                 " enforce_eager=True"
             )
         backend = "cudagraphs"
-    return Compilation(
-        backend, cudagraphs, asked.row_sizes, not eager_drafter, asked.inductor_compile_config
-    )
+    return Compilation(backend, cudagraphs, asked.row_sizes, not eager_drafter)
 
 
 def _parse(config: dict[str, Any] | int | None) -> CompilationConfig:

@@ -8,36 +8,40 @@ by depth."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inference.compilation.compiled_step import CachedStep
-from inference.compilation.config import Compilation
-from inference.compilation.static_shapes import Buckets, Shape, StaticRows
+from inference.compilation.cached_step import CachedStep
+from inference.compilation.static_shapes import Shape, StaticRows
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import DraftInput
 from speculators.families.autoregressive import ChainDrafter
 from speculators.families.draft_model.model import DraftModel
 from speculators.vocab.draft_vocab import to_target_ids
 
+if TYPE_CHECKING:
+    from speculators.drafter import Drafter
+
+
+def has_chain(drafter: Drafter) -> bool:
+    """True if this drafter's greedy chains can be one step."""
+    if isinstance(drafter, DraftModel):
+        return drafter.token_map is None
+    return isinstance(drafter, ChainDrafter)
+
 
 class WholeChain:
-    """The `depth` best drafts of every row, for a drafter whose keys and values are in `cache`."""
+    """The `depth` best drafts of every row, for a drafter whose keys and values are in `cache`.
+    `step` is what `at` gives, compiled."""
 
-    def __init__(
-        self,
-        what: str,
-        drafter: ChainDrafter | DraftModel,
-        cache: RaggedCache,
-        buckets: Buckets,
-        compilation: Compilation,
-        depth: int,
-    ) -> None:
-        self._drafter, self._cache, self._depth = drafter, cache, depth
-        self.step = CachedStep(
-            f"the chain of {what}", self._at, cache, buckets, compilation, ahead=depth - 1
-        )
+    step: CachedStep
+
+    def __init__(self, drafter: Any, cache: RaggedCache, depth: int) -> None:
+        self._drafter = drafter
+        self._cache = cache
+        self._depth = depth
 
     def __call__(self, inputs: DraftInput) -> Tensor | None:
         """Token ids [b, depth], the new slots written to the cache; None: it is not compiled, and
@@ -53,7 +57,7 @@ class WholeChain:
             self._cache.advance(row, count)
         return found[0][: inputs.stop]
 
-    def _at(self, shape: Shape) -> Callable[..., tuple[Tensor]]:
+    def at(self, shape: Shape) -> Callable[..., tuple[Tensor]]:
         drafter, reads_tokens = self._drafter, isinstance(self._drafter, DraftModel)
         one, newest = (
             Shape(shape.rows, 1, shape.keys),
@@ -64,7 +68,7 @@ class WholeChain:
 
         def extend(rows: StaticRows, token_ids: Tensor, *state: Tensor) -> Tensor:
             known = drafter._known(token_ids) if reads_tokens else token_ids
-            return drafter._extend(rows, 0, shape.rows, known, *state)  # type: ignore[arg-type]
+            return drafter._extend(rows, 0, shape.rows, known, *state)
 
         def step(
             placed: Tensor,
@@ -80,7 +84,7 @@ class WholeChain:
                     (features[0] if reads_taps else None),
                     (features[-1] if reads_last else None),
                 )
-                state = (drafter.first_state(taps, last),)  # type: ignore[union-attr]
+                state = (drafter.first_state(taps, last),)
             states = extend(StaticRows(lengths, keys, values, shape), token_ids, *state)
             read, drafted = states[newest, counts - 1][:, None], []  # [R, 1, H]
             for k in range(depth):
