@@ -1,5 +1,5 @@
 """Prompts of this project with and without drafting, side by side: times, and whether the responses
-are the same.
+are the same. `draftsmith try` does the same for more methods and prompts of your own.
 
     python -m inference.offline --model=TARGET --speculative-model=DRAFTER --demo=chat
     --save-output=results.json
@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from inference.console import run
@@ -26,11 +24,14 @@ from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
 from inference.entrypoints.vllm_options import NGRAM
 from inference.evaluation.demo_prompts import demo_prompts
-from inference.evaluation.side_by_side import DEFAULT, Measured, SideBySide
+from inference.evaluation.side_by_side import (
+    DEFAULT,
+    SideBySide,
+    remarks,
+    results,
+    results_table,
+)
 from inference.provenance import environment
-from inference.report.build import paired_ratio, tokens_per_second
-from inference.report.cell import Spread
-from inference.report.measurement import LosslessCheck, TimedRun, TokenDifference
 from inference.sampling_params import SamplingParams
 from inference.whole_file import check_writable, write_whole
 from speculators.errors import ConfigError
@@ -67,9 +68,7 @@ def main(
     seed: Annotated[
         int, typer.Option(help="Of the first prompt's response, at temperatures above 0.")
     ] = 0,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed passes of each; medians are reported.")
-    ] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each; medians count.")] = 3,
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Responses written at the same time.")
     ] = 1,
@@ -115,8 +114,8 @@ def main(
     prompts = as_prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     console = Console()
-    with console.status(f"{len(prompts)} prompts, {len(runtimes.llms)} ways, {repeats} times each"):
-        measured = runtimes.run(prompts, params, repeats)
+    with console.status("loading") as status:
+        measured = runtimes.run(prompts, params, repeats, lambda text, _: status.update(text))
         drafting = [name for name in measured if name != DEFAULT and params.greedy]
         checks = {name: runtimes.compare(prompts, measured, name) for name in drafting}
     found = results(measured, checks)
@@ -125,7 +124,9 @@ def main(
         f"{demo}: {len(prompts)} prompts, T={temperature:g}, {versions['dtype']},"
         f" {versions['device']}"
     )
-    _show(console, found, checks, title, runtimes.llms[DEFAULT].get_tokenizer())
+    console.print(results_table(title, found))
+    for line in remarks(found, checks, runtimes.llms[DEFAULT].get_tokenizer()):
+        console.print(line, highlight=False, soft_wrap=True)
     text = json.dumps(
         {**found, "versions": versions, "arguments": arguments}, indent=2, ensure_ascii=False
     )
@@ -173,115 +174,6 @@ def as_prompts(
             "--demo chat: the tokenizer has no chat template; give one with --template FILE"
         )
     return chat_prompts(chats, tokenizer, {"add_generation_prompt": True, "chat_template": written})
-
-
-def results(
-    measured: dict[str, Measured], checks: dict[str, LosslessCheck]
-) -> dict[str, dict[str, Any]]:
-    """The saved results by way of decoding: outputs, timings, metrics (totals of all passes); with
-    drafting also `agree` and `speedup`.
-
-    `agree` is null where nothing can be compared: at temperatures above 0 only the distributions
-    are the same."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, one in measured.items():
-        found[name] = {
-            "outputs": [
-                {
-                    "prompt": output.prompt,
-                    "text": output.outputs[0].text,
-                    "token_ids": output.outputs[0].token_ids,
-                    "finish_reason": output.outputs[0].finish_reason,
-                }
-                for output in one.outputs
-            ],
-            "timings": _timings(one.runs),
-            "metrics": {
-                "passes": len(one.runs),
-                "output_tokens": sum(run.tokens for run in one.runs),
-                "acceptance_length": one.counters.acceptance_length,
-                **one.counters.to_dict(),
-            },
-        }
-        if name != DEFAULT:
-            speedup = paired_ratio(one.runs, measured[DEFAULT].runs)
-            found[name]["speedup"] = speedup.model_dump() if speedup else None
-            found[name]["agree"] = _agreement(checks[name]) if name in checks else None
-    return found
-
-
-def _timings(runs: Sequence[TimedRun]) -> dict[str, Any]:
-    return {
-        "seconds": Spread.of([run.seconds for run in runs]).model_dump(),
-        "tokens_per_second": Spread.of([tokens_per_second(run) for run in runs]).model_dump(),
-    }
-
-
-def _agreement(check: LosslessCheck) -> dict[str, Any]:
-    same = check.checked_prompts - len(check.details)
-    return {
-        "same": same,
-        "of": check.checked_prompts,
-        **check.model_dump(exclude={"checked_prompts"}),
-    }
-
-
-def _show(
-    console: Console,
-    found: dict[str, dict[str, Any]],
-    checks: dict[str, LosslessCheck],
-    title: str,
-    tokenizer: Any,
-) -> None:
-    """The ways as a table, and every first difference from the default in words."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("", no_wrap=True)
-    for heading in ("tokens", "seconds", "tokens/s", "τ", "speedup"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("as the default")
-    for name, one in found.items():
-        times, metrics, speedup = one["timings"], one["metrics"], one.get("speedup")
-        table.add_row(
-            name,
-            str(metrics["output_tokens"] // metrics["passes"]),
-            f"{times['seconds']['median']:.2f}",
-            f"{times['tokens_per_second']['median']:.1f}",
-            f"{metrics['acceptance_length']:.2f}",
-            f"{speedup['median']:.2f}" if speedup else "",
-            "" if name == DEFAULT else _verdict(one["agree"]),
-        )
-    console.print(table)
-    for name, check in checks.items():
-        for difference in check.details:
-            console.print(_explained(name, difference, tokenizer), highlight=False, soft_wrap=True)
-
-
-def _verdict(agree: dict[str, Any] | None) -> str:
-    if agree is None:
-        return "sampled"
-    if agree["same"] == agree["of"]:
-        return "yes"
-    rest = f"{agree['mismatches']} WRONG" if agree["mismatches"] else f"{agree['ties']} tied"
-    return f"{agree['same']} of {agree['of']} ({rest})"
-
-
-def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
-    """The first difference of one prompt, in words."""
-
-    def shown(token: int | None) -> str:
-        return "the end" if token is None else repr(tokenizer.decode([token]))
-
-    numbers = (
-        f"the two best logits are {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of"
-        " noise was measured"
-    )
-    why = f"a floating-point tie, {numbers}" if difference.tie else f"a mismatch: {numbers}"
-    return (
-        f"{name}, prompt {difference.prompt}, token {difference.position}:"
-        f" {shown(difference.token)} instead of {shown(difference.reference_token)}; {why}"
-    )
 
 
 if __name__ == "__main__":

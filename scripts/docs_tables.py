@@ -210,7 +210,7 @@ def _faults() -> list[str]:
 
 def _models() -> list[str]:
     """A table of fields for the file, and one for every model inside it."""
-    schema, lines = AcceptanceReport.model_json_schema(), list[str]()
+    schema, lines = AcceptanceReport.model_json_schema(mode="serialization"), list[str]()
     for name, model in {"The file": schema, **schema["$defs"]}.items():
         fields = (
             (field, _type(value), value["description"])

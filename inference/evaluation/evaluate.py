@@ -1,11 +1,11 @@
 """Measures an exported drafter, loaded strictly, on prompts of several workloads, for the
 acceptance report.
 
-Per workload and temperature: acceptance on many prompts in batches; the text that the target writes
-without drafting, and the acceptance that replay expects on it; times on a few prompts per repeat,
-with drafting, without, and of `transformers.generate`, one right after the other; the parts of a
-round alone. Then the lossless check in float32. The engine that is measured is any of engines.py.
-Rates are computed by inference.report.build."""
+Per workload and temperature: acceptance on many prompts in batches, and the acceptance that replay
+expects on the same text; at temperature 0 the text without drafting; times on a few prompts, the
+same in every repeat, with drafting, without, and of `transformers.generate`, one right after the
+other; the parts of a round alone. Then the lossless check in float32. The engine that
+is measured is any of engines.py. Rates are computed by inference.report.build."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from inference.evaluation.provenance import report_provenance
 from inference.evaluation.timing import Run, costs_of, interleaved, typical_context
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
-from inference.report.build import build_report
+from inference.report.build import build_report, num_output_tokens
 from inference.report.measurement import (
+    AUTOREGRESSIVE,
+    SPECULATIVE,
+    TRANSFORMERS,
     CellMeasurement,
-    Costs,
     LosslessCheck,
-    RequestRounds,
-    TimedRun,
 )
 from inference.report.schema import AcceptanceReport, Bound, SuiteFacts
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
 
 
@@ -80,13 +79,11 @@ class EvaluationSettings:
     per workload, which
                           settles the acceptance length over six workloads to about 1 %
     rows                  prompts in flight for these; acceptance does not depend on it, only the
-    waiting does timed_prompts         prompts of one timed pass, fresh ones in every repeat while
-    there are any, so that the median
-                          is not that of three texts
+    waiting does
+    timed_prompts         prompts of every timed pass, the same ones in every repeat
     repeats               interleaved passes: on, off, transformers, then in reverse; 0: nothing is
-    timed transformers_repeats  repeats that include `transformers.generate` on the first
-    `batch_size` prompts; 0 is off. It
-                          is slow, and only for reference
+                          timed
+    transformers          the passes include `transformers.generate`; it is slow, for reference
     batch_size            requests in flight while timing
     cost_trials           forwards of each kind in one isolated measurement
     lossless_prompts      prompts for the float32 comparison; 0 is off
@@ -101,7 +98,7 @@ class EvaluationSettings:
     rows: int = 32
     timed_prompts: int = 3
     repeats: int = 3
-    transformers_repeats: int = 1
+    transformers: bool = True
     batch_size: int = 1
     cost_trials: int = 5
     lossless_prompts: int = 4
@@ -183,19 +180,20 @@ def evaluate(
         )
     finally:
         measured.close()
+    for cell in cells:
+        cell.method = drafting.method
+        cell.engine = facts.engine
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
     not_asked = Counter[str | None]()
     for cell in cells:
         not_asked[cell.suite] += cell.turns_not_asked
-    told = [
+    measured_facts = [
         suite.facts.model_copy(update={"turns_not_asked": not_asked[suite.facts.name]})
         for suite in suites
     ]
-    return build_report(
-        [cell.build(drafting.method, facts.engine) for cell in cells], facts, gates, told
-    )
+    return build_report(cells, facts, gates, measured_facts)
 
 
 def _said(prompt: Sequence[int] | Chat) -> list[Any]:
@@ -204,60 +202,24 @@ def _said(prompt: Sequence[int] | Chat) -> list[Any]:
 
 
 @dataclass
-class CellBuilder:
-    """One (workload, temperature) while it is measured."""
+class CellRun(CellMeasurement):
+    """One (workload, temperature) while it is measured.
 
-    workload: str
-    temperature: float
-    prompts: list[Sequence[int]]  # of first turns, then of those that were asked after them
-    suite: str | None = None
-    chats: list[tuple[Chat, list[str]]] = field(
-        default_factory=list
-    )  # of the prompts asked last, and answers before
-    turns: int = 0  # prompts there will be, if all are asked
+    prompts     of first turns, then of those that were asked after them
+    chats       of the prompts asked last, with the answers before
+    baseline    responses without drafting"""
+
+    prompts: list[Sequence[int]] = field(default_factory=list)
+    chats: list[tuple[Chat, list[str]]] = field(default_factory=list)
     turns_not_asked: int = 0
-    drafted: list[RequestOutput] = field(default_factory=list)
-    baseline: list[RequestOutput] = field(
-        default_factory=list
-    )  # without drafting; empty if the engine always drafts
-    requests: list[RequestRounds] = field(default_factory=list)  # counters of `drafted`
-    runs: dict[str, list[TimedRun]] = field(
-        default_factory=dict
-    )  # by the fields of CellMeasurement
-    phase_seconds: Counter[str] = field(default_factory=Counter)  # of the speculative runs
-    costs: Costs | None = None
-    replay: list[ReplayResult] = field(
-        default_factory=list
-    )  # over `baseline`, or over `drafted` without one
-    replay_own_text: list[ReplayResult] = field(default_factory=list)  # over `drafted`
-    lossless: list[LosslessCheck] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        workload: str,
-        temperature: float,
-        prompts: Sequence[Sequence[int] | Chat],
-        suite: str | None,
-    ) -> CellBuilder:
-        chats = [
-            p if isinstance(p, Chat) else Chat(p, (), lambda answers: [], len(p)) for p in prompts
-        ]
-        turns = sum(1 + len(chat.later) for chat in chats)
-        return cls(
-            workload,
-            temperature,
-            [chat.prompt for chat in chats],
-            suite,
-            [(chat, []) for chat in chats],
-            turns,
-        )
+    baseline: list[RequestOutput] = field(default_factory=list)
 
     def go_on(self, text_of: Callable[[RequestOutput], str]) -> list[Sequence[int]]:
-        """Prompts of the turns that follow the latest responses in `drafted`; empty at the end of
-        all conversations."""
-        newest = self.drafted[len(self.drafted) - len(self.chats) :]
-        going_on, asked = [], []
+        """Prompts of the turns that follow the latest responses; empty at the end of all
+        conversations."""
+        newest = self.requests[len(self.requests) - len(self.chats) :]
+        going_on = []
+        asked = []
         for (chat, answers), output in zip(self.chats, newest, strict=True):
             if len(answers) == len(chat.later):
                 continue
@@ -272,28 +234,12 @@ class CellBuilder:
         self.prompts += asked
         return asked
 
-    def build(self, method: str, engine: str) -> CellMeasurement:
-        """The measurement of `method` in `engine`."""
-        return CellMeasurement(
-            self.workload,
-            self.temperature,
-            method,
-            self.requests,
-            **self.runs,
-            phase_seconds=self.phase_seconds,
-            costs=self.costs,
-            replay=self.replay,
-            replay_paired=bool(self.replay),
-            replay_own_text=self.replay_own_text,
-            lossless=self.lossless,
-            engine=engine,
-            suite=self.suite,
-        )
-
 
 def _cells_of(
-    workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
-) -> list[CellBuilder]:
+    workloads: Workloads,
+    suites: Sequence[MeasuredSuite],
+    settings: EvaluationSettings,
+) -> list[CellRun]:
     """By temperature, then workload, those of suites last. DataError or ConfigError if there is
     nothing to measure."""
     chosen: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
@@ -316,25 +262,35 @@ def _cells_of(
         raise ConfigError(
             "evaluate: no temperature to measure at; expected at least one, such as 0"
         )
-    return [
-        CellBuilder.of(name, t, prompts, suite)
-        for t in settings.temperatures
-        for suite, name, prompts in chosen
-    ]
+    k = settings.num_speculative_tokens
+    cells = []
+    for temperature in settings.temperatures:
+        for suite, name, prompts in chosen:
+            chats = [p if isinstance(p, Chat) else Chat(p, (), _no_turn, len(p)) for p in prompts]
+            cell = CellRun(name, temperature, "", k, suite=suite)  # method: once it is known
+            cell.chats = [(chat, []) for chat in chats]
+            cell.prompts = [chat.prompt for chat in chats]
+            cells.append(cell)
+    return cells
+
+
+def _no_turn(answers: Sequence[str]) -> Sequence[int]:
+    raise AssertionError("a prompt without later turns is not continued")
 
 
 class _Evaluation:
     def __init__(
         self,
         engine: MeasuredEngine,
-        cells: list[CellBuilder],
+        cells: list[CellRun],
         settings: EvaluationSettings,
         progress: Progress | None,
     ) -> None:
         self.engine, self.cells, self.settings = engine, cells, settings
-        self.progress, self.done, self.text = progress, 0.0, ""
-        timing = sum(self._timing_work(cell) for cell in self.cells)
-        self.total = self._acceptance_work(self.cells) + timing + self._lossless_work()
+        self.progress = progress
+        self.text = ""
+        self.done = 0
+        self.total = len(cells) * (3 + settings.repeats) + bool(settings.lossless_prompts)
 
     def measure(self) -> None:
         """Fills every cell, except for the check in float32. The engine has stopped afterwards."""
@@ -357,9 +313,9 @@ class _Evaluation:
             self._replay(cell)
             if cell.temperature == 0 and cell.baseline:
                 cell.lossless.append(
-                    self._compare(self.engine, cell.prompts, cell.baseline, cell.drafted)
+                    self._compare(self.engine, cell.prompts, cell.baseline, cell.requests)
                 )
-            self._advance(0.3 * self._acceptance_work([cell]))
+            self._advance(1)
 
     def _warm_up(self) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the
@@ -372,39 +328,34 @@ class _Evaluation:
         )
         for speculate in (True, False) if self.engine.drafting_off else (True,):
             self.engine.write(first, [short], speculate=speculate, batch=1)
-        if self.settings.transformers_repeats and self.engine.runs_transformers:
+        if self.settings.transformers and self.engine.runs_transformers:
             self.engine.transformers(first, short, 0)
 
     # ------------------------------------------------------------------ acceptance
 
-    def _accept(self, cells: Sequence[CellBuilder]) -> None:
-        """Responses with drafting and without, of all cells at once, so that the rows in flight
-        stay full."""
+    def _accept(self, cells: Sequence[CellRun]) -> None:
+        """Responses with drafting, and at temperature 0 without, of all cells at once, so that the
+        rows in flight stay full."""
         self._note(f"T={cells[0].temperature:g}: acceptance")
         asked = [list(cell.prompts) for cell in cells]
         while any(asked):  # turn after turn, each after the answers just written
             for cell, outputs in zip(
                 cells, self._generate(cells, asked, speculate=True, first_seed=0), strict=True
             ):
-                cell.drafted += outputs
+                cell.requests += outputs
             asked = [cell.go_on(self._text) for cell in cells]
-        for cell in cells:
-            cell.requests = [
-                RequestRounds.of(output, self.settings.num_speculative_tokens)
-                for output in cell.drafted
-            ]
-        self._advance(0.35 * self._acceptance_work(cells))
-        if self.engine.drafting_off:
+        self._advance(len(cells))
+        if self.engine.drafting_off and cells[0].temperature == 0:
             written = self._generate(
                 cells, [cell.prompts for cell in cells], speculate=False, first_seed=1_000
             )
             for cell, outputs in zip(cells, written, strict=True):
                 cell.baseline = outputs
-        self._advance(0.35 * self._acceptance_work(cells))
+        self._advance(len(cells))
 
     def _generate(
         self,
-        cells: Sequence[CellBuilder],
+        cells: Sequence[CellRun],
         asked: Sequence[Prompts],
         *,
         speculate: bool,
@@ -431,36 +382,27 @@ class _Evaluation:
             _tokens(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _replay(self, cell: CellBuilder) -> None:
-        """Expected acceptance on the drafted text, and on the target's own where that is another
-        text."""
+    def _replay(self, cell: CellRun) -> None:
+        """Expected acceptance on the text that drafting wrote."""
         if not self.engine.replayed(cell.temperature):
             return
-        cell.replay = self._expected(cell, cell.baseline or cell.drafted)
-        if not cell.baseline:
-            cell.replay_own_text = cell.replay
-            return
-        same = [_tokens(a) == _tokens(b) for a, b in zip(cell.drafted, cell.baseline, strict=True)]
-        others = iter(
-            self._expected(cell, [output for output, known in zip(cell.drafted, same) if not known])
-        )
-        cell.replay_own_text = [
-            result if known else next(others) for result, known in zip(cell.replay, same)
-        ]
-
-    def _expected(self, cell: CellBuilder, outputs: Sequence[RequestOutput]) -> list[ReplayResult]:
-        s, (target, drafter) = self.settings, self.engine.models
+        s = self.settings
+        target, drafter = self.engine.models
         assert drafter is not None
-        texts = [(output.prompt_token_ids, _tokens(output)) for output in outputs]
-        k = s.num_speculative_tokens
-        return expected_acceptance(
-            target, drafter, texts, cell.temperature, k, top_p=s.top_p, top_k=s.top_k
+        cell.replay = expected_acceptance(
+            target,
+            drafter,
+            [(output.prompt_token_ids, _tokens(output)) for output in cell.requests],
+            cell.temperature,
+            s.num_speculative_tokens,
+            top_p=s.top_p,
+            top_k=s.top_k,
         )
 
     # ------------------------------------------------------------------ times
 
-    def _time(self, cell: CellBuilder) -> None:
-        """Interleaved passes on fresh prompts each, and the isolated costs at this workload's
+    def _time(self, cell: CellRun) -> None:
+        """Interleaved passes on the same prompts each, and the isolated costs at this workload's
         context length."""
         s = self.settings
         if not s.repeats:
@@ -469,28 +411,22 @@ class _Evaluation:
         self._note(f"{where}, T={cell.temperature:g}: times")
         # at the middle of a typical response, appending as many slots to the head as a typical
         # round does
-        tau = acceptance_length(
-            sum(r.accepted for r in cell.requests), sum(r.num_drafts for r in cell.requests)
-        )
-        parts = self.engine.isolated_costs(typical_context(cell.drafted), s.batch_size, round(tau))
+        tau = round(acceptance_length(cell.num_accepted_tokens, cell.num_drafts))
+        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, tau)
         times: dict[str, list[float]] = {}
         for repeat in range(s.repeats):
-            for name, run in interleaved(
-                self._passes(cell, repeat), repeat, self.engine.device
-            ).items():
-                cell.runs.setdefault(name, []).append(run)
+            timed = interleaved(self._passes(cell), cell.workload, repeat, self.engine.device)
+            for name, run in timed.items():
+                cell.passes.setdefault(name, []).append(run)
             for name, values in parts.measure(s.cost_trials).items() if parts is not None else ():
                 times.setdefault(name, []).extend(values)
-            self._advance(self._timing_work(cell) / s.repeats)
+            self._advance(1)
         cell.costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
 
-    def _passes(self, cell: CellBuilder, repeat: int) -> dict[str, Run]:
-        s, total = self.settings, len(cell.prompts)
-        places = [
-            (repeat * s.timed_prompts + i) % total for i in range(min(s.timed_prompts, total))
-        ]
-        prompts = [cell.prompts[place] for place in places]
-        params = s.sampling(cell.temperature, [2_000 + 100 * repeat + place for place in places])
+    def _passes(self, cell: CellRun) -> dict[str, Run]:
+        s = self.settings
+        prompts = cell.prompts[: s.timed_prompts]
+        params = s.sampling(cell.temperature, [2_000 + place for place in range(len(prompts))])
 
         def timed(speculate: bool) -> tuple[int, int, int]:
             outputs = self.engine.write(
@@ -498,20 +434,22 @@ class _Evaluation:
             )
             if speculate:
                 cell.phase_seconds.update(self.engine.phase_seconds)
-            rounds = [RequestRounds.of(output, s.num_speculative_tokens) for output in outputs]
-            tokens = sum(r.output_tokens for r in rounds)
-            return tokens, sum(r.num_drafts for r in rounds), sum(r.accepted for r in rounds)
-
-        passes: dict[str, Run] = {"speculative": lambda: timed(True)}
-        if self.engine.drafting_off:
-            passes["autoregressive"] = lambda: timed(False)
-        if repeat < s.transformers_repeats and self.engine.runs_transformers:
-            few = prompts[: s.batch_size]
-            passes["transformers_generate"] = lambda: (
-                self.engine.transformers(few, params[0], s.seed + repeat),
-                0,
-                0,
+            return (
+                sum(num_output_tokens(output) for output in outputs),
+                sum(output.metrics.num_drafts for output in outputs),
+                sum(output.metrics.num_accepted_tokens for output in outputs),
             )
+
+        def transformers() -> tuple[int, int, int]:
+            starts = range(0, len(prompts), s.batch_size)
+            parts = [(prompts[i : i + s.batch_size], params[i]) for i in starts]
+            return sum(self.engine.transformers(*part, s.seed) for part in parts), 0, 0
+
+        passes: dict[str, Run] = {SPECULATIVE: lambda: timed(True)}
+        if self.engine.drafting_off:
+            passes[AUTOREGRESSIVE] = lambda: timed(False)
+        if s.transformers and self.engine.runs_transformers:
+            passes[TRANSFORMERS] = transformers
         return passes
 
     # ------------------------------------------------------------------ the same tokens
@@ -533,7 +471,6 @@ class _Evaluation:
         try:
             exact.prepare(prompts, s.max_tokens, [0.0])
             off = exact.write(prompts, params, speculate=False, batch=s.rows)
-            self._advance(0.6 * self._lossless_work())
             on = exact.write(prompts, params, speculate=True, batch=s.rows)
             start = 0
             for cell in cells:
@@ -542,7 +479,7 @@ class _Evaluation:
                 start = part.stop
         finally:
             exact.close()
-        self._advance(0.4 * self._lossless_work())
+        self._advance(1)
 
     def _compare(
         self,
@@ -555,33 +492,14 @@ class _Evaluation:
         k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(prompts))
         return compare_greedy(engine.target, prompts, *texts, num_speculative_tokens=k, rows=rows)
 
-    # ------------------------------------------------------------------ progress, in single steps
-    # of the target
-
-    def _acceptance_work(self, cells: Sequence[CellBuilder]) -> float:
-        return (
-            4.0 * sum(cell.turns for cell in cells) / self.settings.rows * self.settings.max_tokens
-        )
-
-    def _timing_work(self, cell: CellBuilder) -> float:
-        s = self.settings
-        timed = -(-min(s.timed_prompts, cell.turns) // s.batch_size) * s.max_tokens
-        reference = 1.3 * min(s.transformers_repeats, s.repeats) * s.max_tokens
-        return 1.5 * s.repeats * timed + reference + 3 * s.cost_trials * s.repeats
-
-    def _lossless_work(self) -> float:
-        s = self.settings
-        workloads = len({(cell.suite, cell.workload) for cell in self.cells})
-        return 5.0 * -(-s.lossless_prompts * workloads // s.rows) * s.max_tokens
-
-    def _advance(self, work: float) -> None:
-        self.done += work
+    def _advance(self, steps: int) -> None:
+        self.done += steps
         self._note(self.text)
 
     def _note(self, text: str) -> None:
         self.text = text
         if self.progress is not None:
-            self.progress(min(self.done / self.total, 1.0), text)
+            self.progress(self.done / self.total, text)
 
 
 def _tokens(output: RequestOutput) -> list[int]:

@@ -17,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.outputs import RequestOutput
-from inference.report.measurement import Costs, TimedRun
+from inference.report.measurement import Costs
+from inference.report.speed import TimedPass
 from inference.sampling.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter, DraftInput
@@ -30,17 +31,26 @@ Run = Callable[
 ]  # does one pass: output tokens, drafting rounds, accepted drafts
 
 
-def interleaved(passes: Mapping[str, Run], turn: int, device: torch.device) -> dict[str, TimedRun]:
-    """One timed run of each pass, one right after the other; every other `turn` in reverse
+def interleaved(
+    passes: Mapping[str, Run], workload: str, repeat: int, device: torch.device
+) -> dict[str, TimedPass]:
+    """One timed run of each pass, one right after the other; every other `repeat` in reverse
     order."""
-    names = list(passes) if turn % 2 == 0 else list(passes)[::-1]
+    names = list(passes) if repeat % 2 == 0 else list(passes)[::-1]
     timed = {}
     for name in names:
         _synchronize(device)
         started = perf_counter()
         tokens, num_drafts, num_accepted = passes[name]()
         _synchronize(device)
-        timed[name] = TimedRun(tokens, perf_counter() - started, num_drafts, num_accepted)
+        timed[name] = TimedPass(
+            workload=workload,
+            repeat=repeat,
+            tokens=tokens,
+            seconds=perf_counter() - started,
+            num_drafts=num_drafts,
+            num_accepted_tokens=num_accepted,
+        )
     return timed
 
 

@@ -1,125 +1,55 @@
-"""One cell of the acceptance report: one method on one workload at one temperature, and its parts.
+"""One cell of the acceptance report: one method on one workload at one temperature.
 
-A cell checks on construction that its counters agree with each other and with the rates beside
-them, so that an edited report does not load. The descriptions of the fields are their documentation
-(docs/acceptance-json.md)."""
+Counters and times are stored, every rate is a property computed from them. The descriptions of the
+fields are their documentation (docs/acceptance-json.md)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, computed_field
 
 from inference.metrics import acceptance_length, conditional_rates, joint_rates
-from inference.report.measurement import OUR_ENGINE, PHASES, LosslessCheck, Record
-from speculators.errors import DataError
+from inference.report.cost_model import efficiency, speedup_limit
+from inference.report.measurement import (
+    AUTOREGRESSIVE,
+    OUR_ENGINE,
+    PHASES,
+    SPECULATIVE,
+    TRANSFORMERS,
+    Costs,
+    LosslessCheck,
+)
+from inference.report.record import Record
+from inference.report.speed import Estimate, Speeds, TimedPass, stalled
 
-
-class Spread(Record):
-    """A repeated measurement: its median and quartiles, and the repeats themselves."""
-
-    median: float = Field(description="Median of the repeats.")
-    low: float = Field(
-        description="First quartile of the repeats (the only value, if there is one repeat)."
-    )
-    high: float = Field(
-        description="Third quartile of the repeats (the only value, if there is one repeat)."
-    )
-    repeats: list[float] = Field(
-        min_length=1, description="One value per interleaved repeat, in the order they ran."
-    )
-
-    @classmethod
-    def of(cls, repeats: list[float]) -> Spread:
-        """Median and quartiles (linear interpolation between the sorted repeats)."""
-        if not repeats:
-            raise DataError(
-                "a spread needs at least one repeat and got none: measure at least once"
-            )
-        low, median, high = np.quantile(repeats, (0.25, 0.5, 0.75)).tolist()
-        return cls(median=median, low=low, high=high, repeats=list(repeats))
+KINDS = {  # of timed passes, in words
+    SPECULATIVE: "drafting",
+    AUTOREGRESSIVE: "drafting off",
+    TRANSFORMERS: "transformers.generate",
+}
 
 
 class TokensPerSecond(Record):
-    """Output tokens per second of wall time, prefill included, over the whole cell."""
+    """Output tokens per second of wall time, prefill included, on the timed prompts."""
 
-    speculative: Spread = Field(description="This runtime, drafting on.")
-    autoregressive: Spread | None = Field(
-        default=None,
-        description="The same engine on the same prompts with drafting off; null if not measured.",
+    speculative: Estimate = Field(description="Drafting on.")
+    autoregressive: Estimate | None = Field(
+        default=None, description="The same engine with drafting off; null if not measured."
     )
-    transformers_generate: Spread | None = Field(
-        default=None,
-        description=(
-            "`transformers.generate` on the same prompts, for reference; null if not measured."
-        ),
-    )
-
-
-class TimeShares(Record):
-    """Fractions of the speculative runs' wall time; they sum to 1."""
-
-    draft: float = Field(description="Proposing tokens.")
-    verify: float = Field(description="The target's forward over the proposals, lm_head included.")
-    sample: float = Field(description="Logits to distributions, accept decisions, drawing tokens.")
-    schedule: float = Field(description="Admitting requests, assembling batches.")
-    commit: float = Field(
-        description="Appending tokens, rolling caches back, stop conditions, detokenising."
-    )
-    prefill: float = Field(description="The target's forwards over prompts.")
-    other: float = Field(description="Wall time that no phase claimed.")
-
-    @model_validator(mode="after")
-    def _sums_to_one(self) -> TimeShares:
-        total = sum(getattr(self, phase) for phase in PHASES)
-        if abs(total - 1.0) > 1e-6:
-            raise ValueError(
-                f"time shares sum to {total:.6f}, expected 1: shares are fractions of wall time"
-            )
-        return self
-
-
-class CostModel(Record):
-    """Limit of the speedup, from the parts measured alone; formulas in
-    `inference/report/cost_model.py`."""
-
-    target_step_ms: float = Field(
-        description="V(1): one target forward over one token per row, lm_head included."
-    )
-    verify_ms: float = Field(
-        description="V(K+1): one target forward over K+1 tokens per row, lm_head included."
-    )
-    draft_ms: float = Field(
-        description="D(K): one whole draft phase of K tokens per row (not per token)."
-    )
-    batch_size: int | None = Field(
-        default=None, description="Rows in the forwards that were timed."
-    )
-    context_length: int | None = Field(
-        default=None, description="Tokens already in the cache of each timed row."
-    )
-    limit_speedup: float = Field(description="τ · V(1) / (V(K+1) + D(K)), τ of the timed runs.")
-    efficiency: float | None = Field(
-        default=None,
-        description=(
-            "Measured `speedup_vs_autoregressive.median` ÷ `limit_speedup`: what sampling, "
-            "scheduling, committing and prefill leave of the limit. Null if the speedup was not "
-            "measured."
-        ),
+    transformers_generate: Estimate | None = Field(
+        default=None, description="`transformers.generate`; null if not measured."
     )
 
 
 class ExpectedAcceptance(Record):
-    """The acceptance length that training's replay expects, beside the one that was measured."""
+    """The acceptance length that training's replay expects on the very text that drafting wrote,
+    where only the accept decisions are left to chance."""
 
-    acceptance_length: float = Field(
-        description=(
-            "`expected_acceptance_length`: replay over text the target wrote at this temperature."
-        )
-    )
+    acceptance_length: float = Field(description="`expected_acceptance_length` by replay.")
     relative_difference: float = Field(
         description="(measured − expected) ÷ expected, measured = `acceptance_length`."
     )
@@ -130,53 +60,11 @@ class ExpectedAcceptance(Record):
         )
     )
     responses: int = Field(description="Responses the replay walked over.")
-    own_text_acceptance_length: float | None = Field(
-        default=None,
-        description=(
-            "The same replay over the very text that drafting wrote, where only the accept"
-            " decisions are left to chance; null if not computed."
-        ),
-    )
-    own_text_relative_difference: float | None = Field(
-        default=None, description="(measured − expected on its own text) ÷ the latter."
-    )
-    own_text_standard_error: float | None = Field(
-        default=None,
-        description=(
-            "Standard error of `own_text_relative_difference`: a much sharper test that training"
-            " and runtime compute the same."
-        ),
-    )
-
-    @property
-    def gap(self) -> tuple[float, float]:
-        """|measured − expected| ÷ expected and its standard error, over the same text if it was
-        replayed.
-
-        Over independent text the figure is mostly the difference between two samples of text.
-        """
-        if self.own_text_relative_difference is None:
-            return abs(self.relative_difference), self.standard_error
-        return abs(self.own_text_relative_difference), self.own_text_standard_error or 0.0
 
 
-class OutputPositionBin(Record):
-    """Acceptance of the rounds that start in one stretch of the output."""
-
-    start: int = Field(
-        description="First output index of the bin (0 is the token that prefill produced)."
-    )
-    stop: int = Field(description="One past the last output index of the bin.")
-    rounds: int = Field(
-        description=(
-            "Rounds whose anchor (the last committed token when they began) lies in the bin."
-        )
-    )
-    acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
-
-
-class TextPositionBin(Record):
-    """Acceptance of the rounds that start in one stretch of the text, prompt included."""
+class PositionBin(Record):
+    """Acceptance of the rounds with a draft that start in one stretch of the text, prompt
+    included."""
 
     start: int = Field(
         description="First position of the bin: a power of two; 0 is the prompt's first token."
@@ -184,10 +72,16 @@ class TextPositionBin(Record):
     stop: int = Field(description="One past the last position of the bin, twice `start`.")
     rounds: int = Field(
         description=(
-            "Rounds whose anchor (the last committed token when they began) lies in the bin."
+            "Rounds with a draft whose anchor (the last committed token when they began) lies in"
+            " the bin."
         )
     )
-    acceptance_length: float = Field(description="1 + accepted ÷ rounds, over these rounds.")
+    num_accepted_tokens: int = Field(description="Drafts accepted in them.")
+
+    @computed_field(description="1 + accepted ÷ rounds, over these rounds.")
+    @property
+    def acceptance_length(self) -> float:
+        return acceptance_length(self.num_accepted_tokens, self.rounds)
 
 
 class Cell(Record):
@@ -212,75 +106,45 @@ class Cell(Record):
         description="Prompts in the cell; of a suite, every turn of a conversation is one."
     )
     output_tokens: int = Field(description="Tokens produced, over all prompts, in one pass.")
-    num_drafts: int = Field(description="Rounds that verified a proposal.")
-    num_draft_tokens: int = Field(description="Tokens drafted in those rounds.")
-    num_accepted_tokens: int = Field(
-        description=(
-            "Drafted tokens that were accepted and committed (not those past the end of the text)."
-        )
+    num_rounds: int | None = Field(
+        description="Target forwards after the prefills, counted per request; null: not known."
     )
+    num_drafts: int = Field(description="Those of them that verified a proposal.")
+    num_draft_tokens: int = Field(description="Tokens drafted in those rounds.")
     num_accepted_past_end: int | None = Field(
         default=0,
         description=(
-            "Of them, those past the end of the text all the same, where an engine counts them and"
-            " does not say in which round; null: it counts them and does not say how many."
+            "Accepted drafts past the end of the text, where an engine counts them and does not say"
+            " in which round; null: it counts them and does not say how many."
         ),
     )
     num_accepted_tokens_per_pos: list[int] = Field(
         description="Accepted tokens by draft position 1…K."
     )
-    acceptance_length: float = Field(
-        description="τ, micro: 1 + num_accepted_tokens ÷ num_drafts over all rounds."
-    )
     acceptance_length_macro: float = Field(
         description=(
             "τ, macro: mean over requests of each request's own acceptance length (requests without"
-            " a round are left out)."
+            " a draft are left out)."
         )
     )
-    joint_acceptance_per_position: list[float | None] = Field(
-        description="P(first k drafts all accepted), k = 1…K; null without rounds."
-    )
-    conditional_acceptance_per_position: list[float | None] = Field(
-        description=(
-            "P(k-th draft accepted given the first k−1 were), k = 1…K; null where those never were."
-        )
-    )
-    histogram: list[int] = Field(
-        description="Rounds by number of accepted drafts, 0…K; sums to num_drafts."
-    )
-    acceptance_by_output_position: list[OutputPositionBin] = Field(
-        default=[], description="Acceptance length along the output, to show decay on long answers."
-    )
-    acceptance_by_text_position: list[TextPositionBin] = Field(
+    acceptance_by_position: list[PositionBin] = Field(
         default=[],
         description=(
             "Acceptance length by absolute position, prompt included, to show decay in long texts;"
-            " empty where an engine does not say what each round accepted."
+            " empty where an engine does not say what each round drafted."
         ),
     )
-    tokens_per_second: TokensPerSecond | None = Field(
-        default=None, description="Throughput; null if not timed."
-    )
-    speedup_vs_autoregressive: Spread | None = Field(
-        default=None,
+    passes: dict[str, list[TimedPass]] = Field(
+        default={},
         description=(
-            "Tokens per second with drafting ÷ without, same engine: one ratio per interleaved pair"
-            " of runs, then the median."
+            "Every timed pass, by kind: `speculative`, `autoregressive`, `transformers_generate`;"
+            " the same prompts in every repeat."
         ),
     )
-    speedup_vs_transformers: Spread | None = Field(
-        default=None,
-        description=(
-            "The same against `transformers.generate`; another engine, so named by its name."
-        ),
+    phase_seconds: dict[str, float] = Field(
+        default={}, description="Seconds by phase, over all speculative passes."
     )
-    time_shares: TimeShares | None = Field(
-        default=None, description="Where the speculative runs' time went."
-    )
-    cost_model: CostModel | None = Field(
-        default=None, description="The limit and how close the runtime came."
-    )
+    costs: Costs | None = Field(default=None, description="The parts of a round, timed alone.")
     expected: ExpectedAcceptance | None = Field(
         default=None, description="Acceptance that replay expects."
     )
@@ -288,6 +152,147 @@ class Cell(Record):
         default=[],
         description="Token equality checks of this cell (greedy cells; one entry per dtype).",
     )
+
+    @computed_field(
+        description="Drafted tokens that were accepted and committed (but `num_accepted_past_end`)."
+    )
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_tokens_per_pos)
+
+    @computed_field(
+        description=(
+            "τ, micro: 1 + num_accepted_tokens ÷ num_drafts, over all rounds with a draft (vLLM's"
+            " definition)."
+        )
+    )
+    @property
+    def acceptance_length(self) -> float:
+        return acceptance_length(self.num_accepted_tokens, self.num_drafts)
+
+    @computed_field(
+        description=(
+            "1 + num_accepted_tokens ÷ num_rounds: over all rounds, those without a draft too. It"
+            " is what the speedup goes by, and equals τ for drafters that always draft."
+        )
+    )
+    @property
+    def tokens_per_forward(self) -> float | None:
+        if self.num_rounds is None:
+            return None
+        return acceptance_length(self.num_accepted_tokens, self.num_rounds)
+
+    @computed_field(description="num_drafts ÷ num_rounds: share of the rounds with a draft.")
+    @property
+    def drafted_share(self) -> float | None:
+        return self.num_drafts / self.num_rounds if self.num_rounds else None
+
+    @computed_field(description="P(first k drafts all accepted), k = 1…K; null without rounds.")
+    @property
+    def joint_acceptance_per_position(self) -> list[float | None]:
+        return _known(joint_rates(self.num_accepted_tokens_per_pos, self.num_drafts))
+
+    @computed_field(
+        description=(
+            "P(k-th draft accepted given the first k−1 were), k = 1…K; null where those never were."
+        )
+    )
+    @property
+    def conditional_acceptance_per_position(self) -> list[float | None]:
+        return _known(conditional_rates(self.num_accepted_tokens_per_pos, self.num_drafts))
+
+    @computed_field(description="Rounds by number of accepted drafts, 0…K; sums to num_drafts.")
+    @property
+    def histogram(self) -> list[int]:
+        at_least = [self.num_drafts, *self.num_accepted_tokens_per_pos, 0]
+        return [-difference for difference in np.diff(at_least).tolist()]
+
+    @cached_property
+    def _speeds(self) -> Speeds | None:
+        return Speeds(self.passes, SPECULATIVE) if self.passes.get(SPECULATIVE) else None
+
+    @computed_field(
+        description=(
+            "Σ tokens ÷ Σ seconds over workloads, each with the median seconds per token of its"
+            " repeats; null if not timed."
+        )
+    )
+    @property
+    def tokens_per_second(self) -> TokensPerSecond | None:
+        if self._speeds is None:
+            return None
+        return TokensPerSecond.model_validate({kind: self._speeds.rate(kind) for kind in KINDS})
+
+    @computed_field(
+        description="`tokens_per_second.speculative` ÷ `.autoregressive`; null if not timed."
+    )
+    @property
+    def speedup_vs_autoregressive(self) -> Estimate | None:
+        return self._speeds and self._speeds.ratio(SPECULATIVE, AUTOREGRESSIVE)
+
+    @computed_field(
+        description="`tokens_per_second.speculative` ÷ `.transformers_generate`; another engine."
+    )
+    @property
+    def speedup_vs_transformers(self) -> Estimate | None:
+        return self._speeds and self._speeds.ratio(SPECULATIVE, TRANSFORMERS)
+
+    @computed_field(
+        description="Passes slower than 60 % of the median rate of their repeats, in words."
+    )
+    @property
+    def stalled_passes(self) -> list[str]:
+        return [
+            f"{run.workload}, {KINDS.get(kind, kind)}, repeat {run.repeat + 1}:"
+            f" {run.tokens / run.seconds:.0f} tokens/s, median {usual:.0f}"
+            for kind, some in self.passes.items()
+            for run, usual in stalled(some)
+        ]
+
+    @computed_field(
+        description=(
+            "Shares of the speculative passes' wall time by phase, and `other`, which no phase"
+            " claimed; null if not known."
+        )
+    )
+    @property
+    def time_shares(self) -> dict[str, float] | None:
+        wall = sum(run.seconds for run in self.passes.get(SPECULATIVE, []))
+        if not self.phase_seconds or not wall:
+            return None
+        total = max(wall, sum(self.phase_seconds.values()))
+        shares = {phase: self.phase_seconds.get(phase, 0.0) / total for phase in PHASES}
+        return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+
+    @computed_field(
+        description="τ · V(1) / (V(K+1) + D(K)), τ of the timed passes (of all, if none was timed)."
+    )
+    @property
+    def limit_speedup(self) -> float | None:
+        if self.costs is None:
+            return None
+        timed = self.passes.get(SPECULATIVE, [])
+        rounds = sum(run.num_drafts for run in timed)
+        accepted = sum(run.num_accepted_tokens for run in timed)
+        return speedup_limit(
+            acceptance_length(accepted, rounds) if rounds else self.acceptance_length,
+            step_cost=self.costs.target_step_ms,
+            verify_cost=self.costs.verify_ms,
+            draft_cost=self.costs.draft_ms,
+        )
+
+    @computed_field(
+        description=(
+            "`speedup_vs_autoregressive.value` ÷ `limit_speedup`: what sampling, scheduling,"
+            " committing and prefill leave of the limit."
+        )
+    )
+    @property
+    def efficiency(self) -> float | None:
+        speedup = self.speedup_vs_autoregressive
+        if speedup is None or self.limit_speedup is None:
+            return None
+        return efficiency(speedup.value, self.limit_speedup)
 
     @property
     def label(self) -> str:
@@ -304,24 +309,6 @@ class Cell(Record):
             self.num_accepted_tokens - self.num_accepted_past_end, self.num_drafts
         )
 
-    @model_validator(mode="after")
-    def _agree(self) -> Cell:
-        where = f"results[{self.label}, T={self.temperature:g}, {self.method}, {self.engine}]"
-        per_pos, drafts = self.num_accepted_tokens_per_pos, self.num_drafts
-        expected: dict[str, Any] = {
-            "num_accepted_tokens": sum(per_pos),
-            "histogram": accepted_histogram(per_pos, drafts),
-            "acceptance_length": acceptance_length(self.num_accepted_tokens, drafts),
-            "joint_acceptance_per_position": known(joint_rates(per_pos, drafts)),
-            "conditional_acceptance_per_position": known(conditional_rates(per_pos, drafts)),
-        }
-        for name, value in expected.items():
-            if not _close(getattr(self, name), value):
-                raise ValueError(
-                    f"{where}.{name} is {getattr(self, name)}, but the cell's counters give {value}"
-                )
-        return self
-
 
 def headline_cells(cells: Sequence[Cell]) -> list[Cell]:
     """The cells that summary, gates and figures speak of: those of the evaluation's own prompts, or
@@ -330,17 +317,6 @@ def headline_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.suite == first]
 
 
-def accepted_histogram(per_pos: list[int], num_drafts: int) -> list[int]:
-    """Rounds that accepted exactly j drafts, j = 0…K, from the rounds that accepted at least k, k =
-    1…K."""
-    return [-difference for difference in np.diff([num_drafts, *per_pos, 0]).tolist()]
-
-
-def known(rates: list[float]) -> list[float | None]:
+def _known(rates: list[float]) -> list[float | None]:
     """NaN, which says "never measured" and which JSON lacks, as None."""
     return [None if math.isnan(rate) else rate for rate in rates]
-
-
-def _close(left: Any, right: Any) -> bool:
-    a, b = np.array(left, dtype=float), np.array(right, dtype=float)  # None becomes NaN
-    return a.shape == b.shape and np.allclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -47,7 +47,6 @@ STYLE: Any = {
     "ytick.color": INK,
     "ytick.major.size": 0,
 }
-FEWEST_ROUNDS = 20  # a stretch of the output with fewer rounds is noise, and left to the JSON
 
 
 def _figure(title: str, height: float, draw: Callable[[Axes], None]) -> Figure:
@@ -237,9 +236,9 @@ def acceptance_bars(report: AcceptanceReport) -> Figure:
 
 
 def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
-    """Speedups at one temperature with quartile whiskers, the cost model's limit as a diamond."""
+    """Speedups at one temperature with 90 % whiskers, the cost model's limit as a diamond."""
     cells = report.cells_at(temperature)
-    limits = [cell.cost_model.limit_speedup if cell.cost_model else None for cell in cells]
+    limits = [cell.limit_speedup for cell in cells]
     series = []
     for label, colour, marks, speedups in (
         ("vs drafting off", PALETTE[0], limits, [cell.speedup_vs_autoregressive for cell in cells]),
@@ -251,9 +250,9 @@ def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
         ),
     ):
         if any(speedups):
-            medians = [spread.median if spread else None for spread in speedups]
-            quartiles = [(spread.low, spread.high) if spread else None for spread in speedups]
-            series.append(Bars(label, colour, medians, marks, quartiles))
+            values = [speedup.value if speedup else None for speedup in speedups]
+            ranges = [(speedup.low, speedup.high) if speedup else None for speedup in speedups]
+            series.append(Bars(label, colour, values, marks, ranges))
     names, title = [cell.workload for cell in cells], f"Speedup by workload at T={temperature:g}"
     return grouped(title, names, series, "× faster", "limit vs drafting off") if series else None
 
@@ -288,23 +287,11 @@ def phase_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
     shares = {
         cell.workload: cell.time_shares for cell in report.cells_at(temperature) if cell.time_shares
     }
-    fractions = [[getattr(of_cell, phase) for phase in PHASES] for of_cell in shares.values()]
-    parts = list(zip(PHASES, (*PALETTE[: len(PHASES) - 1], GREY), strict=True))
+    phases = (*PHASES, "other")
+    fractions = [[of_cell[phase] for phase in phases] for of_cell in shares.values()]
+    parts = list(zip(phases, (*PALETTE[: len(PHASES)], GREY), strict=True))
     return (
         stacked(f"Time by phase at T={temperature:g}", list(shares), fractions, parts)
         if shares
         else None
     )
-
-
-def output_lines(report: AcceptanceReport, temperature: float) -> Figure | None:
-    """τ along the output, of stretches with enough rounds."""
-    curves = {}
-    for cell in report.cells_at(temperature):
-        bins = [part for part in cell.acceptance_by_output_position if part.rounds >= FEWEST_ROUNDS]
-        if len(bins) > 1:
-            middles = [(part.start + part.stop) / 2 for part in bins]
-            curves[cell.workload] = (middles, [part.acceptance_length for part in bins])
-    title = f"Acceptance length by output position at T={temperature:g}"
-    best = report.provenance.num_speculative_tokens + 1
-    return lines(title, curves, "output token index", (1, best)) if curves else None

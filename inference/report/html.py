@@ -27,7 +27,6 @@ FIGURES = {  # of each temperature, by their names in the template
     "conditional": partial(charts.rate_lines, kind="conditional"),
     "joint": partial(charts.rate_lines, kind="joint"),
     "accepted": charts.accepted_bars,
-    "output": charts.output_lines,
 }
 
 

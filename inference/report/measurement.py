@@ -1,30 +1,29 @@
-"""Raw measurements of an evaluation, before any statistic: counted per request, timed per run,
-pooled.
+"""Raw measurements of an evaluation, before any statistic.
 
-evaluation/evaluate.py makes one `CellMeasurement` per (workload, temperature, method). `pool` joins
-the workloads of one temperature and method into one measurement of the same kind, so that the
-report's `all` is built from sums like any other cell and can never be a mean of means. This module
-imports nothing of the report that is made of it."""
+evaluation/evaluate.py fills one `CellMeasurement` per (workload, temperature). `pool` joins the
+workloads of one temperature and method into one measurement of the same kind, so that the report's
+`all` is built from sums like any other cell and can never be a mean of means. This module imports
+nothing of the report that is made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from inference.outputs import RequestOutput
+from inference.report.record import Record
+from inference.report.speed import TimedPass
 from inference.spec_decode.replay import ReplayResult
 
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
-PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill", "other")
-
-
-class Record(BaseModel):
-    """Base of every part of the report: no unknown keys, no NaN or infinity (JSON has neither)."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill")
+SPECULATIVE = "speculative"  # kinds of timed passes
+AUTOREGRESSIVE = "autoregressive"
+TRANSFORMERS = "transformers_generate"
 
 
 class TokenDifference(Record):
@@ -73,152 +72,94 @@ class LosslessCheck(Record):
     )
 
 
-@dataclass(frozen=True)
-class RequestRounds:
-    """Counters of one request.
+class Costs(Record):
+    """Times of the parts of a round, each measured alone; formulas in
+    `inference/report/cost_model.py`."""
 
-    accepted_per_round  one entry per round after prefill (0 for a round without a proposal); empty
-    if unknown prompt_tokens       length of the prompt; None: unknown past_end            accepted
-    drafts that are counted but lie past the end of the response; None: unknown"""
-
-    output_tokens: int
-    num_drafts: int
-    num_draft_tokens: int
-    accepted_per_pos: Sequence[int]  # [K]
-    accepted_per_round: Sequence[int] = ()
-    past_end: int | None = 0
-    prompt_tokens: int | None = None
-
-    @property
-    def accepted(self) -> int:
-        return sum(self.accepted_per_pos)
-
-    @classmethod
-    def of(cls, output: Any, num_speculative_tokens: int) -> RequestRounds:
-        """From a `RequestOutput`; positions that were never reached count as 0, so the list has K
-        entries."""
-        metrics = output.metrics
-        per_pos = list(metrics.num_accepted_tokens_per_pos)
-        return cls(
-            output_tokens=sum(len(completion.token_ids) for completion in output.outputs),
-            num_drafts=metrics.num_drafts,
-            num_draft_tokens=metrics.num_draft_tokens,
-            accepted_per_pos=per_pos + [0] * (num_speculative_tokens - len(per_pos)),
-            accepted_per_round=list(metrics.accepted_per_round),
-            past_end=metrics.num_accepted_past_end,
-            prompt_tokens=len(output.prompt_token_ids),
-        )
+    target_step_ms: float = Field(
+        description="V(1): one target forward over one token per row, lm_head included."
+    )
+    verify_ms: float = Field(
+        description="V(K+1): one target forward over K+1 tokens per row, lm_head included."
+    )
+    draft_ms: float = Field(
+        description="D(K): one whole draft phase of K tokens per row (not per token)."
+    )
+    batch_size: int | None = Field(
+        default=None, description="Rows in the forwards that were timed."
+    )
+    context_length: int | None = Field(
+        default=None, description="Tokens already in the cache of each timed row."
+    )
 
 
-@dataclass(frozen=True)
-class TimedRun:
-    """One pass over the cell's prompts: output tokens, wall seconds, and the drafting rounds it
-    took (0: none)."""
-
-    tokens: int
-    seconds: float
-    num_drafts: int = 0
-    num_accepted: int = 0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Isolated times in milliseconds (see cost_model): V(1), V(K+1) and D(K), the whole draft
-    phase."""
-
-    target_step_ms: float
-    verify_ms: float
-    draft_ms: float
-    batch_size: int | None = None
-    context_length: int | None = None
-
-
-@dataclass(frozen=True)
+@dataclass
 class CellMeasurement:
     """Everything measured for one (workload, temperature, method, engine); what was not measured
     stays empty.
 
-    Runs are in repeat order: run i of `speculative` was interleaved with run i of the others.
-    Tokens of a run are output tokens, its seconds include prefill. `requests` are those of one
-    pass. `phase_seconds` (keys: PHASES without `other`) are summed over all speculative runs."""
+    requests         responses with drafting, of one pass, with their `metrics`
+    passes           by kind (SPECULATIVE, AUTOREGRESSIVE, TRANSFORMERS), in the order of repeats
+    phase_seconds    keys of PHASES, summed over all speculative passes
+    replay           one result per response, over the text of `requests`
+    suite            of which the workload is a category"""
 
     workload: str
     temperature: float
     method: str
-    requests: Sequence[RequestRounds]
-    speculative: Sequence[TimedRun] = ()
-    autoregressive: Sequence[TimedRun] = ()
-    transformers_generate: Sequence[TimedRun] = ()
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    num_speculative_tokens: int
+    requests: list[RequestOutput] = field(default_factory=list)
+    passes: dict[str, list[TimedPass]] = field(default_factory=dict)
+    phase_seconds: Counter[str] = field(default_factory=Counter)
     costs: Costs | None = None
-    replay: Sequence[ReplayResult] = ()  # one per response
-    replay_paired: bool = False  # replay[i] is of the same prompt as requests[i]
-    replay_own_text: Sequence[ReplayResult] = ()  # over the very text of requests[i]
-    lossless: Sequence[LosslessCheck] = ()
+    replay: list[ReplayResult] = field(default_factory=list)
+    lossless: list[LosslessCheck] = field(default_factory=list)
     engine: str = OUR_ENGINE
-    suite: str | None = None  # the workload is a category of it
+    suite: str | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(request.metrics.num_drafts for request in self.requests)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(request.metrics.num_accepted_tokens for request in self.requests)
 
 
 def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
     """Every workload of one temperature, method, engine and suite as one; what one of them lacks,
     the pool lacks."""
+    first = group[0]
+    kinds = [kind for kind in first.passes if all(kind in m.passes for m in group)]
+    complete = all(m.phase_seconds for m in group)
     return CellMeasurement(
-        workload=ALL_WORKLOADS,
-        temperature=group[0].temperature,
-        method=group[0].method,
+        ALL_WORKLOADS,
+        first.temperature,
+        first.method,
+        first.num_speculative_tokens,
         requests=[request for m in group for request in m.requests],
-        speculative=_pool_runs([m.speculative for m in group]),
-        autoregressive=_pool_runs([m.autoregressive for m in group]),
-        transformers_generate=_pool_runs([m.transformers_generate for m in group]),
-        phase_seconds=_pool_phases([m.phase_seconds for m in group]),
+        passes={kind: [run for m in group for run in m.passes[kind]] for kind in kinds},
+        phase_seconds=sum((m.phase_seconds for m in group), Counter()) if complete else Counter(),
         costs=_pool_costs(group),
-        replay=[r for m in group for r in m.replay] if all(m.replay for m in group) else (),
-        replay_paired=all(m.replay_paired for m in group),
-        replay_own_text=(
-            [r for m in group for r in m.replay_own_text]
-            if all(m.replay_own_text for m in group)
-            else ()
-        ),
+        replay=[r for m in group for r in m.replay] if all(m.replay for m in group) else [],
         lossless=_pool_lossless([check for m in group for check in m.lossless]),
-        engine=group[0].engine,
-        suite=group[0].suite,
+        engine=first.engine,
+        suite=first.suite,
     )
-
-
-def _pool_runs(runs: Sequence[Sequence[TimedRun]]) -> list[TimedRun]:
-    return [
-        TimedRun(*map(sum, zip(*map(astuple, same), strict=True)))
-        for same in zip(*runs, strict=False)
-    ]
-
-
-def _pool_phases(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    if not all(phases):
-        return {}
-    return {
-        name: sum(seconds.get(name, 0.0) for seconds in phases)
-        for name in PHASES
-        if name != "other"
-    }
 
 
 def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
     """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the pooled limit is
     exactly the ratio of the pooled times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
-    weighted = [
-        (m.costs, sum(r.num_drafts for r in m.requests), sum(r.accepted for r in m.requests))
-        for m in group
-    ]
     costs = [
-        (cost, rounds, rounds + accepted) for cost, rounds, accepted in weighted if cost is not None
+        (m.costs, m.num_drafts, m.num_drafts + m.num_accepted_tokens) for m in group if m.costs
     ]
-    rounds, tokens = sum(r for _, r, _ in costs), sum(t for _, _, t in costs)
+    rounds = sum(r for _, r, _ in costs)
+    tokens = sum(t for _, _, t in costs)
     if len(costs) < len(group) or not rounds:
         return None
-    batches, contexts = (
-        {cost.batch_size for cost, _, _ in costs},
-        {cost.context_length for cost, _, _ in costs},
-    )
+    batches = {cost.batch_size for cost, _, _ in costs}
+    contexts = {cost.context_length for cost, _, _ in costs}
     return Costs(
         target_step_ms=sum(cost.target_step_ms * t for cost, _, t in costs) / tokens,
         verify_ms=sum(cost.verify_ms * r for cost, r, _ in costs) / rounds,

@@ -13,11 +13,12 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from inference.report.cell import Cell, headline_cells
-from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE, Record
+from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
+from inference.report.record import Record
 from inference.whole_file import write_whole
 from speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["1.0"] = "1.0"
+SCHEMA_VERSION: Literal["2.0"] = "2.0"
 SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "lossless_mismatches": (
         "prompts that differ from their reference by more than a tie, all checks added"
@@ -26,14 +27,15 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "expected_measured_gap": "largest `t<T>.expected_measured_gap` over the temperatures",
     "vllm_gap": "largest `t<T>.vllm_gap` over the temperatures that both engines were measured at",
     "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
+    "t<T>.tokens_per_forward": "1 + accepted ÷ all rounds, those without a draft too",
     "t<T>.expected_acceptance_length": "τ that replay expects",
     "t<T>.expected_measured_gap": (
         "|measured − expected| ÷ expected, replayed over the text that drafting wrote"
     ),
     "t<T>.vllm_acceptance_length": "τ in vLLM, without drafts past the end of a text",
     "t<T>.vllm_gap": "|τ in vLLM − τ in this runtime| ÷ the latter",
-    "t<T>.tokens_per_second": "median with drafting",
-    "t<T>.speedup_vs_autoregressive": "median over the interleaved pairs, same engine",
+    "t<T>.tokens_per_second": "with drafting",
+    "t<T>.speedup_vs_autoregressive": "`t<T>.tokens_per_second` ÷ the same engine's without drafts",
     "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",
     "t<T>.limit_speedup": "the cost model's limit",
     "t<T>.efficiency": "measured speedup ÷ limit",
@@ -204,12 +206,6 @@ class SuiteFacts(Record):
     """A suite that was measured, and what a figure of it depends on besides target and drafter."""
 
     name: str = Field(description="`suite` of its cells.")
-    mode_of: str | None = Field(
-        default=None,
-        description=(
-            "What it is a thinking mode of, where several were measured: a suite, or `prompts`."
-        ),
-    )
     files: list[SuiteFile] = Field(description="The files it was read from.")
     conversations: int = Field(description="Conversations that were held, at each temperature.")
     conversations_in_file: int = Field(description="Conversations in the files.")
@@ -239,7 +235,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["1.0"] = Field(
+    schema_version: Literal["2.0"] = Field(
         default=SCHEMA_VERSION, description="Version of this layout."
     )
     provenance: Provenance = Field(description="What was measured, with what, on what.")
@@ -271,7 +267,7 @@ class AcceptanceReport(Record):
     @property
     def headline(self) -> list[Cell]:
         """The cells of the evaluation's own prompts, or of the first suite if there are none. All
-        methods below look at these alone."""
+        methods below but `stalled_passes` look at these alone."""
         return headline_cells(self.results)
 
     def of_suite(self, name: str) -> AcceptanceReport:
@@ -282,22 +278,14 @@ class AcceptanceReport(Record):
             update={"results": cells, "suites": suites, "summary": {}, "gates": []}
         )
 
-    def thinking_modes(self) -> list[tuple[str, list[SuiteFacts], list[list[Cell | None]]]]:
-        """What was measured in several thinking modes: its name, its modes, and by temperature and
-        workload the cell of each mode."""
-        found = []
-        for name in dict.fromkeys(
-            facts.mode_of for facts in self.suites if facts.mode_of is not None
-        ):
-            modes = [facts for facts in self.suites if facts.mode_of == name]
-            parts = [self.of_suite(facts.name) for facts in modes]
-            rows = [
-                [part.cell(w, t) for part in parts]
-                for t in parts[0].temperatures()
-                for w in parts[0].workloads()
-            ]
-            found.append((name, modes, rows))
-        return found
+    def stalled_passes(self) -> list[str]:
+        """Timed passes during which the machine stalled, each in words."""
+        return [
+            f"T={cell.temperature:g}, {line}"
+            for cell in self.results
+            if cell.workload != ALL_WORKLOADS
+            for line in cell.stalled_passes
+        ]
 
     @property
     def passed(self) -> bool:
@@ -313,7 +301,7 @@ class AcceptanceReport(Record):
     ) -> Cell | None:
         """The cell at these coordinates (`method` and `engine` default to the report's own), None
         if it was not measured."""
-        wanted = (
+        coordinates = (
             workload,
             method or self.provenance.drafter_method,
             engine or self.provenance.engine,
@@ -323,7 +311,7 @@ class AcceptanceReport(Record):
                 cell.workload,
                 cell.method,
                 cell.engine,
-            ) == wanted and cell.temperature == temperature:
+            ) == coordinates and cell.temperature == temperature:
                 return cell
         return None
 

@@ -3,7 +3,6 @@ computes no figure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from inference.report.cell import Cell
 from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
-from inference.report.schema import AcceptanceReport, SuiteFacts
+from inference.report.schema import AcceptanceReport
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
@@ -27,7 +26,13 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
             console.print(table)
     for temperature in report.temperatures():
         cell = report.cell(ALL_WORKLOADS, temperature)
-        if cell is not None and len(bins := cell.acceptance_by_text_position) > 1:
+        if cell is not None and cell.drafted_share is not None and cell.drafted_share < 1:
+            console.print(
+                f"T={temperature:g}: drafted in {100 * cell.drafted_share:.0f} % of the rounds; τ"
+                " is over these, /fwd (tokens per target forward) over all",
+                highlight=False,
+            )
+        if cell is not None and len(bins := cell.acceptance_by_position) > 1:
             shown = ", ".join(
                 f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
                 for b in bins
@@ -35,8 +40,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
             console.print(
                 f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False
             )
-    for name, modes, rows in report.thinking_modes():
-        console.print(mode_table(name, modes, rows))
+    for line in report.stalled_passes():
+        console.print(f"stalled: {line}", style="yellow", highlight=False)
     if report.gates:
         console.print(gates_table(report))
     if (training := report.training) and training.gain_per_doubling is not None:
@@ -49,10 +54,20 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
 
 
 def acceptance_table(report: AcceptanceReport) -> Table:
-    """τ measured and expected, tokens/s with drafting and off, speedup, efficiency, sameness."""
+    """τ, tokens per forward, tokens/s with drafting and off, speedup, efficiency, same
+    text."""
     p = report.provenance
     table = _table(
-        _title(report), "workload", "T", "τ", "expect.", "tok/s", "off", "speedup", "eff.", "same"
+        _title(report),
+        "workload",
+        "T",
+        "τ",
+        "/fwd",
+        "tok/s",
+        "off",
+        "speedup",
+        "eff.",
+        "same",
     )
     for temperature in report.temperatures():
         for workload in report.workloads():
@@ -110,37 +125,17 @@ def suite_tables(report: AcceptanceReport) -> list[Table]:
     return [lengths, rates]
 
 
-def mode_table(
-    name: str, modes: Sequence[SuiteFacts], rows: Sequence[Sequence[Cell | None]]
-) -> Table:
-    """Thinking modes side by side: τ pooled, τ mean and speedup of each workload."""
-    heads = [f"{head} {facts.thinking}" for head in ("τ", "mean", "×") for facts in modes]
-    table = _table(f"{name}: thinking modes side by side", "workload", "T", *heads)
-    for row in rows:
-        first = next(cell for cell in row if cell is not None)
-        figures = [cell and cell.acceptance_length for cell in row]
-        figures += [cell and cell.acceptance_length_macro for cell in row]
-        figures += [cell and (s := cell.speedup_vs_autoregressive) and s.median for cell in row]
-        shown = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
-        style = "bold" if first.workload == ALL_WORKLOADS else None
-        table.add_row(first.workload, f"{first.temperature:g}", *shown, style=style)
-    table.caption, table.caption_justify = (
-        "τ: over verifications; mean: of requests; ×: speedup",
-        "left",
-    )
-    return table
-
-
 def _suite_row(cell: Cell, where: str) -> list[str]:
-    rates, speedup = cell.tokens_per_second, cell.speedup_vs_autoregressive
+    rates = cell.tokens_per_second
+    speedup = cell.speedup_vs_autoregressive
     return [
         cell.workload + where,
         f"{cell.temperature:g}",
         str(cell.prompts),
         f"{cell.acceptance_length:.2f}",
         f"{cell.acceptance_length_macro:.2f}",
-        f"{rates.speculative.median:.0f}" if rates else "-",
-        f"{speedup.median:.2f}" if speedup else "-",
+        f"{rates.speculative.value:.1f}" if rates else "-",
+        f"{speedup.value:.2f}" if speedup else "-",
         _lossless(cell),
     ]
 
@@ -164,16 +159,17 @@ def _table(title: str, first: str, *headings: str) -> Table:
 
 
 def _row(cell: Cell, name: str) -> list[str]:
-    rates, speedup, cost = cell.tokens_per_second, cell.speedup_vs_autoregressive, cell.cost_model
+    rates = cell.tokens_per_second
+    speedup = cell.speedup_vs_autoregressive
     return [
         name,
         f"{cell.temperature:g}",
         f"{cell.acceptance_length:.2f}",
-        f"{cell.expected.acceptance_length:.2f}" if cell.expected else "-",
-        f"{rates.speculative.median:.0f}" if rates else "-",
-        f"{rates.autoregressive.median:.0f}" if rates and rates.autoregressive else "-",
-        f"{speedup.median:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else "-",
-        f"{100 * cost.efficiency:.0f}%" if cost and cost.efficiency is not None else "-",
+        "-" if cell.tokens_per_forward is None else f"{cell.tokens_per_forward:.2f}",
+        f"{rates.speculative.value:.1f}" if rates else "-",
+        f"{rates.autoregressive.value:.1f}" if rates and rates.autoregressive else "-",
+        f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else "-",
+        "-" if cell.efficiency is None else f"{100 * cell.efficiency:.0f}%",
         _lossless(cell),
     ]
 

@@ -121,17 +121,21 @@ def _text(request: Request, tokenizer: Any) -> str:
 
 
 def _metrics(requests: Sequence[Request]) -> RequestMetrics:
-    total, rounds = SpecDecodeCounters(), []
+    total = SpecDecodeCounters()
+    accepted: list[int] = []
+    drafted: list[int] = []
     for request in requests:
         total.merge(request.counters)
-        rounds += request.accepted_per_round
+        accepted += request.accepted_per_round
+        drafted += request.drafted_per_round
     first = [r.first_token_time for r in requests if r.first_token_time is not None]
     finished = [r.finished_time for r in requests if r.finished_time is not None]
     return RequestMetrics(
         arrival_time=min(r.arrival_time for r in requests),
         first_token_time=min(first, default=None),
         finished_time=max(finished) if len(finished) == len(requests) else None,
-        accepted_per_round=rounds,
+        accepted_per_round=accepted,
+        drafted_per_round=drafted,
         **vars(total),
     )
 

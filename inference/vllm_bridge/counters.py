@@ -68,6 +68,7 @@ def metrics_of(
             sum(count > k for count in rounds) for k in range(max(rounds, default=0))
         ],
         accepted_per_round=rounds,
+        drafted_per_round=list(drafted) if len(drafted) == len(rounds) else [],
     )
 
 

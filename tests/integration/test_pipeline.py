@@ -227,7 +227,7 @@ def test_a_window_from_recipe_to_report(recipe, tmp_path):
         and report.summary["expected_measured_gap"] < 0.02
     )
     for cell in report.results:
-        bins = cell.acceptance_by_text_position
+        bins = cell.acceptance_by_position
         assert sum(each.rounds for each in bins) == cell.num_drafts and bins[-1].start > 8
 
 

@@ -28,7 +28,7 @@ SETTINGS = EvaluationSettings(
     prompts_per_workload=4,
     timed_prompts=1,
     repeats=1,
-    transformers_repeats=0,
+    transformers=False,
     cost_trials=1,
     lossless_prompts=0,
 )
@@ -77,7 +77,7 @@ def counted(cell) -> tuple:
         cell.num_draft_tokens,
         cell.num_accepted_tokens_per_pos,
         cell.acceptance_length,
-        cell.acceptance_by_output_position,
+        cell.acceptance_by_position,
     )
 
 
@@ -100,7 +100,7 @@ def test_offline_counts_what_this_runtime_counts(folders, ours, offline) -> None
     same_in_both(ours, theirs)
     cell = theirs.cell("all", 0)
     assert [check.mismatches for check in cell.lossless] == [0]
-    assert cell.expected.own_text_relative_difference == pytest.approx(0, abs=1e-9)
+    assert cell.expected.relative_difference == pytest.approx(0, abs=1e-9)
     assert cell.speedup_vs_autoregressive is not None
     facts = theirs.provenance.engines[0]
     assert (
@@ -117,7 +117,7 @@ def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
     )
     cell = theirs.cell("all", 0)
     assert cell.num_accepted_past_end == 0 and [check.mismatches for check in cell.lossless] == [0]
-    rounds = sum(each.rounds for each in cell.acceptance_by_output_position)
+    rounds = sum(each.rounds for each in cell.acceptance_by_position)
     assert (
         0 < cell.num_drafts < rounds
         and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens

@@ -71,10 +71,6 @@ def evaluate(
             metavar="JSON", help="Variables of the chat template, such as enable_thinking."
         ),
     ] = "",
-    thinking: Annotated[
-        list[str] | None,
-        typer.Option(metavar="on|off", help="Thinking mode; repeated: both, side by side."),
-    ] = None,
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
@@ -116,13 +112,11 @@ def evaluate(
     from train.recipe.load import load_recipe
 
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
-    if recipe is not None and (suite or suite_path or chat_template_kwargs or thinking):
+    if recipe is not None and (suite or suite_path or chat_template_kwargs):
         raise ConfigError(
-            "evaluate: a recipe names its suites and modes: evaluation.suites='[spec_bench]', or a"
-            " path for each; evaluation.thinking='[true, false]'"
+            "evaluate: a recipe names its suites and variables itself: evaluation.suites,"
+            " data.chat_template_kwargs"
         )
-    if unknown := set(thinking or ()) - {"on", "off"}:
-        raise ConfigError(f"--thinking {', '.join(sorted(unknown))}: expected on or off")
     if suite_path and len(suite_path) != len(suite or ()):
         raise ConfigError(
             f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or"
@@ -147,7 +141,6 @@ def evaluate(
         chat_template_kwargs=json_option("--chat-template-kwargs", chat_template_kwargs),
         suites=dict(zip(suite or (), suite_path or [None] * len(suite or ()), strict=True)),
         suite_prompts=prompts_per_workload,
-        thinking=[mode == "on" for mode in thinking or ()],
         num_speculative_tokens=num_speculative_tokens or default_tokens(method),
         max_tokens=max_tokens,
         prompts_per_workload=prompts_per_workload or 16,

@@ -257,34 +257,26 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
         | {
             "temperatures": tuple(e.temperatures),
             "timed_prompts": max(e.timed_prompts, e.batch_size),
-            "transformers_repeats": usual.transformers_repeats if e.baseline_transformers else 0,
+            "transformers": e.baseline_transformers,
             "lossless_prompts": usual.lossless_prompts if e.lossless_check else 0,
         },
     )
 
 
-def workloads(
-    recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool] | None = None
-) -> dict[str, list[list[int]]]:
+def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
     """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of
     the sources.
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
-    workload has no other. `mode`: variables of the template, over those of the recipe and of its
-    sources. Without, there are no workloads where `evaluation.thinking` names modes: they are among
-    `measured_suites` then."""
+    workload has no other."""
     sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
-    if not sources or (recipe.evaluation.thinking and mode is None):
+    if not sources:
         return {}
     tokenizer, limit = _tokenizer_and_limit(recipe)
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
     examples = load_sources(sources, seed=seed, bad=bad)
-    told = (
-        replace(example, template_kwargs={**example.template_kwargs, **(mode or {})})
-        for example in examples
-    )
-    for example in askable(list(told), tokenizer, bad):
+    for example in askable(examples, tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     bad.finish()
     chosen = {}
@@ -297,10 +289,9 @@ def workloads(
         if limit is not None and not fitting:
             raise DataError(
                 f"evaluation: every prompt of workload {name!r} is too long: the shortest of"
-                f" {len(prompts)} has {min(map(len, prompts))} tokens, and with"
-                f" max_tokens={settings.max_tokens} the target has room for"
-                f" {limit - settings.max_tokens}; lower evaluation.max_tokens, or leave the"
-                " source out"
+                f" {len(prompts)} has {min(map(len, prompts))} tokens, max_tokens is"
+                f" {settings.max_tokens}, and the target's context is {limit} tokens; lower"
+                " max_tokens, or leave the source out"
             )
         chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{seed}/{name}")
     return chosen
@@ -324,82 +315,21 @@ def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
     """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts`
-    conversations per category; and with `evaluation.thinking` each of them, and the evaluation's
-    prompts, in every mode.
+    conversations per category.
 
     Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to
     every turn; DataError if a category has no other, or for a file that is missing or of another
-    shape. ConfigError for modes that the target's chat template does not have."""
+    shape."""
     e = recipe.evaluation
-    if not (e.suites or e.thinking):
+    if not e.suites:
         return []
     tokenizer, limit = _tokenizer_and_limit(recipe)
-    if not e.thinking:
-        return _suites_in(recipe, settings, tokenizer, limit, {})
-    known = [name for name in THINKING if tokenizer.knows(name)]
-    if not known:
-        raise ConfigError(
-            f"evaluation.thinking: the chat template of {recipe.target.model} renders the same text"
-            f" whether {' or '.join(THINKING)} is true or false; it has no thinking mode to choose:"
-            " leave the key out"
-        )
-    modes = [{known[0]: value} for value in e.thinking]
-    made = [suite for mode in modes if (suite := _prompts_in(recipe, settings, mode)).workloads]
-    return made + [
-        suite for mode in modes for suite in _suites_in(recipe, settings, tokenizer, limit, mode)
-    ]
-
-
-def _in_mode(name: str, kwargs: Mapping[str, Any], mode: Mapping[str, bool]) -> dict[str, Any]:
-    """The fields of SuiteFacts that say in which mode something is measured; `mode` {}: no mode is
-    asked for."""
-    if not mode:
-        return {"name": name, "chat_template_kwargs": dict(kwargs)}
-    thinking = "on" if next(iter(mode.values())) else "off"
-    return {
-        "name": f"{name}, thinking {thinking}",
-        "mode_of": name,
-        "thinking": thinking,
-        "chat_template_kwargs": {**kwargs, **mode},
-    }
-
-
-def _prompts_in(
-    recipe: Recipe, settings: EvaluationSettings, mode: Mapping[str, bool]
-) -> MeasuredSuite:
-    chosen, sources = (
-        workloads(recipe, settings, mode),
-        recipe.evaluation.prompts or recipe.data.validation,
-    )
-    paths = [Path(source.path) for source in sources if source.path]
-    count = sum(map(len, chosen.values()))
-    facts = SuiteFacts(
-        **_in_mode("prompts", recipe.data.chat_template_kwargs, mode),
-        files=[
-            SuiteFile(path=str(path), sha256=sha256_of(path)) for path in paths if path.is_file()
-        ],
-        conversations=count,
-        conversations_in_file=count,
-        max_tokens=settings.max_tokens,
-        num_speculative_tokens=settings.num_speculative_tokens,
-    )
-    return MeasuredSuite(facts, chosen)
-
-
-def _suites_in(
-    recipe: Recipe,
-    settings: EvaluationSettings,
-    tokenizer: ConversationTokenizer,
-    limit: int | None,
-    mode: Mapping[str, bool],
-) -> list[MeasuredSuite]:
-    """The suites in a thinking mode; {}: in that of the recipe."""
-    e, made = recipe.evaluation, []
+    kwargs = dict(recipe.data.chat_template_kwargs)
+    template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
+    made = []
     for name, path in e.suite_paths.items():
         read = load_suite(name, path)
-        chats = [
-            (one.category, _chat(one, tokenizer, limit, settings.max_tokens, mode)) for one in read
-        ]
+        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens)) for one in read]
         by_category: dict[str, list[Chat]] = {category: [] for category, _ in chats}
         for category, chat in chats:
             if chat is not None:
@@ -408,18 +338,16 @@ def _suites_in(
             raise DataError(
                 f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long"
                 f" for the target, whose context is {limit} tokens, with responses of"
-                f" {settings.max_tokens}; lower evaluation.max_tokens"
+                f" {settings.max_tokens}; lower max_tokens"
             )
         chosen = {
             c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}")
             for c, some in by_category.items()
         }
-        told = _in_mode(name, recipe.data.chat_template_kwargs, mode)
-        if not mode:
-            template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
-            told["thinking"] = thinking_mode(template, told["chat_template_kwargs"])
         facts = SuiteFacts(
-            **told,
+            name=name,
+            thinking=thinking_mode(template, kwargs),
+            chat_template_kwargs=kwargs,
             files=[
                 SuiteFile(path=str(file), sha256=sha256_of(file))
                 for file in suite_files(name, path)
@@ -439,7 +367,6 @@ def _chat(
     tokenizer: ConversationTokenizer,
     limit: int | None,
     max_tokens: int,
-    mode: Mapping[str, bool],
 ) -> Chat | None:
     """The conversation as the target is asked it; None if it has no room for the longest
     responses."""
@@ -452,9 +379,7 @@ def _chat(
                 {"role": "user", "content": turn},
             ]
         return tokenizer.prompt_ids(
-            Example(
-                conversation.category, conversation.origin, tuple(messages), template_kwargs=mode
-            )
+            Example(conversation.category, conversation.origin, tuple(messages))
         )
 
     answered = len(conversation.turns) - 1

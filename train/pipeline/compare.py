@@ -46,15 +46,13 @@ class AtTemperature(Record):
     """Figures over all workloads at one temperature."""
 
     expected_acceptance_length: float = Field(
-        description="by replay of text the target wrote by itself"
+        description="by replay of the text that drafting wrote"
     )
     acceptance_length: float = Field(description="measured in the runtime")
     expected_measured_gap: float = Field(
         description="|expected - measured| / measured, over the text of the measured runs"
     )
-    speedup_vs_autoregressive: float | None = Field(
-        description="median, same engine with drafting off"
-    )
+    speedup_vs_autoregressive: float | None = Field(description="same engine with drafting off")
     draft_share: float | None = Field(description="of the drafted runs' time")
 
 
@@ -196,7 +194,7 @@ def _at(report: AcceptanceReport, temperature: float) -> AtTemperature:
         acceptance_length=cell.acceptance_length,
         expected_measured_gap=report.summary[f"{prefix}expected_measured_gap"],
         speedup_vs_autoregressive=report.summary.get(f"{prefix}speedup_vs_autoregressive"),
-        draft_share=cell.time_shares.draft if cell.time_shares else None,
+        draft_share=cell.time_shares["draft"] if cell.time_shares else None,
     )
 
 

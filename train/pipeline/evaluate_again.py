@@ -82,12 +82,16 @@ def evaluate_folders(
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     try:
         recipe = make_recipe(
-            {"name": "evaluation", "target": {"model": model}, "data": data, "evaluation": keys}
+            {
+                "name": "evaluation",
+                "output_dir": str(out),
+                "target": {"model": model},
+                "data": data,
+                "evaluation": keys,
+            }
         )
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)
-        ]
+        faults = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
     stages, settings = Stages(1), settings_of(recipe)
     with stages.stage("acceptance", 100) as advance:
@@ -109,3 +113,9 @@ def evaluate_folders(
     write_html(report, out / PAGE)
     print_report(report, stages.console)
     return out / PAGE
+
+
+def _option(location: Sequence[Any]) -> str:
+    """The option of the command that a key of the recipe comes from, such as `--temperature`."""
+    key = next(str(part) for part in location if part not in ("evaluation", "data"))
+    return "--" + key.replace("_", "-").replace("temperatures", "temperature")

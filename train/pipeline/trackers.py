@@ -134,7 +134,7 @@ def as_markdown(report: AcceptanceReport) -> str:
     ]
     for cell in report.own_cells():
         expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
-        speedup = f"{s.median:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
+        speedup = f"{s.value:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
         row = [
             cell.workload,
             f"{cell.temperature:g}",

@@ -240,9 +240,8 @@ def _measurement(plan: Outline) -> Work:
     if e.repeats:
         done += written(max(e.timed_prompts, e.batch_size), e.batch_size) * (e.repeats * cells)
         if e.baseline_transformers:
-            done += written(e.batch_size, e.batch_size, ways=(False,)) * (
-                usual.transformers_repeats * cells
-            )
+            timed = written(max(e.timed_prompts, e.batch_size), e.batch_size, ways=(False,))
+            done += timed * (e.repeats * cells)
     if e.lossless_check:
         done += written(workloads * usual.lossless_prompts, rows, torch.float32)
     return done

@@ -379,13 +379,6 @@ class EvaluationSection(Section):
     suite_prompts: PositiveInt | None = Field(
         None, description="conversations taken of each category of a suite; null: all"
     )
-    thinking: list[bool] = Field(
-        [],
-        description=(
-            "(docs/suites.md) thinking modes that prompts and suites are measured in, such as"
-            " [true, false]"
-        ),
-    )
     engines: list[Literal["draftsmith", "vllm"]] = Field(
         ["draftsmith"],
         min_length=1,
@@ -439,13 +432,6 @@ class EvaluationSection(Section):
     def suite_paths(self) -> dict[str, str]:
         """The path of every suite that is measured."""
         return {name: path or default_path(name) for name, path in self.suites.items()}
-
-    @field_validator("thinking")
-    @classmethod
-    def _each_mode_once(cls, value: list[bool]) -> list[bool]:
-        if len(set(value)) != len(value):
-            raise ValueError(f"each mode may be given once, got {value}")
-        return value
 
     @field_validator("temperatures")
     @classmethod

@@ -3,6 +3,7 @@ no figure that was not measured."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,6 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.inference.report.test_report import (  # noqa: F401 (fixtures)
     bare_report,
     both_engines,
-    in_two_modes,
     report,
     with_suites,
 )
@@ -77,17 +77,12 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
     assert "3 bounds" in text and "2 are met" in text
 
 
-def test_thinking_modes_are_on_the_card(tiny_model, report: AcceptanceReport):
-    text = model_card(facts_of(tiny_model, "eagle3"), in_two_modes(report))
-    assert (
-        "### Thinking modes of gsm8k\n\n| workload | temperature | acceptance length, thinking on |"
-        in text
-    )
-    ((*_, rows),) = in_two_modes(report).thinking_modes()
-    assert (
-        f"\n| **all** | 1 | {' | '.join(f'{cell.acceptance_length:.2f}' for cell in rows[-1])} |\n"
-        in text
-    )
+def test_a_speedup_is_the_quotient_of_the_rates_in_its_row(tiny_model, report: AcceptanceReport):
+    text = model_card(facts_of(tiny_model, "eagle3"), report)
+    rows = re.findall(r"\| (\d\.\d\d) \([^|]*\) \| ([\d.]+) \| ([\d.]+) \|", text)
+    assert len(rows) == len(report.own_cells())
+    for speedup, on, off in rows:
+        assert float(speedup) == pytest.approx(float(on) / float(off), abs=0.006)
 
 
 def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):

@@ -8,9 +8,10 @@ import io
 import pytest
 from rich.console import Console
 
+from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inference.report.build import build_report
 from inference.report.html import render_html
-from inference.report.measurement import CellMeasurement, RequestRounds
+from inference.report.measurement import CellMeasurement
 from inference.report.merge_engines import lay_beside, measured_before
 from inference.report.schema import AcceptanceReport, EngineFacts, load_report, save_report
 from inference.report.table import print_report
@@ -23,18 +24,19 @@ OURS = {
 }  # (rounds, accepted) of the requests of each workload
 
 
-def requests(counts, past_end: int | None) -> list[RequestRounds]:
-    return [
-        RequestRounds(
-            1 + rounds + accepted,
-            rounds,
-            2 * rounds,
-            [min(accepted, rounds), max(accepted - rounds, 0)],
-            (),
-            past_end,
+def requests(counts, past_end: int | None) -> list[RequestOutput]:
+    made = []
+    for rounds, accepted in counts:
+        metrics = RequestMetrics(
+            num_drafts=rounds,
+            num_draft_tokens=2 * rounds,
+            num_accepted_tokens=accepted,
+            num_accepted_tokens_per_pos=[min(accepted, rounds), max(accepted - rounds, 0)],
+            num_accepted_past_end=past_end,
         )
-        for rounds, accepted in counts
-    ]
+        completion = CompletionOutput(index=0, text="", token_ids=[7] * (1 + rounds + accepted))
+        made.append(RequestOutput("", None, [5], [completion], True, metrics))
+    return made
 
 
 def made(
@@ -51,6 +53,7 @@ def made(
             name,
             t,
             "eagle3",
+            2,
             requests([(r, a + extra) for r, a in counts], past_end),
             engine=engine,
         )

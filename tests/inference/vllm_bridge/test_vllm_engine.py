@@ -112,12 +112,12 @@ def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_training_free_methods_are_evaluated_in_this_runtime(target_folder, method) -> None:
     settings = EvaluationSettings(
-        max_tokens=12, repeats=1, timed_prompts=1, transformers_repeats=0, lossless_prompts=1
+        max_tokens=12, repeats=1, timed_prompts=1, transformers=False, lossless_prompts=1
     )
     prompts = {"one": [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 9, 10, 9]]}
     report = evaluate(target_folder, None, prompts, settings, method=method)
     cell = report.cell("all", 0)
-    assert cell.method == method and cell.expected is None and cell.cost_model is None
+    assert cell.method == method and cell.expected is None and cell.costs is None
     assert cell.num_drafts > 0 and report.summary["lossless_mismatches"] == 0
     assert (
         report.provenance.drafter_path is None

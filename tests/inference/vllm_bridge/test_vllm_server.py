@@ -32,7 +32,7 @@ SETTINGS = EvaluationSettings(
     prompts_per_workload=4,
     timed_prompts=1,
     repeats=1,
-    transformers_repeats=0,
+    transformers=False,
     cost_trials=1,
     lossless_prompts=0,
 )
@@ -209,7 +209,7 @@ def test_a_server_that_tells_all_is_measured_as_this_runtime(folders, served, ou
     for cell in ours.results:
         theirs = report.cell(cell.workload, 0)
         assert counted(theirs) == counted(cell)
-        assert theirs.acceptance_by_output_position == cell.acceptance_by_output_position
+        assert theirs.acceptance_by_position == cell.acceptance_by_position
         assert theirs.expected == cell.expected and theirs.num_accepted_past_end == 0
         assert [check.mismatches for check in theirs.lossless] == [0]
         assert theirs.speedup_vs_autoregressive is not None

@@ -201,54 +201,6 @@ def test_conversations_without_room_are_counted(world) -> None:
         measured_suites(made, settings_of(made))
 
 
-def test_both_thinking_modes_are_measured_side_by_side(world, tmp_path) -> None:
-    """Prompts and suites alike, a group of cells for each mode, the same for what stays the
-    same."""
-    _, recipe = world
-    (tmp_path / "q.jsonl").write_text(json.dumps({"category": "qa", "turns": ["ab", "cd"]}) + "\n")
-    (tmp_path / "thinks.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}{% if"
-        " add_generation_prompt %}assistant:{% if enable_thinking is defined and not"
-        " enable_thinking %}()<end>{% endif %}{% endif %}"
-    )
-    chosen = {"thinking": [True, False], "suites": {"mt_bench": str(tmp_path / "q.jsonl")}}
-    made = recipe(**chosen, temperatures=[0.0], repeats=0, lossless_check=False)
-    with pytest.raises(
-        ConfigError,
-        match="evaluation.thinking: the chat template of .*target renders the same text",
-    ):
-        measured_suites(made, settings_of(made))
-    data = made.data.model_copy(update={"chat_template": str(tmp_path / "thinks.jinja")})
-    made = made.model_copy(update={"data": data})
-    on, off, *suites = measured_suites(made, settings_of(made))
-    assert workloads(made, settings_of(made)) == {} and [one.facts.thinking for one in suites] == [
-        "on",
-        "off",
-    ]
-    end = byte_tokenizer()("()<end>")["input_ids"]
-    assert [list(prompt) for prompt in off.workloads["sums"]] == [
-        [*p, *end] for p in on.workloads["sums"]
-    ]
-    assert (
-        suites[1].workloads["qa"][0].ask(["x"])[-len(end) :]
-        == end
-        != suites[0].workloads["qa"][0].ask(["x"])[-len(end) :]
-    )
-
-    report = measure(made, settings_of(made))
-    assert report.workloads() == [
-        "sums",
-        "talk",
-        "all",
-    ], "the first mode of the prompts is the headline"
-    modes = {name: rows for name, _, rows in report.thinking_modes()}
-    assert list(modes) == ["prompts", "mt_bench"] and all(
-        len(row) == 2 for rows in modes.values() for row in rows
-    )
-    assert report.summary["t0.acceptance_length"] == modes["prompts"][-1][0].acceptance_length
-    assert report.suites[1].chat_template_kwargs == {"enable_thinking": False}
-
-
 def test_sources_choose_their_thinking_mode(world, tmp_path) -> None:
     root, _ = world
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
@@ -335,7 +287,7 @@ def test_prompts_without_room_for_a_response_are_refused(world) -> None:
 def test_settings_follow_the_recipe(world) -> None:
     _, recipe = world
     settings = settings_of(recipe(batch_size=4, lossless_check=False, top_k=9))
-    assert (settings.transformers_repeats, settings.lossless_prompts, settings.top_k) == (0, 0, 9)
+    assert (settings.transformers, settings.lossless_prompts, settings.top_k) == (False, 0, 9)
     assert settings.timed_prompts >= settings.batch_size == 4
 
 

@@ -221,7 +221,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
         expected[cell.workload, cell.temperature, "acceptance_length"] = cell.acceptance_length
         if cell.speedup_vs_autoregressive:
             expected[cell.workload, cell.temperature, "speedup"] = (
-                cell.speedup_vs_autoregressive.median
+                cell.speedup_vs_autoregressive.value
             )
     assert found == pytest.approx(expected, abs=1e-4)
     text = card.decode()
