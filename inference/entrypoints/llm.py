@@ -40,9 +40,9 @@ from inference.entrypoints.speculative_defaults import complete
 from inference.entrypoints.vllm_options import (
     PARALLEL_SIZES,
     drafts_eagerly,
-    keep_on_one_device,
     known_device,
     read_options,
+    warn_of_one_device,
 )
 from inference.metrics import EngineCounters
 from inference.outputs import RequestOutput
@@ -127,7 +127,7 @@ class LLM:
         sizes = {"tensor_parallel_size": tensor_parallel_size} | {
             n: others[n] for n in PARALLEL_SIZES if n in others
         }
-        keep_on_one_device(model, sizes, device=place, dtype=dtype, **source)
+        warn_of_one_device(sizes, place)
         target = load_target(model, dtype=dtype, device=place, **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)

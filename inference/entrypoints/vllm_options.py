@@ -12,18 +12,13 @@ import logging
 import warnings
 from typing import Any
 
-import psutil
 import torch
-from transformers import PreTrainedModel
 
-from inference.entrypoints.loading import default_device, loaded, whole_config
+from inference.entrypoints.loading import default_device
 from inference.entrypoints.speculative_config import known_options
 from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
-from speculators.precision import running_dtype
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.info import auto_class
 
 logger = logging.getLogger(__name__)
 
@@ -198,49 +193,22 @@ def known_device(
         return None
 
 
-def keep_on_one_device(
-    model: str | FrozenTarget | PreTrainedModel,
-    sizes: dict[str, Any],
-    *,
-    device: torch.device,
-    dtype: str | torch.dtype,
-    stacklevel: int = 3,
-    **source: Any,
-) -> None:
-    """Warns, at `stacklevel` calls up, that a model asked for on several devices is kept on one.
-
-    It is a warning and not an error since how a model is split changes no output, only where its
-    weights are: the snippet's result is the one that was asked for. A model that cannot be held by
-    `device` is a ConfigError, before anything is loaded. `sizes`: those of PARALLEL_SIZES that were
-    given. `source`: trust_remote_code, revision."""
+def warn_of_one_device(sizes: dict[str, Any], device: torch.device, *, stacklevel: int = 3) -> None:
+    """Warns, at `stacklevel` calls up, that a model asked for on several devices is kept on one:
+    how a model is split changes no output. `sizes`: those of PARALLEL_SIZES that were given."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
                 f"LLM: {name}={size!r}; expected a whole number, 1 or more (one is used)"
             )
     asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-    if not asked:
-        return
-    if not loaded(model):
-        needed = _weight_bytes(str(model), dtype, device, source)
-        free = (
-            torch.cuda.mem_get_info(device)[0]
-            if device.type == "cuda"
-            else psutil.virtual_memory().available
+    if asked:
+        warnings.warn(
+            f"LLM: {asked}: this runtime keeps the whole target on one device ({device}); outputs"
+            " are the same",
+            UserWarning,
+            stacklevel=stacklevel,
         )
-        if needed > free:
-            raise ConfigError(
-                f"LLM: {asked}, but this runtime keeps the whole target on one device, and {model}"
-                f" needs {needed / 1e9:.1f} GB for its weights where {device} has {free / 1e9:.1f}"
-                " GB free. Choose a smaller target or dtype, or serve it and the exported drafter"
-                " with vLLM"
-            )
-    warnings.warn(
-        f"LLM: {asked}: this runtime keeps the whole target on one device ({device}); outputs are"
-        " the same",
-        UserWarning,
-        stacklevel=stacklevel,
-    )
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
@@ -270,16 +238,3 @@ def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted
                 f" {', '.join(map(repr, accepted))})"
             )
     return found
-
-
-def _weight_bytes(
-    model: str, dtype: str | torch.dtype, device: torch.device, source: dict[str, Any]
-) -> int:
-    """Bytes of the weights as they would be loaded, from config.json alone."""
-    config = whole_config(model, **source)
-    width = running_dtype(dtype, config.dtype or config.get_text_config().dtype, device).itemsize
-    with torch.device("meta"):
-        sketch = auto_class(config).from_config(
-            config, trust_remote_code=source.get("trust_remote_code", False)
-        )
-    return width * sum(parameter.numel() for parameter in sketch.parameters())
