@@ -32,8 +32,6 @@ from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from train.pipeline.export_stage import Trained, export
 from train.pipeline.features_stage import training_features
 from train.pipeline.progress import Stages
-from train.planner.devices import total_memory
-from train.planner.plan import require_memory_to_measure
 from train.recipe.drafter_config import drafter_config, sketch_drafter
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
@@ -77,7 +75,6 @@ def run(
     require_engines(recipe)
     require_suites(recipe)
     accelerator = make_accelerator(recipe)
-    require_memory_to_measure(recipe, total_memory(accelerator.device))
     set_seed(recipe.training.seed)
     as_given = recipe.resolved_yaml()
     recipe = with_adapted_target(recipe, accelerator)

@@ -1,16 +1,11 @@
-"""The facts about a recipe before any weight is loaded or a token is generated: shapes, parameters,
-tokens, steps.
-
-`--dry-run` shows these facts and `draftsmith plan` computes memory, time and cost from them. Shapes
-and parameter counts are exact, from the configuration alone; token counts come from a sample of the
-data. The only fact about the hardware is the kind of device, which decides what "auto" means."""
+"""The facts about a recipe before any weight is loaded: shapes and parameters, exact, from the
+configuration alone; tokens and steps, from a sample of the data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,7 +15,7 @@ from speculators.precision import autocast_dtype, own_device
 from speculators.target.info import TargetSketch
 from train.features.encodings import bytes_per_token
 from train.losses.chunked import default_chunk_size
-from train.planner.token_counts import TokenCount, counter, mixed
+from train.planner.token_counts import TokenCount, counter
 from train.recipe.recipe import Recipe
 from train.trainer.batches import StepRows
 
@@ -36,9 +31,6 @@ class Outline:
     sources: list[TokenCount] = field(default_factory=list)
     validation: list[TokenCount] = field(default_factory=list)
     device: torch.device = field(default_factory=own_device)  # that it is to run on
-    known: dict[tuple, Any] = field(
-        default_factory=dict
-    )  # counts that were made already (rehearsal.py)
 
     @property
     def autocast(self) -> torch.dtype:
@@ -93,16 +85,6 @@ class Outline:
     def supervised(self) -> int:
         return sum(source.supervised for source in self.sources)
 
-    @property
-    def supervised_share(self) -> float:
-        """Supervised tokens over all; 1 where none were counted, which costs the most."""
-        return self.supervised / self.tokens if self.tokens else 1.0
-
-    @property
-    def packed_rows(self) -> float:
-        """Rows of `data.max_length` tokens; packed ones are nearly full."""
-        return self.tokens / self.recipe.data.max_length
-
     def step_rows(self, processes: int = 1) -> StepRows:
         """The rows and micro-steps of an optimizer step on each process."""
         return StepRows(self.recipe.training, processes=processes)
@@ -114,7 +96,8 @@ class Outline:
             return t.steps
         if t.epochs is None or not self.tokens:
             return None
-        return math.ceil(self.packed_rows * t.epochs / self.step_rows(processes).rows_per_step)
+        rows = self.tokens / self.recipe.data.max_length  # packed rows are nearly full
+        return math.ceil(rows * t.epochs / self.step_rows(processes).rows_per_step)
 
 
 def outline(
@@ -137,7 +120,7 @@ def outline(
         count = counter(recipe)
         data = recipe.data
         counted = (
-            mixed([count(s) for s in data.train], data.train),
+            [count(s) for s in data.train],
             [count(s) for s in data.validation],
         )
     return Outline(recipe, target, head.config, head, list(counted[0]), list(counted[1]), device)

@@ -5,7 +5,7 @@ Local data and the target's tokenizer are read; datasets of the hub are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from inference.entrypoints.loading import load_tokenizer
@@ -14,7 +14,7 @@ from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import TokenRow
 from train.data.packing import conversation_tokenizer, fit_rows
 from train.data.prepare import bad_rows
-from train.data.sources import Example, load_source, times_used
+from train.data.sources import Example, load_source
 from train.recipe.data_sections import Source
 from train.recipe.recipe import Recipe
 
@@ -32,8 +32,6 @@ class TokenCount:
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
-    workloads: int = 1
-    longest_prompt: int = 0  # of the sample, in tokens; 0: not counted
     note: str = ""  # what is missing, or was assumed
 
 
@@ -55,9 +53,8 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         return lambda source: TokenCount(source.label, note=note)
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
-    def tokenise(example: Example) -> tuple[list[TokenRow], int]:
-        """The rows it becomes; where its response is still to be written, as long as the one in the
-        data. And how many tokens its prompt has."""
+    def tokenise(example: Example) -> list[TokenRow]:
+        """Its rows; a response still to be written is as long as the one in the data."""
         r = recipe.regenerate
         rows, prompt = list[TokenRow](), list[int]()
         try:
@@ -66,14 +63,12 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         except BadRow as error:
             if not (r.enabled and prompt):
                 bad_rows(recipe.data).refuse(error)
-                return [], len(prompt)
+                return []
         if not r.enabled:
-            return rows, len(prompt)
+            return rows
         response = len(rows[-1]) - len(prompt) if rows else r.max_new_tokens
-        row = TokenRow.from_response(
-            prompt, [0] * max(min(response, r.max_new_tokens), 1), example.workload
-        )
-        return [row], len(prompt)
+        written = [0] * max(min(response, r.max_new_tokens), 1)
+        return [TokenRow.from_response(prompt, written, example.workload)]
 
     def count(source: Source) -> TokenCount:
         if source.resolved().name is not None:
@@ -81,7 +76,7 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         examples = list(load_source(source, bad=BadRows()))[: source.limit]
         sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
         found = [tokenise(example) for example in sample]
-        _, statistics = fit_rows([row for rows, _ in found for row in rows], recipe.data.max_length)
+        _, statistics = fit_rows([row for rows in found for row in rows], recipe.data.max_length)
         scale = source.weight * len(examples) / max(len(sample), 1)
         return TokenCount(
             source.label,
@@ -89,26 +84,9 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
             rows=round(scale * statistics.rows),
             tokens=round(scale * statistics.tokens),
             supervised=round(scale * statistics.supervised),
-            workloads=len({example.workload for example in examples}) or 1,
-            longest_prompt=max((prompt for _, prompt in found), default=0),
         )
 
     return count
-
-
-def mixed(counts: Sequence[TokenCount], sources: Sequence[Source]) -> list[TokenCount]:
-    """The part of each source that a mixture by shares uses; all of it without shares, or if one
-    was not read."""
-    names, examples = (
-        ("examples", "rows", "tokens", "supervised"),
-        [c.examples for c in counts if c.examples],
-    )
-    if len(examples) < len(counts) or not any(source.share for source in sources):
-        return list(counts)
-    return [
-        replace(count, **{name: round(times * getattr(count, name)) for name in names})
-        for count, times in zip(counts, times_used(sources, examples), strict=True)
-    ]
 
 
 def assumed(
@@ -125,7 +103,7 @@ def assumed(
         known = round(source.weight * len(list(load_source(source, bad=BadRows()))[: source.limit]))
     if known is None:
         note = f"{count.note}; give --examples for an estimate of time"
-        return TokenCount(count.label, None, workloads=count.workloads, note=note)
+        return TokenCount(count.label, None, note=note)
     share = count.supervised / count.tokens if count.tokens else ASSUMED_SHARE
     each = tokens or (count.tokens / max(count.rows, 1) if count.tokens else ASSUMED_TOKENS)
     each = min(each, recipe.data.max_length)

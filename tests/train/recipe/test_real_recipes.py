@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from speculators.errors import ConfigError
-from train.pipeline import run
-from train.planner import dry_run
 from train.planner.devices import find_device
-from train.planner.memory import training_memory
-from train.planner.outline import Outline, outline
-from train.planner.plan import make_plan, require_memory_to_measure
+from train.planner.plan import make_plan
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
 
@@ -164,13 +158,6 @@ STUDENTS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
-def planned(path: Path, folder: Path, *overrides: str) -> tuple[Outline, float]:
-    """The plan of a recipe with the config.json of its target, and of its student, in folders; the
-    target's true size."""
-    recipe = local_recipe(path, folder, *overrides)
-    return outline(recipe), TARGETS[load_recipe(path).target.model][0]
-
-
 def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
     recipe = load_recipe(path)
     named = {"target.model": (recipe.target.model, TARGETS)}
@@ -184,11 +171,9 @@ def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [*local, *overrides])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
-    """Every stage, measurement in float32 among them, by the plan that its first lines name, as it
-    is launched."""
+    """By the plan that its first lines name, as it is launched; from config.json alone."""
     text = path.read_text()
     gpu, count = re.search(
         rf"#   draftsmith plan {path.relative_to(RECIPES.parent)} --gpu (\S+) --count (\d+)\n", text
@@ -196,8 +181,7 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     launched = re.search(r"#   accelerate launch (?:--num_processes (\d+) )?train/", text)
     assert count == (launched.group(1) or "1")
     plan = make_plan(local_recipe(path, tmp_path), find_device(gpu), int(count))
-    names = {each.name for stage in plan.stages for each in stage.memory}
-    assert plan.fits and {"train", "measure", "measure in float32"} <= names
+    assert plan.fits
     first = plan.stages[0].outline
     assert first.target.num_parameters / 1e9 == pytest.approx(
         TARGETS[load_recipe(path).target.model][0], abs=0.01
@@ -205,33 +189,6 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     assert 0 < first.trainable < first.target.num_parameters
     assert first.drafter.vocab_size == first.target.vocab_size
     assert first.recipe.name == f"{path.parent.name}/{path.stem}"
-    dry_run.describe(first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [p for p in REAL if p.stem == "draft_model"], ids=lambda path: path.parent.name
-)
-def test_a_student_is_planned_from_its_config_alone(path: Path, tmp_path: Path, capsys) -> None:
-    """Trained whole, or by the adapter that a comment of the recipes offers."""
-    student = load_recipe(path).drafter.init_from
-    (tmp_path / "whole").mkdir()
-    plan, _ = planned(path, tmp_path / "whole")
-    assert (
-        plan.trainable / 1e9 == pytest.approx(STUDENTS[student][0], abs=0.005)
-        and plan.parameters == plan.trainable
-    )
-    lora = "drafter.peft={peft_type: LORA, r: 64, lora_alpha: 128, target_modules: all-linear}"
-    adapted, _ = planned(path, tmp_path, lora)
-    assert (
-        adapted.parameters - adapted.trainable == plan.trainable
-        and 0 < adapted.trainable < plan.trainable / 10
-    )
-    assert training_memory(adapted).total < training_memory(plan).total
-    dry_run.describe(adapted, Console(width=300))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "no state of the target: tokens alone" in printed
-    assert f"starts from {adapted.recipe.drafter.init_from}" in printed
 
 
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -251,31 +208,3 @@ def test_every_real_target_is_known() -> None:
     assert {load_recipe(path).target.model for path in REAL} <= set(TARGETS)
     students = {load_recipe(path).drafter.init_from for path in REAL if path.stem == "draft_model"}
     assert students == set(STUDENTS)
-
-
-@pytest.mark.slow
-def test_what_could_be_trained_but_not_measured_is_refused_before_training(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B trains on 80 GB, and its float32 comparison does not fit there."""
-    path = RECIPES / "qwen3-30b-a3b" / "eagle3.yaml"
-    recipe = local_recipe(path, tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"evaluation: .*in float32 takes about 1\d\d GB.*80 GB.*lossless_check=false",
-    ):
-        require_memory_to_measure(recipe, int(80e9))
-    require_memory_to_measure(recipe, int(141e9))
-    require_memory_to_measure(recipe, None)  # a CPU
-    (tmp_path / "again").mkdir()
-    require_memory_to_measure(
-        local_recipe(path, tmp_path / "again", "evaluation.lossless_check=false", "gates={}"),
-        int(80e9),
-    )
-
-
-def test_a_run_asks_before_it_loads_anything(tmp_path: Path, monkeypatch) -> None:
-    recipe = local_recipe(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path)
-    (tmp_path / "recipe.yaml").write_text(recipe.resolved_yaml())
-    monkeypatch.setattr(run, "total_memory", lambda device: int(80e9))
-    monkeypatch.setattr(run, "load_target", lambda *given: pytest.fail("loaded"))
-    with pytest.raises(ConfigError, match="could be trained and not measured"):
-        run.run(tmp_path / "recipe.yaml", [f"output_dir={tmp_path / 'out'}"])
