@@ -100,19 +100,3 @@ def advise(levels: Sequence[LevelSpeeds], config: dict[str, Any]) -> dict[str, A
             for level, (_, tokens) in zip(levels, chosen, strict=True)
         ],
     }
-
-
-def followed(level: LevelSpeeds, advised: Sequence[float]) -> dict[str, Any]:
-    """Speeds of a server that follows an advice, `advised` [repeats], against each fixed K (`off`:
-    no drafter)."""
-    fixed = {"off": level.off} | {
-        str(tokens): speeds for tokens, speeds in sorted(level.fixed.items())
-    }
-    against = {name: spread(ratios(advised, speeds)) for name, speeds in fixed.items()}
-    return {
-        "max_concurrency": level.concurrency,
-        "gain": against["off"],
-        "fixed_gains": {name: median(ratios(speeds, level.off)) for name, speeds in fixed.items()},
-        "against_fixed": against,
-        "worst": min(each["median"] for each in against.values()),
-    }

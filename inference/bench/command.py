@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from inference.bench.advice import LARGEST_BATCH, SCHEDULE
-from inference.bench.compare import ADVISED, Mode, Server, compare, draw
+from inference.bench.compare import Mode, Server, compare
 from inference.bench.options import BenchOptions, read_options
 from inference.bench.run import measure, prepare, without_details
 from inference.bench.servers import started
@@ -71,18 +71,16 @@ def _compare(options: BenchOptions, console: Console) -> int:
         }
     file = folder / (options.result_filename or "comparison.json")
     _save(comparison, file)
-    draw(comparison, file.with_suffix(".png"))
     print_comparison(comparison, console)
-    console.print(f"{file}, {file.with_suffix('.png')}", highlight=False, soft_wrap=True)
+    console.print(str(file), highlight=False, soft_wrap=True)
     if "advice" in comparison:
         print_advice(comparison, console)
-        if options.advised is None:
-            _save(comparison["advice"]["speculative_config"], folder / ADVICE)
-            use = (
-                f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of'
-                " `draftsmith serve`"
-            )
-            console.print(use, highlight=False, soft_wrap=True, markup=False)
+        _save(comparison["advice"]["speculative_config"], folder / ADVICE)
+        use = (
+            f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of'
+            " `draftsmith serve`"
+        )
+        console.print(use, highlight=False, soft_wrap=True, markup=False)
     return 1 if comparison["failed"] else 0
 
 
@@ -118,29 +116,7 @@ def serving_modes(
         else:
             configs["on"] = config | {"num_speculative_tokens": lengths[-1]}
             modes[name] = Mode("on", {"num_speculative_tokens": tokens}, tokens)
-    if options.advised is not None:
-        modes[ADVISED], configs[ADVISED] = (
-            Mode(ADVISED),
-            _read_advice(options, Path(options.advised)),
-        )
     return modes, configs
-
-
-def _read_advice(options: BenchOptions, path: Path) -> dict[str, Any] | None:
-    """The config as it is in the file, checked before anything is measured."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--advised {path}: {error}; give a speculative_config.json of `bench --compare`"
-        ) from error
-    if config is not None and not isinstance(config, dict):
-        raise ConfigError(
-            f"--advised {path}: expected a JSON object of options, or null: no drafter"
-        )
-    if config is not None:
-        _complete(options, config, f"--advised {path}: the config")
-    return config
 
 
 def _started(options: BenchOptions, name: str, config: dict[str, Any] | None) -> Server:

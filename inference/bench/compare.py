@@ -1,30 +1,21 @@
-"""Drafting off and on under the same load, at rising concurrency: ratios, the Pareto front, its
-picture, the advice.
+"""Drafting off and on under the same load, at rising concurrency: ratios and the advice.
 
 A ratio is on ÷ off. Tokens/s per user are 1 ÷ TPOT. Of several repeats the one with the median
 speed is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from inference.bench.advice import LevelSpeeds, advise, followed
+from inference.bench.advice import LevelSpeeds, advise
 from inference.bench.options import BenchOptions
 from inference.bench.run import LOAD_ONLY, Work, measure, without_details
 
 MODES = ("off", "on")
-ADVISED = "advised"  # the mode that follows the advice of an earlier comparison
-STYLES: dict[str, Any] = {
-    "off": {"color": "#d98a29", "marker": "s"},
-    "on": {"color": "#2f6db3", "marker": "o"},
-}
 RATIOS = (
     "output_throughput",
     "total_token_throughput",
@@ -106,10 +97,6 @@ def compare(
     compared = [
         _level(n, _median(results["off", n]), _median(results["on", n]), greedy) for n in levels
     ]
-    measured = list(points(compared))
-    front = pareto_front([(user, total) for _, user, total in measured])
-    for i, (result, *_) in enumerate(measured):
-        result["on_pareto_front"] = i in front
     failed = sum(result["failed"] for repeats in results.values() for result in repeats)
     comparison: dict[str, Any] = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -134,7 +121,7 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _advice(
     results: Results, levels: Sequence[int], modes: dict[str, Mode], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """The advice, and how a server that follows an earlier one did."""
+    """Which K to serve with."""
 
     def speeds(mode: str, level: int) -> tuple[float, ...]:
         return tuple(result["output_throughput"] for result in results[mode, level])
@@ -146,12 +133,7 @@ def _advice(
         )
         for n in levels
     ]
-    advice: dict[str, Any] = {"advice": advise(measured, config)}
-    if ADVISED in modes:
-        advice["advised"] = [
-            followed(level, speeds(ADVISED, level.concurrency)) for level in measured
-        ]
-    return advice
+    return {"advice": advise(measured, config)}
 
 
 def _level(
@@ -171,63 +153,3 @@ def _level(
         ]
         level |= {"identical_outputs": sum(same), "compared_outputs": len(same)}
     return level | {"off": without_details(off), "on": without_details(on)}
-
-
-def points(levels: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float, float]]:
-    """(result, tokens/s per user, output tokens/s) of every measurement that has both."""
-    for result in (level[mode] for level in levels for mode in MODES):
-        if result["tokens_per_second_per_user"] is not None and result["completed"]:
-            yield result, result["tokens_per_second_per_user"], result["output_throughput"]
-
-
-def pareto_front(places: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the places for which no other is at least as good in both co-ordinates and better
-    in one."""
-    dominated = [any(b[0] >= a[0] and b[1] >= a[1] and b != a for b in places) for a in places]
-    return [i for i, worse in enumerate(dominated) if not worse]
-
-
-def draw(comparison: dict[str, Any], path: Path) -> None:
-    """Tokens/s per user against output tokens/s: a curve with drafting, one without, and the front
-    behind them."""
-    figure = Figure(figsize=(7.2, 4.6), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    levels = comparison["levels"]
-    for mode in MODES:
-        curve = [point for level in levels for point in points([level]) if point[0] is level[mode]]
-        users, totals = [user for _, user, _ in curve], [total for *_, total in curve]
-        axes.plot(users, totals, label=f"drafting {mode}", ms=5, lw=1.6, **STYLES[mode])
-        for result, user, total in curve:
-            axes.annotate(
-                str(result["max_concurrency"]),
-                (user, total),
-                (5, 5),
-                textcoords="offset points",
-                fontsize=8,
-            )
-    if front := sorted(
-        (user, total) for result, user, total in points(levels) if result["on_pareto_front"]
-    ):
-        axes.plot(
-            *zip(*front, strict=True),
-            color="#bbbbbb",
-            lw=6,
-            alpha=0.5,
-            zorder=1,
-            label="Pareto front",
-        )
-    axes.legend(frameon=False)
-    axes.margins(0.1)
-    axes.set(
-        xlabel="tokens/s per user (1 ÷ median TPOT)",
-        ylabel="output tokens/s, all users",
-        xlim=(0, None),
-        ylim=(0, None),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(color="#dddddd", lw=0.6)
-    model = str(comparison["model_id"]).rstrip("/").split("/")[-1]
-    title = f"{model}, {comparison['dataset_name']}; numbers: concurrency"
-    figure.suptitle(title, x=0.02, ha="left", parse_math=False)
-    figure.savefig(path)

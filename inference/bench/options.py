@@ -45,7 +45,6 @@ COMPARING = (
     "together",
     "repeats",
     "draft_lengths",
-    "advised",
 )
 SHAPES = ("speculative_token_tree", "speculative_eagle_topk")  # drafts that are no chain
 GROUPS = {  # in --help, by their first option
@@ -126,7 +125,6 @@ class BenchOptions(BaseModel):
     no_oversample: bool = option(False, "send a short file once only")
 
     request_rate: PositiveFloat = option(math.inf, "requests/s; inf: all at once")
-    burstiness: PositiveFloat = option(1.0, "1: Poisson; below: bursts; above: even")
     max_concurrency: PositiveInt | None = option(None, "most running requests; the others wait")
     num_warmups: NonNegativeInt | None = option(
         None, "requests before the measurement; default: 0, with --compare 2"
@@ -155,9 +153,7 @@ class BenchOptions(BaseModel):
     label: str | None = option(None, "begins the file's name; default: the backend")
     disable_tqdm: bool = option(False, "no progress bar")
 
-    compare: bool = option(
-        False, "measure without and with drafting; writes comparison.json and .png"
-    )
+    compare: bool = option(False, "measure without and with drafting; writes comparison.json")
     concurrencies: Annotated[tuple[PositiveInt, ...], CommaSeparated] = option(
         (1, 2, 4, 8), "levels of concurrency"
     )
@@ -176,9 +172,6 @@ class BenchOptions(BaseModel):
     repeats: PositiveInt = option(1, "of every measurement, in turn; the advice's spread is theirs")
     draft_lengths: Annotated[tuple[NonNegativeInt, ...], CommaSeparated] = option(
         (), "further numbers of drafts to measure; 0: a drafter that never drafts"
-    )
-    advised: str | None = option(
-        None, "a speculative_config.json of an earlier --compare: measure it beside each K"
     )
     ready_check_timeout_sec: PositiveFloat = option(600.0, "seconds until a server is ready")
 
@@ -253,10 +246,9 @@ class BenchOptions(BaseModel):
             raise ValueError(
                 "--compare: --serve-args is for servers started with --speculative-config"
             )
-        if self.baseline_url is not None and given & {"draft_lengths", "advised"}:
+        if self.baseline_url is not None and self.draft_lengths:
             raise ValueError(
-                "--compare: --draft-lengths and --advised are for servers started with"
-                " --speculative-config"
+                "--compare: --draft-lengths is for servers started with --speculative-config"
             )
         if self.draft_lengths and (
             shape := [name for name in SHAPES if name in (self.speculative_config or {})]

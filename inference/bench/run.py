@@ -116,7 +116,7 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
                 raise DraftsmithError(
                     f"{options.url}{options.route}: a warm-up request failed: {outcome.error}"
                 )
-        arrivals = arrival_times(count, options.request_rate, options.burstiness, options.seed)
+        arrivals = arrival_times(count, options.request_rate, options.seed)
         before = await _drafting(client)
         turns = sum(1 + len(question.later) for question in work.questions)
         with tqdm(total=turns, disable=options.disable_tqdm, unit="request", leave=False) as bar:
@@ -178,20 +178,14 @@ def request_body(
     return body | options.body
 
 
-def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which requests arrive, [count].
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds after the start at which requests arrive, [count]: a Poisson process.
 
-    Gaps are gamma distributed with shape `burstiness` and mean 1/rate: a Poisson process at 1,
-    bursts below, more even above. As in vLLM they are scaled so that the last request arrives after
-    count/rate seconds, which makes the offered rate that of the option. With an infinite rate all
-    arrive at once."""
+    As in vLLM its gaps are scaled so that the last request arrives after count/rate seconds, which
+    makes the offered rate that of the option. With an infinite rate all arrive at once."""
     if math.isinf(rate) or count == 0:
         return [0.0] * count
-    even = math.isinf(burstiness)
-    gaps = (
-        np.ones(count) if even else np.random.default_rng([seed, 1]).gamma(burstiness, 1.0, count)
-    )
-    times = np.cumsum(gaps)
+    times = np.cumsum(np.random.default_rng([seed, 1]).exponential(1.0, count))
     return (times * (count / rate / times[-1])).tolist()
 
 
@@ -302,7 +296,6 @@ def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
         "request_parameters": options.body,
         **({"note": LOAD_ONLY} if options.load_only else {}),
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
-        "burstiness": options.burstiness,
         "max_concurrency": options.max_concurrency,
     }
 

@@ -105,8 +105,7 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
 
 def print_advice(comparison: dict[str, Any], console: Console) -> None:
     """Median gains by concurrency and K, the K that is advised with its gain's range, and the
-    configuration; beside an earlier advice that was followed, its gain and how it does against the
-    fixed K that is worst for it."""
+    configuration."""
     advice = comparison["advice"]
     lengths = list(advice["levels"][0]["median_gains"])
     rows = []
@@ -124,27 +123,6 @@ def print_advice(comparison: dict[str, Any], console: Console) -> None:
     _print_table(
         console, title, ("users", *(f"K={tokens}" for tokens in lengths), "advised", "gain"), rows
     )
-    if "advised" in comparison:
-        rows = [
-            (
-                str(level["max_concurrency"]),
-                *(_cell(level["fixed_gains"][name]) for name in level["fixed_gains"]),
-                _range(level["gain"]),
-                _cell(level["worst"], ".3f"),
-            )
-            for level in comparison["advised"]
-        ]
-        names = [
-            f"K={name}" if name.isdecimal() else name
-            for name in comparison["advised"][0]["fixed_gains"]
-        ]
-        _print_table(
-            console,
-            "an earlier advice followed",
-            ("users", *names, "followed", "÷ best fixed"),
-            rows,
-        )
-        return
     if advice["speculative_config"] is None:
         console.print(
             "advice: serve without a drafter; none gained at any concurrency", highlight=False

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.bench.advice import SCHEDULE, LevelSpeeds, advise, followed
+from inference.bench.advice import SCHEDULE, LevelSpeeds, advise
 from inference.bench.command import serving_modes
 from inference.bench.options import BenchOptions, read_options
 from inference.entrypoints.speculative_config import parse_speculative_config
@@ -107,24 +107,13 @@ def test_a_waiting_drafter_is_judged_by_its_own_speed():
     assert LevelSpeeds(8, (10.0,), {4: (9.5,)}).best == 0
 
 
-def test_following_is_compared_with_every_fixed_length():
-    level = LevelSpeeds(4, (10.0, 10.0), {2: (12.0, 12.0), 4: (16.0, 20.0)})
-    found = followed(level, (18.0, 18.0))
-    assert found["gain"]["median"] == 1.8 and found["against_fixed"]["2"]["median"] == 1.5
-    assert (
-        found["worst"]
-        == found["against_fixed"]["4"]["median"]
-        == pytest.approx((18 / 16 + 18 / 20) / 2)
-    )
-
-
 def asked(**more) -> BenchOptions:
     return BenchOptions(
         dataset_name="random", compare=True, model="target", speculative_config=CONFIG, **more
     )
 
 
-def test_our_server_takes_every_length_and_vllm_has_one_for_each(tmp_path):
+def test_our_server_takes_every_length_and_vllm_has_one_for_each():
     modes, configs = serving_modes(asked(draft_lengths="0,2,8"), CONFIG)
     assert {name: (mode.server, mode.tokens) for name, mode in modes.items()} == {
         "off": ("off", None),
@@ -140,16 +129,11 @@ def test_our_server_takes_every_length_and_vllm_has_one_for_each(tmp_path):
     )
     assert configs == {"off": None, "on": CONFIG | {"num_speculative_tokens": 8}}
 
-    advised = tmp_path / "speculative_config.json"
-    advised.write_text("null")
-    options = asked(
-        draft_lengths="0,2", serve_args="--engine vllm --max-num-seqs 4", advised=str(advised)
-    )
+    options = asked(draft_lengths="0,2", serve_args="--engine vllm --max-num-seqs 4")
     modes, configs = serving_modes(options, CONFIG)
     assert all(mode.server == name and not mode.body for name, mode in modes.items())
     assert configs["K=2"] == CONFIG | {"num_speculative_tokens": 2} and configs["on"] == CONFIG
     assert drafts(configs["K=0"], 1) == drafts(configs["K=0"], 2000) == 0
-    assert configs["advised"] is None and modes["advised"].tokens is None
 
 
 @pytest.mark.parametrize(
@@ -163,13 +147,3 @@ def test_our_server_takes_every_length_and_vllm_has_one_for_each(tmp_path):
 def test_what_cannot_be_advised_on_is_refused(flags, named):
     with pytest.raises(ConfigError, match=named):
         read_options(["--dataset-name", "random", "--compare", *flags])
-
-
-@pytest.mark.parametrize("text", ['{"nonsense": 1}', '{"method": "ngram"}', "[1]", "{"])
-def test_an_earlier_advice_that_no_server_takes_is_refused_before_anything_is_measured(
-    text, tmp_path
-):
-    advised = tmp_path / "speculative_config.json"
-    advised.write_text(text)
-    with pytest.raises(ConfigError, match=f"--advised {advised}"):
-        serving_modes(asked(draft_lengths="2,6", advised=str(advised)), CONFIG)

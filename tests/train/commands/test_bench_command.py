@@ -43,17 +43,12 @@ def read(line: str):
 def test_flags_are_those_of_vllm():
     found = read(
         "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench"
-        " --dataset-path q.jsonl --num-prompts 7 --request-rate 2.5 --burstiness 0.5"
+        " --dataset-path q.jsonl --num-prompts 7 --request-rate 2.5"
         " --max-concurrency 4 --seed 3 --ignore-eos --temperature 0 --percentile-metrics ttft,tpot"
         " --metric-percentiles 25,99.9 --output-len 9"
     )
     assert (found.url, found.route, found.model) == ("http://a:1", "/v1/chat/completions", "m")
-    assert (found.request_rate, found.burstiness, found.max_concurrency, found.ignores_eos) == (
-        2.5,
-        0.5,
-        4,
-        True,
-    )
+    assert (found.request_rate, found.max_concurrency, found.ignores_eos) == (2.5, 4, True)
     assert (found.num_prompts, found.seed, found.output_len) == (7, 3, 9)
     assert (found.percentile_metrics, found.metric_percentiles) == (("ttft", "tpot"), (25.0, 99.9))
     assert found.body == {"temperature": 0.0} and found.num_warmups is None
@@ -172,7 +167,6 @@ def test_one_server_then_off_and_on(target, interpreter, tmp_path, monkeypatch):
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [level["identical_outputs"] for level in found["levels"]] == [4, 4]
     assert all("spec_decode_num_drafts" in level["on"] for level in found["levels"])
-    assert (tmp_path / "comparison.png").stat().st_size > 1000
     with started(
         str(target), json.loads(NGRAM), ["--served-model-name", "tiny"], tmp_path / "log", 120
     ) as url:
@@ -192,10 +186,7 @@ def test_one_server_then_off_and_on(target, interpreter, tmp_path, monkeypatch):
         ]
         again = CliRunner().invoke(app, ["bench", *one, *both], catch_exceptions=False)
     assert (run.exit_code, again.exit_code) == (0, 0), run.output + again.output
-    assert (
-        len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1
-        and (tmp_path / "both.png").exists()
-    )
+    assert len(json.loads((tmp_path / "both.json").read_text())["levels"]) == 1
     result = json.loads((tmp_path / "one.json").read_text())
     assert result["completed"] == 4 and result["request_rate"] == 50 and "ttfts" not in result
     assert {
