@@ -29,6 +29,7 @@ from train.commands.plan import plan
 from train.commands.prepare import prepare
 from train.commands.publish import push
 from train.commands.regenerate import regenerate
+from train.commands.try_methods import try_methods
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -272,6 +273,7 @@ for command in (
     cache_features,
 ):
     app.command()(command)
+app.command("try")(try_methods)
 serve.register(app)
 bench_command.register(app)
 

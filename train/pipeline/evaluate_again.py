@@ -80,19 +80,7 @@ def evaluate_folders(
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
-    try:
-        recipe = make_recipe(
-            {
-                "name": "evaluation",
-                "output_dir": str(out),
-                "target": {"model": model},
-                "data": data,
-                "evaluation": keys,
-            }
-        )
-    except ValidationError as error:
-        faults = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
+    recipe = _recipe(model, data, keys, out)
     stages, settings = Stages(1), settings_of(recipe)
     with stages.stage("acceptance", 100) as advance:
         report = evaluate_in(
@@ -113,6 +101,36 @@ def evaluate_folders(
     write_html(report, out / PAGE)
     print_report(report, stages.console)
     return out / PAGE
+
+
+def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list[list[int]]:
+    """Token ids of the prompts of a JSONL file as serving `model` would send them: `count` of each
+    workload."""
+    sources = [{"path": str(file)}]
+    keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
+    recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))
+    chosen = workloads(recipe, settings_of(recipe))
+    return [prompt for some in chosen.values() for prompt in some]
+
+
+def _recipe(
+    model: str, data: Mapping[str, Any], evaluation: Mapping[str, Any], out: Path
+) -> Recipe:
+    """The recipe that an evaluation without one stands for. ConfigError names the option whose
+    value cannot be."""
+    try:
+        return make_recipe(
+            {
+                "name": "evaluation",
+                "output_dir": str(out),
+                "target": {"model": model},
+                "data": dict(data),
+                "evaluation": dict(evaluation),
+            }
+        )
+    except ValidationError as error:
+        faults = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
 
 
 def _option(location: Sequence[Any]) -> str:

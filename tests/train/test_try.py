@@ -1,0 +1,69 @@
+"""`draftsmith try`: methods side by side on prompts of one's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from speculators.errors import ConfigError
+from speculators.export import export_drafter
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
+from speculators.target.frozen_target import FrozenTarget
+from tests.train.pipeline.test_acceptance import byte_tokenizer
+from train.cli import app
+from train.commands.try_methods import _methods
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("try")
+    ends = dict(bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    model = tiny_model("qwen3", vocab_size=259, max_position_embeddings=1024, **ends)
+    model.save_pretrained(root / "target")
+    byte_tokenizer().save_pretrained(root / "target")
+    target = FrozenTarget(model, [1, 2])
+    torch.manual_seed(0)
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2])).attach(target)
+    export_drafter(drafter, root / "head", dtype=torch.float32)
+    return str(root / "target"), str(root / "head")
+
+
+def test_all_methods_and_a_drafter_stand_side_by_side(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target, head = folders
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saved = tmp_path / "tried.json"
+    options = ["--max-tokens=8", "--repeats=2", "--device=cpu", f"--json={saved}"]
+    command = ["try", f"--model={target}", f"--drafter={head}", "--prompts=p.jsonl", *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(saved.read_text())
+    names = ["default", "ngram", "suffix", "lookahead", head]
+    assert list(found) == [*names, "versions", "arguments"]
+    assert found["arguments"]["max_tokens"] == 8
+    rates = {name: found[name]["timings"]["tokens_per_second"]["value"] for name in names}
+    for name in names:
+        one = found[name]
+        assert [o["token_ids"] for o in one["outputs"]] == [
+            o["token_ids"] for o in found["default"]["outputs"]
+        ]
+        assert len(one["outputs"]) == 2 and len(one["timings"]["passes"]) == 2
+        if name != "default":
+            assert one["agree"]["same"] == 2 and one["metrics"]["tokens_per_forward"] >= 1
+            assert one["speedup"]["value"] == pytest.approx(rates[name] / rates["default"])
+            assert one["speedup"]["low"] <= one["speedup"]["value"] <= one["speedup"]["high"]
+    assert all(name in done.output for name in names[:4])
+
+
+def test_a_drafter_is_given_once():
+    assert (
+        _methods([], None)["suffix"]["suffix_decoding_max_cached_requests"] == 0
+    )  # repeats are alike
+    assert _methods(["a", "b"], 3)["b"] == {"model": "b", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="--drafter a"):
+        _methods(["a", "a"], None)
