@@ -22,7 +22,7 @@ from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
 from train.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "recipes" / "accelerate"
+CONFIGS = Path(__file__).resolve().parent / "accelerate"
 CURVE = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
 
 
