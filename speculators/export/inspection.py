@@ -128,8 +128,10 @@ def _read_files(result: Inspection, path_or_id: str | Path) -> None:
         if not isinstance(fields, dict):
             raise ValueError("expected an object of fields")
         result.fields = fields
-    except (OSError, ValueError) as error:
-        result.add("no_config", f"config.json: {error}")
+    except OSError:
+        result.add("no_config", "there is no config.json")
+    except ValueError as error:
+        result.add("damaged_config", f"config.json: {error}")
     pickles = pickled_files(folder) or (
         [] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id))
     )

@@ -743,6 +743,8 @@ def test_files_that_cannot_be_read(broken, tmp_path) -> None:
     assert "damaged_file" in kinds(inspect_folder(folder))
     (folder / "model.safetensors").unlink()
     (folder / "config.json").write_text("{")
+    assert {"no_weights", "damaged_config"} <= kinds(inspect_folder(folder))
+    (folder / "config.json").unlink()
     assert {"no_weights", "no_config"} <= kinds(inspect_folder(folder))
     with pytest.raises(CheckpointError, match="no such folder"):
         inspect_folder(tmp_path / "nowhere at all")
