@@ -152,9 +152,9 @@ def compare(
         list[Path], typer.Argument(metavar="RECIPE...", help="Recipes, told apart by file name.")
     ],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the runs, the table and the picture.")
-    ] = Path("runs/compare"),
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.")] = Path(
+        "runs/compare"
+    ),
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
     ] = None,
@@ -163,16 +163,20 @@ def compare(
     ] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
-    from train.pipeline.compare import FILE, PICTURE, Candidate, markdown, print_comparison, run_all
+    from rich.table import Table
 
-    comparison = run_all(
-        [Candidate(path.stem, path, tuple(override or ())) for path in recipes], minutes, out
-    )
+    from train.pipeline.compare import FILE, compare_recipes, rows
+
+    heads, *lines = rows(compare_recipes(recipes, minutes, out, override or ()))
     if as_markdown:
-        typer.echo(markdown(comparison), nl=False)
-    else:
-        print_comparison(comparison, Console())
-        Console().print(f"{out / FILE}, {out / PICTURE}", highlight=False)
+        rule = ["---", *["---:"] * (len(heads) - 1)]
+        for line in (heads, rule, *lines):
+            typer.echo(f"| {' | '.join(line)} |")
+        return
+    table = Table(*heads, title=f"{minutes:g} minutes of training each")
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table, f"{out / FILE}", highlight=False)
 
 
 @app.command()
