@@ -257,29 +257,14 @@ def speed_bars(report: AcceptanceReport, temperature: float) -> Figure | None:
     return grouped(title, names, series, "× faster", "limit vs drafting off") if series else None
 
 
-def rate_lines(report: AcceptanceReport, temperature: float, kind: str) -> Figure:
-    """The acceptance rate by draft position, `joint` or `conditional`, one curve per workload."""
+def rate_lines(report: AcceptanceReport, temperature: float) -> Figure:
+    """The conditional acceptance rate by draft position, one curve per workload."""
     curves = {}
     for cell in report.cells_at(temperature):
-        rates = getattr(cell, f"{kind}_acceptance_per_position")
+        rates = cell.conditional_acceptance_per_position
         curves[cell.workload] = (range(1, len(rates) + 1), rates)
-    title = f"{kind} acceptance rate by draft position at T={temperature:g}"
+    title = f"Conditional acceptance rate by draft position at T={temperature:g}"
     return lines(title, curves, "draft position k", (0, 1.02))
-
-
-def accepted_bars(report: AcceptanceReport, temperature: float) -> Figure:
-    """Fractions of the rounds by number of accepted drafts: grey for none, then ever deeper."""
-    cells = report.cells_at(temperature)
-    fractions = [[count / max(cell.num_drafts, 1) for count in cell.histogram] for cell in cells]
-    most = max(len(cell.histogram) for cell in cells) - 1
-    shades = matplotlib.colormaps["Blues"]
-    parts = [("0", GREY), *((str(j), shades(0.2 + 0.75 * j / most)) for j in range(1, most + 1))]
-    return stacked(
-        f"Accepted drafts per round at T={temperature:g}",
-        [c.workload for c in cells],
-        fractions,
-        parts,
-    )
 
 
 def phase_bars(report: AcceptanceReport, temperature: float) -> Figure | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 FIGURES = {  # of each temperature, by their names in the template
     "speed": charts.speed_bars,
     "phases": charts.phase_bars,
-    "conditional": partial(charts.rate_lines, kind="conditional"),
-    "joint": partial(charts.rate_lines, kind="joint"),
-    "accepted": charts.accepted_bars,
+    "conditional": charts.rate_lines,
 }
 
 
