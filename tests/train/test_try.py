@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.train.pipeline.test_acceptance import byte_tokenizer
 from train.cli import app
 from train.commands.try_methods import _methods
+from train.data.prepare import bad_rows
+from train.pipeline.evaluate_again import _recipe
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +70,11 @@ def test_a_drafter_is_given_once():
     assert _methods(["a", "b"], 3)["b"] == {"model": "b", "num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match="--drafter a"):
         _methods(["a", "a"], None)
+
+
+def test_an_evaluation_without_a_recipe_keeps_its_files_in_out_and_names_its_options(tmp_path):
+    made = _recipe("target", {"train": [{"path": "p.jsonl"}]}, {"temperatures": [0.0]}, tmp_path)
+    log = bad_rows(made.data, Path(made.output_dir), "evaluation")
+    assert log.path.parent == tmp_path
+    with pytest.raises(ConfigError, match="--temperature"):
+        _recipe("target", {"train": [{"path": "p.jsonl"}]}, {"temperatures": [-1.0]}, tmp_path)
