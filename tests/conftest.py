@@ -333,7 +333,7 @@ def hub(tmp_path, monkeypatch):
         "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
         "HF_TOKEN_PATH": str(tmp_path / "no-token"),
         "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": False,
+        "HF_HUB_DISABLE_XET": True,
     }.items():
         monkeypatch.setattr(constants, name, value)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

@@ -280,8 +280,7 @@ class FakeHub:
         return {"errors": [], "warnings": []}
 
     def preupload(self, request: Request, repo: str, revision: str) -> Any:
-        if request.query.get("create_pr") != "1":
-            self._writer(request)
+        self._writer(request)
         _, there = self._commit(request, repo, revision)
         files = []
         for asked in json.loads(request.body)["files"]:
@@ -317,9 +316,7 @@ class FakeHub:
         return {}
 
     def commit(self, request: Request, repo: str, revision: str) -> Any:
-        pull = request.query.get("create_pr") == "1"
-        if not pull:
-            self._writer(request)
+        self._writer(request)
         _, before = self._commit(request, repo, revision)
         files, message = dict(before), ""
         for line in request.body.splitlines():
@@ -336,14 +333,12 @@ class FakeHub:
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
         repository = self.repositories[repo]
-        number = sum(name.startswith("refs/pr/") for name in repository.branches) + 1
-        name = repository.commit(f"refs/pr/{number}" if pull else revision, files, message)
+        name = repository.commit(revision, files, message)
         return {
             "success": True,
             "commitOid": name,
             "commitUrl": f"{self.endpoint}/{repo}/commit/{name}",
             "hookOutput": "",
-            "pullRequestUrl": f"{self.endpoint}/{repo}/discussions/{number}" if pull else None,
         }
 
     def resolve(self, request: Request, repo: str, revision: str, path: str) -> Any:

@@ -23,13 +23,7 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="Make the repository public; private otherwise.")
     ] = False,
-    revision: Annotated[str, typer.Option(help="Branch to write, made if it is not there.")] = "",
-    commit_message: Annotated[
-        str, typer.Option(help="Message of the commit, or title of the pull request.")
-    ] = "",
-    create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="Open a pull request instead.")
-    ] = False,
+    commit_message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
     base_model: Annotated[
         str, typer.Option(metavar="ORG/NAME", help="The target's id, for the card.")
     ] = "",
@@ -61,10 +55,6 @@ def push(
     from train.pipeline.publish import PushOptions, listing, stage
     from train.pipeline.publish import push as send
 
-    if create_pr and revision:
-        raise ConfigError(
-            "push: a pull request goes to the main branch; give --create-pr or --revision"
-        )
     if out is not None and not dry_run:
         raise ConfigError("push: --out belongs to --dry-run")
     options = PushOptions(base_model or None, license_ or None, report, target_layers, force)
@@ -77,7 +67,7 @@ def push(
         visibility = "public" if public else "private"
         typer.echo(f"{where}: what would go to {repository} ({visibility}); nothing was sent")
         return
-    to = Destination(repository, not public, revision or None, create_pr, token or None)
+    to = Destination(repository, not public, token or None)
     typer.echo(send(folder, to, options, message=commit_message, say=_note).describe(repository))
 
 

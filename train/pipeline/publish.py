@@ -149,7 +149,7 @@ def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
     if code:
         say(f"not pushed to {section.hub_model_id}: a gate is missed")
         return
-    to = Destination(section.hub_model_id, section.hub_private_repo, section.hub_revision)
+    to = Destination(section.hub_model_id, section.hub_private_repo)
     options = PushOptions(base_model=section.hub_base_model)
     try:
         say(

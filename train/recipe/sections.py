@@ -306,9 +306,6 @@ class ExportSection(Section):
     hub_private_repo: bool = Field(
         True, description="make that repository private, if it is not there yet"
     )
-    hub_revision: Text | None = Field(
-        None, description="branch to upload to; null: the default branch"
-    )
     hub_license: Text | None = Field(
         None, description="license the card states, such as apache-2.0; null: none"
     )

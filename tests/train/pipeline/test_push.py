@@ -25,7 +25,7 @@ from speculators.export.upload import Destination, account
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.fake_hub import READER, WRITER, CutOff, File, Refused
+from tests.fake_hub import READER, WRITER, File, Refused
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import (  # noqa: F401 (fixtures)
     draft_folder,
     drafting,
@@ -155,8 +155,6 @@ def test_the_hub_has_what_was_staged_and_a_second_push_adds_nothing(
     assert (len(repository.commits), hub.objects) == (commits, stored)
     assert len(hub.asked("PUT", "^/lfs/")) == 1
     assert sent(run) == before
-    # xet was asked for, is not spoken there, and is left as it was
-    assert hub.asked("GET", "xet-write-token") and constants.HF_HUB_DISABLE_XET is False
 
 
 def test_dry_run_contacts_nobody(hub, run, tmp_path):
@@ -336,11 +334,6 @@ def test_tokens_that_will_not_do(hub, run, case, match):
     assert REPO not in hub.repositories
 
 
-def test_a_repository_that_is_not_there(hub, run):
-    with pytest.raises(HubError, match="no such repository, or it is private"):
-        push(run, to(create_pr=True), PushOptions(), say=lambda _: None)
-
-
 def test_what_the_hub_says_of_a_card_is_passed_on(hub, run):
     hub.fail("POST", "validate-yaml", lambda _: Refused(400, "no such license"))
     with pytest.raises(HubError, match=r"status 400: Invalid metadata in README\.md"):
@@ -419,17 +412,6 @@ def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, t
 # failures
 
 
-@pytest.mark.parametrize(
-    "error", [lambda _: Refused(503, "busy"), lambda _: CutOff()], ids=["503", "cut"]
-)
-@pytest.mark.parametrize("where", ["PUT ^/lfs/", "POST /commit/", "POST batch$", "POST preupload"])
-@pytest.mark.slow
-def test_a_failure_that_passes_is_not_noticed(hub, run, where, error):
-    hub.fail(*where.split(), error, times=2)
-    assert push(run, to(), PushOptions(), say=lambda _: None).changed
-    assert hub.failures == [] and "model.safetensors" in hub.repositories[REPO].files()
-
-
 @pytest.mark.slow
 def test_a_failure_that_stays_is_resumed_later(hub, copy):
     """Of two large files the one that arrived is not sent again."""
@@ -447,26 +429,6 @@ def test_a_failure_that_stays_is_resumed_later(hub, copy):
     assert {"tokenizer.json", "model.safetensors", "README.md"} <= set(
         hub.repositories[REPO].files()
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# where to
-
-
-@pytest.mark.slow
-def test_branches_and_pull_requests(hub, run):
-    push(run, to(), PushOptions(), say=lambda _: None)
-    main = hub.repositories[REPO].branches["main"]
-    options = PushOptions(license="mit")
-    pushed = push(
-        run, to(revision="with-license"), options, message="A license", say=lambda _: None
-    )
-    repository = hub.repositories[REPO]
-    assert pushed.changed and repository.messages[-1] == "A license"
-    assert metadata(repository.files("with-license")["README.md"])["license"] == "mit"
-    pushed = push(run, to(create_pr=True, token=READER), options, say=lambda _: None)
-    assert pushed.url.endswith("/discussions/1") and "refs/pr/1" in repository.branches
-    assert repository.branches["main"] == main
 
 
 def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy, monkeypatch):
