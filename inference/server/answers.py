@@ -12,7 +12,7 @@ from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
-from inference.server.engine_loop import Generation
+from inference.server.engine_thread import Generation
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 

@@ -4,7 +4,7 @@
     ServerOptions(served_model_name=("my-model",)))
 
 Here are the routes. Requests are read in protocol.py, answers are written in answers.py, and
-engine_loop.py decides whose turn it is."""
+engine_thread.py decides whose turn it is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from inference.entrypoints.llm import LLM
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
 from inference.server.answers import ChatWriter, CompletionWriter
-from inference.server.engine_loop import EngineLoop, Ticket
+from inference.server.engine_thread import EngineThread, Ticket
 from inference.server.errors import APIError, error_json, error_response, fault
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
@@ -65,7 +65,7 @@ class Server:
         self.llm, self.options, self.started = llm, options, int(time.time())
         name = options.served_model_name[0]
         self.metrics = ServerMetrics(name, llm, lambda: self.engine.in_flight)
-        self.engine = EngineLoop(llm, self.metrics, options)
+        self.engine = EngineThread(llm, self.metrics, options)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
 
     async def completions(self, http: Request) -> Response:

@@ -4,7 +4,6 @@ rows as for one."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from inference import LLM, SamplingParams
 from inference.entrypoints.prompts import Prompt
 from inference.requests.request import Request
-from inference.server.engine_loop import EngineLoop, Generation, Ticket
+from inference.server.engine_thread import EngineThread, Generation, Ticket
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from inference.spec_decode.draft_length.costs import RoundCosts
@@ -215,13 +214,6 @@ def test_text_is_the_one_written_on_a_cpu(way, tiny_model, byte_tokenizer, reque
     assert written("cuda") == on_a_cpu
 
 
-class _ThisThread:
-    """An event loop whose executor is the calling thread, where the device is claimed."""
-
-    async def run_in_executor(self, executor, work):
-        return work()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3, block", "eagle3, grown tree, greedy", "ngram"])
 def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
@@ -229,7 +221,7 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     way = WAYS[name]
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
     options = ServerOptions(served_model_name=("tiny",))
-    engine = EngineLoop(llm, ServerMetrics("tiny", llm, lambda: 0), options)
+    engine = EngineThread(llm, ServerMetrics("tiny", llm, lambda: 0), options)
 
     def begin(rows: int) -> list[Generation]:
         ticket = Ticket(engine, rows)
@@ -239,15 +231,12 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
             engine.begin(each)
         return begun
 
-    def one_round() -> None:
-        asyncio.run(engine._round(_ThisThread()))
-
     first = begin(4)
-    one_round()
+    engine.round()
     for _ in range(3):
-        assert_few_waits(claimed_gpu, way, one_round)
+        assert_few_waits(claimed_gpu, way, engine.round)
     later = begin(8)
     while llm.engine.has_unfinished:
-        one_round()
+        engine.round()
     assert llm.engine.counters.prefix_cache_hits > 0
     assert [len(each.response.requests[0].output_token_ids) for each in first + later] == [30] * 12

@@ -1,5 +1,5 @@
-"""The engine for many clients at once: its steps run one after the other in a thread of their own,
-requests join and leave between two of them.
+"""The engine for many clients at once: one thread runs its rounds, requests join and leave between
+two of them.
 
     ticket = engine.admit(1)                    # or 429: too many wait
     try:
@@ -8,13 +8,14 @@ requests join and leave between two of them.
     finally:
         ticket.close()                          # unfinished requests leave within a round
 
-All of it belongs to the event loop, but for the steps: while one runs, nothing else may touch the
-LLM, so whatever does is queued until it has ended."""
+The thread alone touches the LLM: the event loop queues calls for it, and is handed the outputs of
+each round."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class Generation:
 class Ticket:
     """The place of one client in the queue, for some number of responses."""
 
-    def __init__(self, engine: EngineLoop, responses: int) -> None:
+    def __init__(self, engine: EngineThread, responses: int) -> None:
         self._engine, self.responses = engine, responses
         self._updates: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
         self.generations: list[Generation] = []
@@ -98,7 +99,7 @@ class Ticket:
         self._engine.leave(self)
 
 
-class EngineLoop:
+class EngineThread:
     """`max_num_queued_reqs` responses may wait beyond those that have rows. `draining`: nothing new
     is admitted. `failure`: the error after which nothing is served; `on_failure` is called then."""
 
@@ -110,13 +111,16 @@ class EngineLoop:
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self._tickets: set[Ticket] = set()
-        self._active: dict[str, Generation] = {}  # by request id
-        self._calls: list[Callable[[], object]] = []
+        self._calls: deque[Callable[[], object]] = deque()
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         # one thread, since CUDA graphs belong to the thread that captured them
         self._thread = ThreadPoolExecutor(1, "engine")
         self._warm = False
+        self._stopping = False
+        # the thread's own
+        self._active: dict[str, Generation] = {}  # by request id
+        self._updates: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round
         self._failed_steps = 0  # in a row
         self._tracer = RoundTracer(llm.engine)
 
@@ -170,7 +174,7 @@ class EngineLoop:
             ticket.put(0, APIError(503, "the server is shutting down; it was not finished"))
 
     def call(self, work: Callable[[], object]) -> None:
-        """Calls `work` as soon as no step runs."""
+        """Has the thread call `work` between two rounds."""
         self._calls.append(work)
         self._wake.set()
 
@@ -192,14 +196,9 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         try:
             while True:
-                calls, self._calls = self._calls, []
-                for call in calls:
-                    call()
-                if self.llm.engine.has_unfinished:
-                    await self._round(self._loop)
-                else:
-                    await self._wake.wait()
+                await self._wake.wait()
                 self._wake.clear()
+                await self._loop.run_in_executor(self._thread, self._rounds)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # the engine's state cannot be trusted any more
@@ -210,15 +209,27 @@ class EngineLoop:
             self.on_failure()
 
     def stop(self) -> None:
-        """Waits for the step that runs."""
+        """Waits for the round that runs."""
+        self._stopping = True
         self._thread.shutdown()
 
-    async def _round(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One step. If it fails, the requests that had rows end with the reason, and those that
-        wait go on."""
+    def _rounds(self) -> None:
+        while not self._stopping and (self._calls or self.llm.engine.has_unfinished):
+            self.round()
+            updates, self._updates = self._updates, []
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(_deliver, updates)
+
+    def round(self) -> None:
+        """Does what was asked for, then one step. If that fails, the requests that had rows end
+        with the reason, and those that wait go on."""
+        while self._calls:
+            self._calls.popleft()()
+        if not self.llm.engine.has_unfinished:
+            return
         scheduler = self.llm.engine.scheduler
         try:
-            finished = await loop.run_in_executor(self._thread, self.llm.engine.step)
+            finished = self.llm.engine.step()
         except Exception as error:
             self._failed_steps += 1
             logger.error("a step of the engine failed; its requests are ended", exc_info=error)
@@ -245,7 +256,7 @@ class EngineLoop:
         except Exception as error:
             refused = isinstance(error, DraftsmithError)
             answer = APIError(400, str(error)) if refused else fault(error)
-            generation.ticket.put(generation.index, answer)
+            self._updates.append((generation, answer))
             return
         if generation.traced:
             self._tracer.watch(response.requests)
@@ -267,7 +278,7 @@ class EngineLoop:
             self.llm.abort(response.request_id)
             self._forget(response)
         if error is not None:
-            generation.ticket.put(generation.index, error)
+            self._updates.append((generation, error))
 
     def _forget(self, response: Response) -> None:
         """It has ended."""
@@ -296,6 +307,11 @@ class EngineLoop:
         if output is not None:
             for completion in output.outputs if generation.traced else ():
                 completion.rounds = self._tracer.take(response.requests[completion.index])
-            generation.ticket.put(generation.index, output)
+            self._updates.append((generation, output))
         if response.finished:
             self._forget(response)
+
+
+def _deliver(updates: Sequence[tuple[Generation, RequestOutput | APIError]]) -> None:
+    for generation, update in updates:
+        generation.ticket.put(generation.index, update)
