@@ -7,7 +7,7 @@ line in `registry.py`. Losses, optimizers, verification rules and engines do not
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -170,6 +170,14 @@ class Drafter(nn.Module):
     options: ClassVar[type[DrafterOptions]] = (
         DrafterOptions  # the `drafter:` section of its recipes
     )
+    # what a run of few steps takes in place of `training`'s published settings (TrainingSection)
+    short_training: ClassVar[Mapping[str, Any]] = {
+        "optimizer": "muon",
+        "muon_learning_rate": 0.02,
+        "learning_rate": 1.5e-3,
+        "max_grad_norm": 1.0,
+        "warmup_ratio": 0.04,
+    }
     defaults: ClassVar[
         dict[str, Any]
     ] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}

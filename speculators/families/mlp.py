@@ -74,14 +74,14 @@ class MLPOptions(DrafterOptions):
         None, description="width of the state, the embeddings and the heads; null: the target's"
     )
     tie_weights: bool = Field(
-        False,
+        True,
         description=(
             "all depths share one embedding, head, norm and later projection; about 1/n_predict the"
             " size"
         ),
     )
     scale_input: bool = Field(
-        False, description="norm the target's state first; for targets whose states are large"
+        True, description="norm the target's state first; targets differ in how large theirs are"
     )
     unroll_steps: PositiveInt = Field(
         3, description="depths trained; if not given, n_predict: all of them"
@@ -135,6 +135,7 @@ class MLPSpeculator(SlotwiseDrafter):
         },
         "evaluation": {"num_speculative_tokens": 3},
     }
+    short_training: ClassVar[dict[str, Any]] = {"learning_rate": 5e-3, "warmup_ratio": 0.04}
 
     def __init__(self, config: MLPConfig) -> None:
         super().__init__(config)

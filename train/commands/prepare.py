@@ -94,6 +94,7 @@ def make_report(
     from train.data.packing import tokenise
 
     data, regenerated, bad = recipe.data, recipe.regenerate.enabled, prepared.bad
+    asked = _Asked(recipe, tokenizer) if regenerated and recipe.regenerate.turns == "last" else None
     uses = Counter(map(id, prepared.examples))
     unique = list({id(example): example for example in prepared.examples}.values())
     rows: dict[str, list[TokenRow]] = {}
@@ -107,6 +108,11 @@ def make_report(
             bad.refuse(error)
             continue
         times = uses[id(example)]
+        if asked is not None:
+            written = asked.rows(example, times)
+            if written is None:
+                continue
+            tokenised = written
         examples[example.workload] += times
         prompt_tokens[example.workload] += times * prompt
         rows.setdefault(example.workload, []).extend(
@@ -120,6 +126,7 @@ def make_report(
     first = {item.why: f"{item.origin}: like {item.like}" for item in reversed(prepared.left_out)}
     left_out = [(why, count, bad.first(why)) for why, count in bad.by_reason().items()]
     left_out += [(why, count, first[why]) for why, count in choices.items()]
+    left_out += [(why, count, "") for why, count in asked.left_out.items()] if asked else []
     if overall["dropped_cut"]:
         left_out.append(
             (f"no response within {data.max_length} tokens", overall["dropped_cut"], "")
@@ -129,6 +136,7 @@ def make_report(
         "use": bad.use,
         "max_length": data.max_length,
         "responses": "to be rewritten by the target" if regenerated else "those of the data",
+        "earlier_turns": asked.account.earlier if asked else 0,
         "all": overall,
         "workloads": {
             name: _lengths(own, data.max_length, examples[name], prompt_tokens[name])
@@ -140,6 +148,46 @@ def make_report(
         "lists": [str(path) for path, count in lists if path and count],
         **tokenizer.template_facts(),
     }
+
+
+class _Asked:
+    """What a run would ask the target for, one response of every example: its rows have as many
+    tokens of a response as the data's own, max_new_tokens at most."""
+
+    def __init__(self, recipe: Recipe, tokenizer: ConversationTokenizer) -> None:
+        from train.pipeline.data_stage import facts_of
+        from train.regeneration.conversations import Account, ConversationRules
+
+        facts = facts_of(recipe, tokenizer.tokenizer)
+        room = min(recipe.data.max_length, facts.max_model_len) - 2
+        self.tokenizer, self.section, self.account = tokenizer, recipe.regenerate, Account()
+        self.rules = ConversationRules(
+            self.section, tokenizer, self.account, room=room, end=frozenset(facts.end)
+        )
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        return dict(self.account.left_out)
+
+    def rows(self, example: Example, times: int) -> list[TokenRow] | None:
+        """The rows of an example that is used `times` times; None if it is left out."""
+        from train.data.loss_mask import TokenRow
+        from train.regeneration.conversations import Conversation
+
+        before = self.account.earlier
+        ask = Conversation(0, example, 0.0, self.rules).ask()
+        self.account.earlier += (times - 1) * (self.account.earlier - before)
+        if ask is None:
+            for why in self.left_out:
+                self.account.left_out[why] += times - 1
+            return None
+        turn = len(ask.example.messages)
+        if example.prompt is not None or turn >= len(example.messages):
+            return []  # the data have no response to it
+        text = example.messages[turn].get("content") or ""
+        length = len(self.tokenizer.tokenizer(text, add_special_tokens=False).input_ids) + 1
+        written = min(length, ask.params.max_tokens or length)
+        return [TokenRow.from_response(ask.prompt_ids, [0] * written, example.workload)]
 
 
 def _lengths(
@@ -177,7 +225,13 @@ def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> No
     console.print(_counts(report))
     if regenerated:
         console.print(
-            "Responses are those of the data; the run replaces them by the target's own.\n",
+            "The run has the target write the responses anew; rows show the data's own, cut at"
+            " max_new_tokens.\n",
+            style="dim",
+        )
+    if earlier := report["earlier_turns"]:
+        console.print(
+            f"{earlier:,} conversations: an earlier turn, as the last prompt leaves no room\n",
             style="dim",
         )
     if report["all"]["rows"]:

@@ -64,7 +64,27 @@ def _training_rows(plan: Outline) -> Rows:
         for s in (*plan.sources, *plan.validation)
     ]
     step = f"{tokens:,} tokens ({shared.rows} rows x {shared.micro_steps} micro-steps)"
-    return [*rows, ("budget", budget), ("a step", step), ("precision", str(plan.autocast))]
+    return [
+        *rows,
+        ("budget", budget),
+        ("settings", _settings(plan)),
+        ("a step", step),
+        ("precision", str(plan.autocast)),
+    ]
+
+
+def _settings(plan: Outline) -> str:
+    """Optimizer and learning rates, and whose they are."""
+    steps, given = plan.steps(), plan.recipe.training
+    chosen = plan.recipe.for_steps(steps).training
+    rates = f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}"
+    if chosen.optimizer == "muon":
+        rates += f", {chosen.muon_learning_rate:g} for matrices"
+    if given.settings == "given":
+        return f"{rates}: the recipe's"
+    if given.is_short(steps):
+        return f"{rates}: of a short run (training.settings: given keeps the published ones)"
+    return f"{rates}: the published ones"
 
 
 def print_pairs(console: Console, title: str, rows: Rows) -> None:

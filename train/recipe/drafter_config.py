@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from speculators.registry import config_for_target, family_class
 from train.recipe.recipe import Recipe
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
+logger = logging.getLogger(__name__)
 
 
 def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = False) -> DrafterConfig:
@@ -48,14 +51,23 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
 
 
 def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
-    """The tokenizer's mask token, or the first row of the embedding that no token uses. ConfigError
-    without either."""
+    """The tokenizer's mask token, or the first row of the embedding that no token uses, or an added
+    special token that neither the chat template nor the end of a text has. ConfigError without any
+    of them."""
     where = recipe.target
     tokenizer = load_tokenizer(
         where.model, None, trust_remote_code=where.trust_remote_code, revision=where.revision
     )
     if (token := tokenizer.mask_token_id) is None:
         token = max(tokenizer.get_vocab().values()) + 1
+    if token >= target.vocab_size and (unused := _unused_special_token(tokenizer)) is not None:
+        token = unused
+        logger.warning(
+            "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes %s (%d), an"
+            " added special token that the chat template does not use",
+            tokenizer.convert_ids_to_tokens(token),
+            token,
+        )
     if token >= target.vocab_size:
         raise ConfigError(
             f"drafter.mask_token_id: the tokenizer of {where.model} has no mask token, and its"
@@ -63,6 +75,20 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
             " contains, such as a reserved one"
         )
     return token
+
+
+def _unused_special_token(tokenizer: Any) -> int | None:
+    """The last added special token that no text of a conversation holds; None without one."""
+    template, named = str(tokenizer.chat_template or ""), set(tokenizer.all_special_tokens)
+    own = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
+    found = [
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or token.content in named)
+        and token.content not in own
+        and token.content not in template
+    ]
+    return max(found, default=None)
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:

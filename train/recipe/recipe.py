@@ -24,6 +24,7 @@ from train.recipe.data_sections import DataSection, RegenerateSection
 from train.recipe.schema import SchemaRow, explain, schema_of
 from train.recipe.sections import (
     BUDGETS,
+    TUNED,
     EvaluationSection,
     ExportSection,
     FeaturesSection,
@@ -125,6 +126,9 @@ class Recipe(Section):
     def _published(cls, value: Any) -> Any:
         """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value
         each."""
+        if isinstance(value, dict) and isinstance(training := value.get("training"), dict):
+            if "settings" not in training and any(training.get(key) is not None for key in TUNED):
+                value = {**value, "training": {**training, "settings": "given"}}
         if isinstance(value, dict):
             for name, default in cls.family_defaults.items():
                 given = value.get(name)
@@ -287,6 +291,15 @@ class Recipe(Section):
     def _can_write(self) -> bool:
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
 
+    def for_steps(self, steps: int | None) -> Recipe:
+        """The recipe with the settings of a short run, if it is one. `steps`: of the run; None: not
+        known."""
+        if self.joint is not None or not self.training.is_short(steps):
+            return self
+        short = family_class(self.family).short_training
+        training = self.training.model_copy(update=dict(short))
+        return self.model_copy(update={"training": training})
+
     def stage(self, number: int) -> Recipe:
         """The recipe of one stage, which has none of its own."""
         stage, tree = self.stages[number], self.model_dump(mode="json", exclude={"stages"})
@@ -294,6 +307,8 @@ class Recipe(Section):
             tree["training"] |= dict.fromkeys(BUDGETS)
         for name in ("data", "regenerate", "drafter", "training"):
             tree[name] |= getattr(stage, name)
+        if any(stage.training.get(key) is not None for key in TUNED):
+            tree["training"]["settings"] = "given"
         tree["loss"] = stage.loss or tree["loss"]
         if stage.on_policy is not None:
             tree["on_policy"] = (tree["on_policy"] or {}) | stage.on_policy

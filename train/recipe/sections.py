@@ -95,6 +95,13 @@ class TargetSection(Section):
 BUDGETS = ("steps", "epochs", "max_minutes")  # of training; one of them at least
 
 
+# Published learning rates belong to some 10^5 steps: shorter runs take those of the family's
+# `short_training`, where the recipe says nothing of them.
+SHORT_RUN = 20_000  # steps
+SHORT_MINUTES = 24 * 60  # where a budget has no steps
+TUNED = ("optimizer", "learning_rate", "muon_learning_rate", "max_grad_norm", "warmup_ratio")
+
+
 class TrainingSection(Section):
     """The optimiser and the loop."""
 
@@ -120,6 +127,14 @@ class TrainingSection(Section):
         description=(
             "rows per step over all processes; null: batch_size x processes x"
             " gradient_accumulation_steps"
+        ),
+    )
+    settings: Literal["auto", "given"] = Field(
+        "auto",
+        description=(
+            "auto: a run below 20,000 steps takes the optimizer, learning rates, clipping and"
+            " warm-up that suit a short run of its family (--dry-run shows them); given: those of"
+            " the recipe, as where it names one of them"
         ),
     )
     optimizer: Literal["adamw", "muon"] = Field(
@@ -163,6 +178,15 @@ class TrainingSection(Section):
     activation_checkpointing: bool = Field(
         False, description="compute each depth again in the backward pass; for long rows"
     )
+
+    def is_short(self, steps: int | None) -> bool:
+        """True if `auto` settings are those of a short run. `steps`: of the run; None: not known,
+        as with a budget of minutes."""
+        if self.settings == "given":
+            return False
+        if steps is not None:
+            return steps < SHORT_RUN
+        return self.max_minutes is not None and self.max_minutes < SHORT_MINUTES
 
     @model_validator(mode="before")
     @classmethod

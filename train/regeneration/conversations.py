@@ -42,6 +42,8 @@ class Account:
     left_out   by reason: never asked for
     retries    by reason
     unproved   with exchange: text, responses whose tokens may be others than those written
+    earlier    conversations whose response is to an earlier turn, as the last prompt leaves no room
+    cut        responses without an end: max_new_tokens or data.max_length came first
     """
 
     wanted: int = 0
@@ -52,6 +54,8 @@ class Account:
     left_out: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
     unproved: int = 0
+    earlier: int = 0
+    cut: int = 0
 
     @property
     def done(self) -> int:
@@ -65,7 +69,7 @@ class Account:
     def to_dict(self) -> dict[str, Any]:
         numbers = {
             name: getattr(self, name)
-            for name in ("wanted", "reused", "written", "tokens", "unproved")
+            for name in ("wanted", "reused", "written", "tokens", "unproved", "earlier", "cut")
         }
         by_reason = {
             name: dict(sorted(getattr(self, name).items()))
@@ -81,7 +85,31 @@ class Account:
                     f"{reason}: {number}" for reason, number in counts.most_common()
                 )
                 parts.append(f"{counts.total()} {word} ({reasons})")
+        if self.earlier:
+            parts.append(f"{self.earlier} to an earlier turn (the last prompt leaves no room)")
         return ", ".join(parts)
+
+    def lines(self, max_new_tokens: int) -> list[str]:
+        """What the console says of a run: the account, and warnings with what to do."""
+        lines, left_out = [str(self)], self.left_out.total()
+        if left_out > LEFT_OUT_SHARE * self.wanted:
+            lines.append(
+                f"warning: {left_out} of {self.wanted} responses ({left_out / self.wanted:.0%}) are"
+                " left out; a larger data.max_length takes longer prompts"
+            )
+        there = self.reused + self.written
+        if self.cut:
+            lines.append(
+                f"{self.cut} of {there} responses ({self.cut / there:.0%}) were cut before their"
+                f" end, at regenerate.max_new_tokens ({max_new_tokens}) or data.max_length"
+            )
+        if self.cut > CUT_SHARE * there:
+            lines[-1] = (
+                f"warning: {lines[-1]}; raise max_new_tokens. For a model that thinks first,"
+                " data.chat_template_kwargs: {enable_thinking: false} asks for answers without"
+                " thoughts"
+            )
+        return lines
 
 
 @dataclass(frozen=True)
@@ -99,6 +127,9 @@ class ConversationRules:
     end: frozenset[int]
 
 
+LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of
+CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
+LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
 TOO_LONG = "the prompt leaves no room in data.max_length"
 AFTER_CUT = "the turn before it was cut at max_new_tokens"
 AFTER_FAILED = "a turn before it failed"
@@ -126,10 +157,10 @@ class Conversation:
     def ask(self) -> Ask | None:
         """The next response to be written; the same one until it is added or has failed."""
         if self._pending is None and self._next < len(self._turns):
-            so_far, section = self.example, self._rules.section
-            if so_far.prompt is None:
-                so_far = replace(so_far, messages=tuple(self._messages[: self._turns[self._next]]))
-            prompt = tuple(self._rules.tokenizer.prompt_ids(so_far))
+            section = self._rules.section
+            so_far, prompt = self._prompt(self._turns[self._next])
+            if section.turns == "last":
+                so_far, prompt = self._fitting(so_far, prompt)
             if len(prompt) > self._rules.room:
                 self._leave_out(TOO_LONG)
                 return None
@@ -155,6 +186,26 @@ class Conversation:
             self.first = self.first or self._pending
         return self._pending
 
+    def _prompt(self, turn: int) -> tuple[Example, tuple[int, ...]]:
+        """The conversation before message `turn`, and its tokens."""
+        so_far = self.example
+        if so_far.prompt is None:
+            so_far = replace(so_far, messages=tuple(self._messages[:turn]))
+        return so_far, tuple(self._rules.tokenizer.prompt_ids(so_far))
+
+    def _fitting(self, so_far: Example, prompt: tuple[int, ...]) -> tuple[Example, tuple[int, ...]]:
+        """The last turn whose prompt leaves room for a response; the given one if none does."""
+        rules = self._rules
+        longest = rules.room + 2 - min(rules.section.max_new_tokens, LEAST_RESPONSE)
+        if len(prompt) <= longest or self.example.prompt is not None:
+            return so_far, prompt
+        for turn in reversed(_written_turns(self.example, "all")[:-1]):
+            earlier = self._prompt(turn)
+            if len(earlier[1]) <= longest:
+                rules.account.earlier += 1
+                return earlier
+        return so_far, prompt
+
     def add_response(self, token_ids: Sequence[int]) -> None:
         asked = self._take_pending()
         if token_ids:
@@ -167,6 +218,8 @@ class Conversation:
                     self.number,
                 )
             )
+        if token_ids and token_ids[-1] not in self._rules.end:
+            self._rules.account.cut += 1
         if self._next == len(self._turns):
             return
         if not token_ids or token_ids[-1] not in self._rules.end:

@@ -4,12 +4,13 @@ predict.
 Every conversation becomes one prompt or several (conversations.py), and the target continues each
 with the recipe's sampling settings: in this process, batch by batch, or at endpoints, many at a
 time (endpoint_writer.py). Responses are stored by content (store.py), so a killed run continues,
-and a changed target, template or setting starts afresh. In this process a chunk of responses counts
-only whole. A continued run therefore has the batches of an uninterrupted one, and the same
-responses, also where low precision makes a token depend on its batch."""
+and a changed target, template or setting starts afresh. Every response is stored when it has ended:
+a kill loses those in flight and no other. What is written after a kill has other neighbours in its
+batch, so that in low precision a token may differ from that of an uninterrupted run."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from inference import LLM
 from inference.entrypoints.loading import end_of_sequence_ids, saved_ending_tokens
+from inference.entrypoints.prompts import Prompt
 from speculators.errors import ConfigError, DataError
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
@@ -28,6 +30,8 @@ from train.regeneration.endpoint_writer import write_at_endpoints
 from train.regeneration.job import Job
 from train.regeneration.record import Record
 from train.regeneration.store import Response, ResponseStore, digest, part_suffix
+
+REPORT_EVERY_S = 10.0  # while no response ends
 
 Progress = Callable[[int, int, str], None]  # done, total, a note
 Say = Callable[[str], None]
@@ -143,7 +147,7 @@ def regenerate(
 
     job = Job(
         conversations,
-        ResponseStore(folder, name, part),
+        ResponseStore(folder, name),
         account,
         section,
         folder / f"{name}{suffix}.failures.jsonl",
@@ -166,6 +170,9 @@ def regenerate(
             what = f"all {len(conversations)} prompts are longer than {rules.room} tokens"
             raise DataError(f"regenerate: {what}; raise data.max_length")
         job.finish()
+        if part[1] == 1:
+            for line in account.lines(section.max_new_tokens):
+                say(f"      {line}")
     finally:
         job.store.close()
         if record is not None:
@@ -175,7 +182,7 @@ def regenerate(
 
 def _write_here(llm: LLM, job: Job) -> None:
     """Writes the first turn of all conversations, then the second, and so on."""
-    section, account = job.section, job.account
+    account = job.account
     while asked := [(c, ask) for c in job.conversations if (ask := c.ask()) is not None]:
         missing: dict[str, list[tuple[Conversation, Ask]]] = {}
         for conversation, ask in asked:
@@ -187,14 +194,39 @@ def _write_here(llm: LLM, job: Job) -> None:
         asks = sorted(
             (same[0][1] for same in missing.values()), key=lambda ask: len(ask.prompt_ids)
         )
-        for start in range(0, len(asks), 8 * section.batch_size):
-            chunk = asks[start : start + 8 * section.batch_size]
-            prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in chunk]
-            outputs = llm.generate(prompts, [ask.params for ask in chunk], use_tqdm=False)
-            token_ids = [list(output.outputs[0].token_ids) for output in outputs]
-            job.store.add_chunk({ask.key: ids for ask, ids in zip(chunk, token_ids, strict=True)})
-            account.written += len(chunk)
-            account.tokens += sum(map(len, token_ids))
-            job.report("")
+        _generate(llm, job, asks)
         for conversation, ask in (pair for same in missing.values() for pair in same):
             conversation.add_response(job.store.known[ask.key])
+
+
+def _generate(llm: LLM, job: Job, asks: Sequence[Ask]) -> None:
+    """Writes responses, each stored when it has ended. Reports tokens per second after every one,
+    and every REPORT_EVERY_S while none ends."""
+    account, began = job.account, time.monotonic()
+    pending = {
+        id(response.requests[0]): (ask, response)
+        for ask in asks
+        for response in [llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)]
+    }
+    ended_tokens, reported = 0, began
+    try:
+        while pending:
+            ended = [pending.pop(id(request)) for request in llm.engine.step()]
+            for ask, response in ended:
+                token_ids = list(response.output().outputs[0].token_ids)
+                job.store.add(ask.key, token_ids)
+                account.written += 1
+                account.tokens += len(token_ids)
+                ended_tokens += len(token_ids)
+            now = time.monotonic()
+            if ended or now - reported > REPORT_EVERY_S:
+                reported = now
+                running = sum(
+                    len(request.token_ids) - request.num_prompt_tokens
+                    for request in llm.engine.scheduler.running
+                )
+                speed = (ended_tokens + running) / max(now - began, 1e-9)
+                job.report(f"{speed:.0f} tokens/s")
+    finally:
+        for _, response in pending.values():  # an error or an interrupt: leave the engine usable
+            llm.abort(response.request_id)

@@ -2,9 +2,8 @@
 file.
 
 The name of a store is a hash of everything that its responses depend on beside their prompts. Its
-files are `<name>.jsonl`, written chunk by chunk by the LLM of this process, where a chunk counts
-only whole (part i of n has its own `<name>.i-of-n.jsonl`), and the shards `<name>.0000.jsonl` …,
-with a response of an endpoint per line, where one process locks each."""
+files are the shards `<name>.0000.jsonl` …, a response per line, written when it has ended; one
+process locks each."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from inference.whole_file import write_whole
 from speculators.errors import DataError
 from train.data.loss_mask import TokenRow, Turn, fewest_rows
 
-CHUNK_END = "{}"
 SHARD_BYTES = 256 << 20  # then a new shard begins
 SYNC_EVERY_S = 1.0  # a power failure may lose the responses of so many seconds; a kill loses none
 
@@ -61,40 +59,21 @@ class ResponseStore:
 
     known      token ids by key
     given_up   reasons by key, of responses that a run was allowed to go without
-    part       (i, n) of a process that writes one of n parts
     """
 
-    def __init__(self, folder: Path, name: str, part: tuple[int, int] = (0, 1)) -> None:
-        self.folder, self.name, self.part = folder, name, part
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
         self.known: dict[str, list[int]] = {}
         self.given_up: dict[str, str] = {}
         self._shard: _Shard | None = None
-        for path in sorted({self.chunks, *self._numbered(r"(\.\d+-of-\d+)?")}):
-            self._read(_whole_chunks(path, mend=path == self.chunks), path)
         for path in self.shards():
             self._read(_whole_lines(path.read_bytes()).decode().splitlines(), path)
 
-    @property
-    def chunks(self) -> Path:
-        """The file of chunks that this process alone writes."""
-        return self.folder / f"{self.name}{part_suffix(self.part)}.jsonl"
-
     def shards(self) -> list[Path]:
-        return self._numbered(r"\.\d{4}")
-
-    def _numbered(self, suffix: str) -> list[Path]:
-        pattern = re.compile(rf"{re.escape(self.name)}{suffix}\.jsonl")
+        pattern = re.compile(rf"{re.escape(self.name)}\.\d{{4}}\.jsonl")
         return sorted(
             path for path in self.folder.glob(f"{self.name}*.jsonl") if pattern.fullmatch(path.name)
         )
-
-    def add_chunk(self, responses: Mapping[str, Sequence[int]]) -> None:
-        """Stores responses together: after a kill all of them are there, or none."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.known |= {key: list(ids) for key, ids in responses.items()}
-        lines = [json.dumps({"key": key, "token_ids": list(ids)}) for key, ids in responses.items()]
-        with self.chunks.open("a", encoding="utf-8") as file:
-            file.write("\n".join([*lines, CHUNK_END]) + "\n")
 
     def add(self, key: str, token_ids: Sequence[int]) -> None:
         """Stores one response in this process's shard. ValueError if it is there already."""
@@ -124,8 +103,6 @@ class ResponseStore:
 
     def _read(self, lines: Iterable[str], path: Path) -> None:
         for number, line in enumerate(lines, 1):
-            if line == CHUNK_END:
-                continue
             try:
                 entry = json.loads(line)
                 key, reason = entry["key"], entry.get("given_up")
@@ -194,19 +171,6 @@ def _whole_lines(content: bytes) -> bytes:
 def part_suffix(part: tuple[int, int]) -> str:
     """The suffix of file names that belong to one of several parts."""
     return f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
-
-
-def _whole_chunks(path: Path, *, mend: bool) -> list[str]:
-    """The lines of all whole chunks in a file. `mend`: a torn chunk at its end is cut off the
-    file."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    end = text.rfind(CHUNK_END + "\n")
-    whole = text[: end + len(CHUNK_END) + 1] if end >= 0 else ""
-    if mend and len(whole) < len(text):
-        path.write_text(whole, encoding="utf-8")
-    return whole.splitlines()
 
 
 def digest(tree: Any, length: int) -> str:

@@ -123,12 +123,12 @@ class Trainer:
         on_policy: OnPolicy | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        self.recipe, self.target, self.drafter, self.rows = (
-            recipe,
-            target,
-            drafter.to(accelerator.device),
-            rows,
+        self.step_rows = StepRows(
+            recipe.training, accelerator.process_index, accelerator.num_processes
         )
+        self.total_steps = steps_of(recipe, len(rows), self.step_rows.rows_per_step)
+        self.recipe = recipe.for_steps(self.total_steps)
+        self.target, self.drafter, self.rows = target, drafter.to(accelerator.device), rows
         self.accelerator, self.folder, self.fingerprint, self.evaluate = (
             accelerator,
             folder,
@@ -151,11 +151,6 @@ class Trainer:
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = self.module.trainable_parameters() + others
         self.optimizer = make_optimizer(self.module, t, others, rate)
-        self.step_rows = StepRows(t, accelerator.process_index, accelerator.num_processes)
-        per_step = self.step_rows.rows_per_step
-        self.total_steps = t.steps or (
-            math.ceil(len(rows) * t.epochs / per_step) if t.epochs else None
-        )
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
@@ -558,6 +553,12 @@ class Trainer:
         with self.replica.whole() as drafter:
             if self.accelerator.is_main_process:
                 checkpoint.save(self.folder, drafter, optimizer, self.state, self.joint)
+
+
+def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:
+    """Optimizer steps of a run over `rows` packed rows; None: its budget is minutes alone."""
+    t = recipe.training
+    return t.steps or (math.ceil(rows * t.epochs / rows_per_step) if t.epochs else None)
 
 
 def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> Tensor:

@@ -189,6 +189,7 @@ class DraftModel(TokenDrafter):
     options = DraftModelOptions
     writes = True
     defaults: ClassVar[dict[str, Any]] = {"training": {"learning_rate": 3e-5, "max_grad_norm": 1.0}}
+    short_training: ClassVar[dict[str, Any]] = {}  # a model that is trained already goes on gently
 
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)

@@ -101,9 +101,35 @@ def test_it_shows_it_at_any_width(recipe_file, width):
 
 def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file):
     output = call(recipe_file, "regenerate.enabled=true")
-    assert "the run replaces them by the target's own" in output
+    assert "the target write the responses anew" in output
     output = call(recipe_file, "--validation")
     assert "chats" not in output and "Left out" not in output
+
+
+def test_prepare_shows_what_the_run_leaves_out_and_asks_for(recipe_file, tmp_path):
+    """Prompts too long for the last turn, and for every turn; responses at most max_new_tokens."""
+
+    def turns(*texts: str) -> str:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        return json.dumps({"messages": messages})
+
+    long = "number and " * 200
+    path = tmp_path / "long.jsonl"
+    path.write_text(
+        "\n".join([turns(long, "yes"), turns("one", "two", long, "no"), turns("a", "b " * 99)])
+    )
+    tree = yaml.safe_load(recipe_file.read_text())
+    tree["data"] |= {"train": [{"path": str(path)}], "max_length": 256}
+    tree["regenerate"] = {"enabled": True, "max_new_tokens": 20}
+    recipe_file.write_text(yaml.safe_dump(tree))
+    told = json.loads(call(recipe_file, "--json"))
+    assert told["all"]["rows"] == 2 and told["earlier_turns"] == 1
+    assert told["all"]["supervised"] <= 2 * 20
+    (item,) = [each for each in told["left_out"] if "prompt" in each["why"]]
+    assert item["count"] == 1
+    output = call(recipe_file)
+    assert "an earlier turn" in output and "leaves no room" in output
 
 
 def test_bounds_hold_here_as_well(recipe_file):

@@ -354,9 +354,13 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(write, server, tmp_path
     forward = slow._forward
     slow._forward = lambda *each: (time.sleep(0.1), forward(*each))[1]
     endpoints = [{"url": slow.url, "max_concurrency": 1}, {"url": late.url, "max_concurrency": 8}]
-    found = write(
-        "x", endpoints=endpoints, options={"say": lambda text: (said.append(text), late.start())}
-    )
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            late.start()
+
+    found = write("x", endpoints=endpoints, options={"say": say})
     assert found == write("here") and "not there yet" in said[0] and late.url in said[0]
     assert kept(tmp_path / "x")[1]["written_by"][1]["written"] > 10
     with pytest.raises(EndpointError, match="none of them answers"):

@@ -1,0 +1,79 @@
+"""What a recipe that says little gets: settings that suit the length of the run, a mask token."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from speculators.errors import ConfigError
+from tests.quickstart_data import DATA
+from train.recipe.drafter_config import default_mask_token
+from train.recipe.recipe import make_recipe
+from train.recipe.sections import SHORT_RUN, TUNED
+
+TARGET = DATA.parent / "target"
+
+
+def recipe(family: str = "eagle3", **training):
+    return make_recipe(
+        {
+            "name": "t",
+            "family": family,
+            "target": {"model": str(TARGET)},
+            "data": {"train": [{"path": "x.jsonl"}]},
+            **({"training": training} if training else {}),
+        }
+    )
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "medusa", "mlp"])
+def test_settings_of_a_short_run_are_the_familys(family):
+    published, short = recipe(family).training, recipe(family).for_steps(600).training
+    assert short.learning_rate > published.learning_rate
+    assert (short.optimizer == "muon") == (family != "mlp")
+    assert recipe(family).for_steps(SHORT_RUN).training == published
+
+
+def test_settings_by_minutes_are_those_of_a_short_run():
+    assert recipe(max_minutes=30).for_steps(None).training.optimizer == "muon"
+    assert recipe(max_minutes=3000).for_steps(None).training.optimizer == "adamw"
+
+
+@pytest.mark.parametrize("key", TUNED)
+def test_settings_that_a_recipe_names_stay(key):
+    value = {"optimizer": "adamw"}.get(key, 0.001)
+    given = recipe(steps=100, **{key: value})
+    assert given.training.settings == "given" and given.for_steps(100) is given
+    assert make_recipe(given.model_dump(mode="json")).for_steps(100).training == given.training
+
+
+def test_settings_survive_the_resolved_recipe():
+    again = make_recipe(recipe(steps=100).model_dump(mode="json"))
+    assert again.for_steps(100).training.optimizer == "muon"
+
+
+def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog):
+    """As of SmolLM2, whose tokens use every row of the embedding."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.add_tokens(
+        [AddedToken("<repo>", special=True), AddedToken("<jupyter>", special=True)]
+    )
+    tokenizer.mask_token = None
+    tokenizer.chat_template = tokenizer.chat_template + "{# <jupyter> #}"
+    tokenizer.save_pretrained(tmp_path)
+    made = recipe("dflash")
+    made = made.model_copy(
+        update={"target": made.target.model_copy(update={"model": str(tmp_path)})}
+    )
+
+    class Full:
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+
+    assert default_mask_token(made, Full()) == tokenizer.convert_tokens_to_ids("<repo>")
+    assert "<repo>" in caplog.text
+    every = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
+    tokenizer.chat_template += "{# " + every + " #}"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"drafter\.mask_token_id"):
+        default_mask_token(made, Full())
