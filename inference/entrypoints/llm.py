@@ -272,9 +272,12 @@ class LLM:
     def warm_up(
         self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf
     ) -> int:
-        """Compiles every shape that rounds can have, so that none stalls a request later; nothing
-        where rounds run eager. Returns how many graphs there are. From the thread that will run the
-        rounds, before any request. `report` and `limit_s`: as for `CompiledRounds.warm_up`."""
+        """Measures what an adaptive draft length goes by and compiles every shape that rounds can
+        have, so that neither stalls a request later. Returns how many graphs there are, 0 where
+        rounds run eager. From the thread that will run the rounds, before any request. `report` and
+        `limit_s`: as for `CompiledRounds.warm_up`."""
+        if self.engine.draft_length.measures_costs:
+            self._measure_costs()
         self.engine.start_graphs()
         compiled = self.engine.compiled
         if compiled is None:
@@ -293,6 +296,17 @@ class LLM:
         self.engine.reset_prefix_cache()  # rows were written over
         self.reset_metrics()
         return compiled.num_graphs
+
+    def _measure_costs(self) -> None:
+        """Runs rounds of 1, 2, 4, ... rows, the first of which measures the costs of its size."""
+        most = min(8, self.engine.max_model_len - 1)
+        few = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        rows = 1
+        while rows <= self.engine.scheduler.max_num_seqs:
+            self.generate([{"prompt_token_ids": [0]}] * rows, few, False)
+            rows *= 2
+        self.engine.reset_prefix_cache()
+        self.reset_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New sampling parameters, as `generate` takes them where none are given."""

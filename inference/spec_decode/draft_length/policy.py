@@ -15,7 +15,7 @@ from inference.spec_decode.draft_length.acceptance_estimator import (
     AcceptanceEstimator,
     RequestHistory,
 )
-from inference.spec_decode.draft_length.costs import Forward, RoundCosts
+from inference.spec_decode.draft_length.costs import Forward, MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.round_plan import RoundPlan
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
@@ -29,6 +29,8 @@ MAX_ALLOWANCE = 4.0  # plain decoding steps that may be lost so at once, and at 
 class DraftLength:
     """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns
     drafting off. No row has more than its request allows."""
+
+    measures_costs = False  # it times rounds of every batch size when it meets the first one
 
     def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
         self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
@@ -76,6 +78,7 @@ class AdaptiveDraftLength(DraftLength):
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
         self._costs = costs
+        self.measures_costs = isinstance(costs, MeasuredCosts)
         self._estimator = AcceptanceEstimator(num_speculative_tokens)
         self._histories: WeakKeyDictionary[Request, RequestHistory] = WeakKeyDictionary()
         self._plan: RoundPlan | None = None

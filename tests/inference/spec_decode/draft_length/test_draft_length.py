@@ -645,3 +645,29 @@ def test_an_llm_with_the_options(model, texts):
     )
     assert output.outputs[0].token_ids == texts[tuple(PROMPTS["plain"])][:40]
     assert 0 < llm.engine.mean_draft_length <= K
+
+
+def test_warm_up_measures_the_costs_of_every_batch_size(tiny_model, monkeypatch):
+    """Otherwise the first user's request of each size waits for it."""
+    sizes = []
+    real = MeasuredCosts._measure
+
+    def measure(self, rows):
+        sizes.append(len(rows))
+        return real(self, rows)
+
+    monkeypatch.setattr(MeasuredCosts, "_measure", measure)
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "enable_adaptive_verification": True,
+    }
+    llm = LLM(tiny_model("llama"), max_num_seqs=4, speculative_config=config)
+    llm.warm_up()
+    measured = list(sizes)
+    assert measured and llm.get_metrics().num_drafts == 0
+    prompts = [{"prompt_token_ids": [5, 6, 5, 6, 5]}] * 4
+    for rows in (1, 3, 4):
+        llm.generate(prompts[:rows], SamplingParams(temperature=0, max_tokens=12), False)
+    assert sizes == measured
