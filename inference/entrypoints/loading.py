@@ -20,7 +20,6 @@ from transformers import (
 
 from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
-from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
@@ -270,6 +269,4 @@ def make_draft_length(config: MethodOptions) -> DraftLength:
         return DraftLength(most, schedule)
     given = config.adaptive_verification_costs
     costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
-    return (AdaptiveDraftLength if config.tree is None else AdaptiveTreeBudget)(
-        most, costs, schedule
-    )
+    return AdaptiveDraftLength(most, costs, schedule)

@@ -36,7 +36,6 @@ class Proposal:
     confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was
     drawn, for whoever
                chooses lengths; never read by a rule
-    expected   of trees grown by prices: places of all rows that the proposer expects to be accepted
     foreseen   whether all of `confidence` was known before the first draft was drawn
     """
 
@@ -47,7 +46,6 @@ class Proposal:
     scaffold: list[int] | None = None
     confidence: Tensor | None = None
     foreseen: bool = False
-    expected: float | None = None
 
     def __post_init__(self) -> None:
         B, K = self.token_ids.shape

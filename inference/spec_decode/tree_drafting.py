@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inference.requests.request import Request
 from inference.sampling.sampler import batch_probabilities, inverse_cdf, uniforms
@@ -75,11 +75,7 @@ class TreeGrowth:
     Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others
     draw theirs without replacement, and every child that is drawn is verified: how many a node gets
     is decided before the first is drawn, from q and the way to the node, so that no draft's own
-    value decides whether it is judged.
-
-    `prices` [budget + 1]: a dynamic tree has as many places, 1 to budget, as gain most tokens less
-    their price, which is that of the widest row of the batch. A place gains the probability of its
-    path."""
+    value decides whether it is judged."""
 
     def __init__(
         self,
@@ -90,7 +86,6 @@ class TreeGrowth:
         vocab_size: int,
         *,
         probabilistic: bool = True,
-        prices: Sequence[float] | None = None,
     ) -> None:
         """`vocab_size`: the target's."""
         self._shape, self._requests = shape, requests
@@ -99,10 +94,6 @@ class TreeGrowth:
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
         self._params = [cold if request.params.greedy else request.params for request in requests]
-        self._prices = prices
-        # sampled rows so far: the places of the widest, and what all of them are expected to accept
-        self._places: Tensor | int = 0
-        self._expected: Tensor | float = 0.0
         self._levels: list[_Level] = []
         self._frontier: Tensor | None = (
             None  # [b, w], nodes of the last level that are drafted from
@@ -191,35 +182,12 @@ class TreeGrowth:
                 min(self._shape.draws(len(self._levels)), w * ranks), dim=1
             )
             taken = torch.ones_like(best.indices, dtype=torch.bool)
-            if self._prices is not None:
-                taken &= torch.arange(taken.shape[1], device=q.device) < self._worth_drawing(
-                    best.values, self._prices
-                )
             drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(
                 1, best.indices, taken
             )
             hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
             wanted = torch.where(hot, drawn.unflatten(1, (w, ranks)), wanted)
         return self._level(q, wanted, source, rank)
-
-    def _worth_drawing(self, chances: Tensor, prices: Sequence[float]) -> Tensor:
-        """Chances [b, n] of the children of a level to be accepted, descending -> how many sampled
-        rows draw: a number on the device. Nothing of the level is drawn yet."""
-        depth, n = len(self._levels), chances.shape[1]
-        drawing = [
-            float(hot and depth < limit) for hot, limit in zip(self._hot, self._limits, strict=True)
-        ]
-        gains = (chances.double() * on_device(drawing, chances.device, torch.float64)[:, None]).sum(
-            0
-        )
-        places = self._places + torch.arange(n + 1, device=chances.device)
-        gained = nn.functional.pad(gains.cumsum(0), (1, 0))  # [n + 1]
-        net = gained - on_device(prices, chances.device, torch.float64)[places]
-        if depth == 0:
-            net[0] = -torch.inf
-        drawn = net.argmax()
-        self._places, self._expected = self._places + drawn, self._expected + gained[drawn]
-        return drawn
 
     def _level(self, q: Tensor, wanted: Tensor, source: Tensor, rank: Tensor) -> _Level:
         """wanted bool [b, w, m]: children to draft; source, rank [b, n]: the nodes of the level
@@ -275,7 +243,6 @@ class TreeGrowth:
         levels, device = self._levels, self._levels[0].q.device
         rows = _Grown.all_of(levels)
         chosen = self._chosen(rows)
-        expected = None if self._prices is None else float(self._expected)
         counts = [len(nodes) for nodes in chosen]
         width = max(counts)
         tokens = [[0] * width for _ in rows]
@@ -290,12 +257,12 @@ class TreeGrowth:
                 frontier[row][place] = offsets[d] + grown.source[d][i]
         token_ids = to_target_ids(on_device(tokens, device), self._ids)
         if not any(self._hot):
-            return Proposal(token_ids, counts, None, parents, expected=expected)
+            return Proposal(token_ids, counts, None, parents)
         every = torch.cat([level.q for level in levels], dim=1)  # [b, all w, V_draft]
         index = on_device(frontier, device).unsqueeze(-1).expand(-1, -1, every.shape[-1])
         q = every.gather(1, index)
         q = scatter_to_target(q, self._ids, self._vocab_size)
-        return Proposal(token_ids, counts, q, parents, expected=expected)
+        return Proposal(token_ids, counts, q, parents)
 
     def _chosen(self, rows: Sequence[_Grown]) -> list[list[tuple[int, int]]]:
         """Of each row the nodes (depth, place in its level) that are verified, parents first,
@@ -310,23 +277,7 @@ class TreeGrowth:
             )
             for row, (grown, limit) in enumerate(zip(rows, self._limits, strict=True))
         ]
-        if self._prices is None:
-            return [sorted(nodes) for nodes in chosen]
-        gains = [0.0] * (1 + shape.budget)
-        for grown, nodes, all_of_it in zip(rows, chosen, whole, strict=True):
-            for place, (d, i) in enumerate([] if all_of_it else nodes, 1):
-                gains[place] += grown.score[d][i]
-        gained = list(accumulate(gains))
-        net = [gain - price for gain, price in zip(gained, self._prices, strict=True)]
-        least = max(
-            [1, *(len(nodes) for nodes, all_of_it in zip(chosen, whole, strict=True) if all_of_it)]
-        )
-        most = max(range(least, len(net)), key=net.__getitem__)
-        self._expected = float(self._expected) + gained[most]
-        return [
-            sorted(nodes if all_of_it else nodes[:most])
-            for nodes, all_of_it in zip(chosen, whole, strict=True)
-        ]
+        return [sorted(nodes) for nodes in chosen]
 
 
 @dataclass

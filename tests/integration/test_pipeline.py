@@ -122,7 +122,7 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
     template.write_text(template.read_text() + "{# another #}")
     other = [*cached, *SHORT, f"target.model={changed}", f"output_dir={tmp_path / 'second'}"]
     cache_features(recipe, other)
-    assert f"{folder}: other features, not used" in " ".join(capsys.readouterr().out.split())
+    assert f"{folder}:otherfeatures,notused" in "".join(capsys.readouterr().out.split())
     monkeypatch.setattr(
         "train.pipeline.features_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)
     )

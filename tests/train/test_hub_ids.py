@@ -324,6 +324,7 @@ def test_pushed_and_loaded_by_another_process(filled, drafter_folder, tmp_path):
         "HF_ENDPOINT": filled.endpoint,
         "HF_HOME": str(tmp_path / "home"),
         "PYTHONPATH": str(ROOT),
+        "HF_HUB_DISABLE_XET": "1",  # whose route the fake Hub does not have
     }
     code = """if True:
         import json, sys

@@ -31,10 +31,6 @@ class Proposer:
     stops chains early. A proposer that `stops_early` calls it before
                             each depth is drawn; it drafts one depth after the other without waiting
                             for a device. Others report `Proposal.confidence`.
-    place_prices            set by an adaptive budget of trees: what a forward over the last token
-    and w places of every
-                            row must gain, in tokens, for w = 0 … K; a tree grows while places gain
-                            more than they cost
     drafts_trees            its proposals may have several tokens after one
     whole_blocks            the first draft costs a whole block, and the drafts after it little
     """
@@ -46,7 +42,6 @@ class Proposer:
     drafts_trees: bool = False
     whole_blocks: bool = False
     go_on: GoOn | None = None
-    place_prices: Sequence[float] | None = None
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -189,7 +189,7 @@ class HeadProposer(Proposer):
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
         if self._tree is not None:
-            return self._draft_tree(requests, counts, self._probabilistic, self.place_prices)
+            return self._draft_tree(requests, counts, self._probabilistic)
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, self._draft_to_target, self._device)
@@ -211,7 +211,7 @@ class HeadProposer(Proposer):
         rows, seen, held = len(requests), list(self._seen), list(self._held)
         lengths = self._cache.lengths[:rows]
         if self._tree is not None:  # the whole of it
-            self._draft_tree(requests, [self._depth] * rows, probabilistic=False, prices=None)
+            self._draft_tree(requests, [self._depth] * rows, probabilistic=False)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._held = seen, held
@@ -280,12 +280,9 @@ class HeadProposer(Proposer):
         requests: Sequence[Request],
         counts: Sequence[int],
         probabilistic: bool,
-        prices: Sequence[float] | None,
     ) -> Proposal:
         vocabularies = self._draft_to_target, self._vocab_size
-        grow = TreeGrowth(
-            self._tree, requests, counts, *vocabularies, probabilistic=probabilistic, prices=prices
-        )
+        grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic)
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
         return grow.proposal()
 

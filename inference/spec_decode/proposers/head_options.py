@@ -37,7 +37,7 @@ class HeadOptions(MethodOptions):
 
     @property
     def fixed_shape(self) -> bool:
-        return isinstance(self.tree, StaticTree)
+        return self.tree is not None
 
     @property
     def tree(self) -> TreeShape | None:

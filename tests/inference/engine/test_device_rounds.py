@@ -18,7 +18,6 @@ from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from inference.spec_decode.draft_length.costs import RoundCosts
 from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
-from inference.spec_decode.draft_length.tree_budget import AdaptiveTreeBudget
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer
@@ -100,8 +99,6 @@ WAYS = {
     "adaptive": Way("adaptive", 3, COLD),
     "adaptive, blocks": Way("adaptive dspark", 3, COLD),
     "adaptive, blocks at once": Way("adaptive dflash", 5, HOT),
-    "adaptive, grown tree": Way("adaptive dspark", 5 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}),
-    "adaptive, grown tree, greedy": Way("adaptive dflash", 3, COLD, {"tree": DYNAMIC}),
     # the drafts so far, depth by depth, and where nothing is left
     "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
     "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
@@ -137,13 +134,8 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     if way.drafter in (*FAMILIES, "other_tokens"):
         return make_llm(target, drafter=drafter, **options | way.options)
     if adaptive == "adaptive":
-        most, kind = (
-            (DYNAMIC.budget, AdaptiveTreeBudget)
-            if "tree" in way.options
-            else (K, AdaptiveDraftLength)
-        )
-        costs = {"verify": [1 + 0.1 * w for w in range(most + 1)], "draft": [0.1] * most}
-        length = kind(most, RoundCosts.given(costs, most))
+        costs = {"verify": [1 + 0.1 * w for w in range(K + 1)], "draft": [0.1] * K}
+        length = AdaptiveDraftLength(K, RoundCosts.given(costs, K))
         return make_llm(target, drafter=drafter, draft_length=length, **options | way.options)
     options.pop("num_speculative_tokens")
     proposer = {
