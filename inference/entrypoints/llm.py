@@ -298,13 +298,13 @@ class LLM:
         return compiled.num_graphs
 
     def _measure_costs(self) -> None:
-        """Runs rounds of 1, 2, 4, ... rows, the first of which measures the costs of its size."""
+        """Runs rounds of 1, 2, 4, ... and of all rows, the first of which measures the costs of its
+        size."""
         most = min(8, self.engine.max_model_len - 1)
         few = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        rows = 1
-        while rows <= self.engine.scheduler.max_num_seqs:
+        most_rows = self.engine.scheduler.max_num_seqs
+        for rows in sorted({*(2**i for i in range(most_rows.bit_length())), most_rows}):
             self.generate([{"prompt_token_ids": [0]}] * rows, few, False)
-            rows *= 2
         self.engine.reset_prefix_cache()
         self.reset_metrics()
 

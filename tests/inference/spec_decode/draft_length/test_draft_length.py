@@ -663,11 +663,23 @@ def test_warm_up_measures_the_costs_of_every_batch_size(tiny_model, monkeypatch)
         "prompt_lookup_min": 1,
         "enable_adaptive_verification": True,
     }
-    llm = LLM(tiny_model("llama"), max_num_seqs=4, speculative_config=config)
+    llm = LLM(tiny_model("llama"), max_num_seqs=7, speculative_config=config)
     llm.warm_up()
     measured = list(sizes)
     assert measured and llm.get_metrics().num_drafts == 0
-    prompts = [{"prompt_token_ids": [5, 6, 5, 6, 5]}] * 4
-    for rows in (1, 3, 4):
+    prompts = [{"prompt_token_ids": [5, 6, 5, 6, 5]}] * 7
+    for rows in (1, 3, 4, 7):
         llm.generate(prompts[:rows], SamplingParams(temperature=0, max_tokens=12), False)
     assert sizes == measured
+
+
+def test_adaptive_verification_of_trees_is_refused():
+    config = {
+        "method": "eagle3",
+        "model": "x",
+        "num_speculative_tokens": 8,
+        "speculative_eagle_topk": 2,
+        "enable_adaptive_verification": True,
+    }
+    with pytest.raises(ConfigError, match="enable_adaptive_verification"):
+        parse_speculative_config(config)
