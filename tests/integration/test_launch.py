@@ -97,6 +97,7 @@ def short_recipe(recipe: Path) -> Path:
     tree = yaml.safe_load(recipe.read_text())
     tree |= {
         "training": {
+            "settings": "given",
             "steps": 6,
             "global_batch_size": 4,
             "batch_size": 2,
