@@ -36,8 +36,10 @@ class RequestFailed(DraftsmithError):
     """A request without a usable answer.
 
     reason       "timeout", "connection", "http_<status>" or "not_an_answer"; a caller may add its
-    own retryable    the same request may succeed later, or at another server retry_after  seconds
-    for which the server asked to be left alone"""
+                 own
+    retryable    the same request may succeed later, or at another server
+    retry_after  seconds for which the server asked to be left alone
+    """
 
     def __init__(
         self, reason: str, detail: str = "", *, url: str = "", retry_after: float | None = None

@@ -147,8 +147,10 @@ class EngineCounters(SpecDecodeCounters):
     want of memory.
 
     prefix_cache_queries  prompt tokens of the requests that were admitted and may reuse what others
-    computed prefix_cache_hits     those of them whose keys and values were there already
-    num_preemptions       requests that gave their memory back and waited again"""
+                          computed
+    prefix_cache_hits     those of them whose keys and values were there already
+    num_preemptions       requests that gave their memory back and waited again
+    """
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

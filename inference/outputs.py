@@ -56,9 +56,10 @@ class CompletionOutput:
     end with the token that stopped the response.
 
     logprobs             for each of `token_ids` its own and those of the most probable tokens; None
-    unless asked for cumulative_logprob   sum over the tokens written so far; None unless `logprobs`
-    is asked for rounds               what became of the drafts; None unless a server was asked for
-    them"""
+                         unless asked for
+    cumulative_logprob   sum over the tokens written so far; None unless `logprobs` is asked for
+    rounds               what became of the drafts; None unless a server was asked for them
+    """
 
     index: int
     text: str
@@ -78,7 +79,8 @@ class RequestOutput:
     come with the first output.
 
     num_cached_tokens  prompt tokens that the first response found computed already; the others (n >
-    1) share its prompt"""
+                       1) share its prompt
+    """
 
     request_id: str
     prompt: str | None
@@ -111,8 +113,10 @@ class JudgedRound:
     """One verification of one response, or its first token, which nobody drafted.
 
     tokens            committed: accepted drafts, then the target's own token unless the response
-    ended before it rejected          the drafts that were not; of a tree, those beside the path
-    that was taken num_draft_tokens  drafted, 0 for a round without a proposal"""
+                      ended before it
+    rejected          the drafts that were not; of a tree, those beside the path that was taken
+    num_draft_tokens  drafted, 0 for a round without a proposal
+    """
 
     tokens: list[Placed]
     rejected: list[Placed] = field(default_factory=list)

@@ -66,29 +66,35 @@ class SamplingParams:
     """Sampling parameters of one request. Fields may be assigned until it is handed over: a request
     keeps a checked copy. Harmless arguments of vLLM (`ACCEPTED`) are taken without effect.
 
-    n                 responses to make for the prompt temperature       0 is greedy: the most
-    probable token, the first one on a tie, whatever the filters below top_p             keep the
-    smallest set of most probable tokens whose mass reaches this top_k             keep this many of
-    the most probable tokens; 0 or -1 is off min_p             keep tokens at least this many times
-    as probable as the most probable one seed              makes the response depend on nothing but
-    itself; None: seeded by the engine max_tokens        longest response; None: until the model's
-    limit min_tokens        no end of sequence and no stop before this many tokens stop
-    strings that end the response; kept as a tuple stop_token_ids    tokens that end the response;
-    kept as a tuple ignore_eos        go on after the end-of-sequence token detokenize        False:
-    token ids only, every text is empty num_speculative_tokens   most drafts of a round, of a tree
-    most levels; 0 drafts nothing, None: as the drafter does
+    n                 responses to make for the prompt
+    temperature       0 is greedy: the most probable token, the first one on a tie, whatever the
+                      filters below
+    top_p             keep the smallest set of most probable tokens whose mass reaches this
+    top_k             keep this many of the most probable tokens; 0 or -1 is off
+    min_p             keep tokens at least this many times as probable as the most probable one
+    seed              makes the response depend on nothing but itself; None: seeded by the engine
+    max_tokens        longest response; None: until the model's limit
+    min_tokens        no end of sequence and no stop before this many tokens
+    stop              strings that end the response; kept as a tuple
+    stop_token_ids    tokens that end the response; kept as a tuple
+    ignore_eos        go on after the end-of-sequence token
+    detokenize        False: token ids only, every text is empty
+    num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None:
+                      as the drafter does
 
     Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
 
-    allowed_token_ids    no other tokens; None: all bad_words            strings that must not be
-    written; kept as a tuple logit_bias           token id -> what is added to its logit
+    allowed_token_ids    no other tokens; None: all
+    bad_words            strings that must not be written; kept as a tuple
+    logit_bias           token id -> what is added to its logit
     repetition_penalty   of tokens in prompt and output, positive logits are divided by it, others
-    multiplied frequency_penalty    subtracted from a token's logit for each time it is in the
-    output presence_penalty     subtracted once if it is in the output
+                         multiplied
+    frequency_penalty    subtracted from a token's logit for each time it is in the output
+    presence_penalty     subtracted once if it is in the output
 
     logprobs          report each output token's log-probability and those of this many most
-    probable tokens, before
-                      any of the above; -1 is the whole vocabulary, None reports nothing
+                      probable tokens, before any of the above; -1 is the whole vocabulary, None
+                      reports nothing
     prompt_logprobs   the same for the prompt's tokens
     """
 

@@ -1,7 +1,8 @@
 """A table of what each causal LM of transformers can do here, built tiny with random weights.
 
     python scripts/architectures.py > table.md            # all of them, some ten minutes on one
-    thread python scripts/architectures.py qwen3_5 falcon_h1     # some
+        thread
+    python scripts/architectures.py qwen3_5 falcon_h1     # some
 
 Every model type of transformers' registry gets a small config (`tiny_config`), a model in memory,
 and a process of its own with a time limit, so that a crash is a line of the table. "yes" under

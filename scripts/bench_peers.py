@@ -1,9 +1,9 @@
 """Training steps of vLLM's library `speculators` beside ours, EAGLE-3 and DFlash: the same numbers
 first, then time and memory.
 
-    python scripts/bench_peers.py                               # all settings; makes .venv-peers
-    first python scripts/bench_peers.py --setting packed --pairs 9 --threads 2 python
-    scripts/bench_peers.py --device cuda --peer-python /path/to/python
+    python scripts/bench_peers.py    # all settings; makes .venv-peers first
+    python scripts/bench_peers.py --setting packed --pairs 9 --threads 2
+    python scripts/bench_peers.py --device cuda --peer-python /path/to/python
 
 Both sides get the same weights and the same row. In float32, and again in the dtype that is timed,
 loss and gradients of one step must agree within TOLERANCE, or nothing is timed. Then each side is a

@@ -31,9 +31,9 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 class DraftStep:
     """One depth of an unroll: its N valid terms of the loss.
 
-    hidden        [N, D] the drafter's states before its head target_index  [N] flat position (b·T +
-    t) whose target distribution the state must match; the predicted token is at
-                  `target_index + 1`
+    hidden        [N, D] the drafter's states before its head
+    target_index  [N] flat position (b·T + t) whose target distribution the state must match; the
+                  predicted token is at `target_index + 1`
     anchor_index  [N] flat slot that the chain started from, which joins the depths of one chain
     weight        [N] 1 for a valid term
     """
@@ -93,9 +93,12 @@ class TreeLevel:
     """One level of a draft tree that is expanded next, w drafts per row: a step of
     `Drafter.draft_tree`.
 
-    token_ids  [b, w] target token ids parents    [b, w] index of each draft's parent in the level
-    above; on the first level all 0, the newest true slot visible    bool [b, w, n] over all n
-    drafts so far (these w are the last): a draft's ancestors and itself"""
+    token_ids  [b, w] target token ids
+    parents    [b, w] index of each draft's parent in the level above; on the first level all 0, the
+               newest true slot
+    visible    bool [b, w, n] over all n drafts so far (these w are the last): a draft's ancestors
+               and itself
+    """
 
     token_ids: Tensor
     parents: Tensor

@@ -27,11 +27,13 @@ OWN_WAY = frozenset(
 class Compilation:
     """How rounds are compiled.
 
-    backend     of torch.compile cudagraphs  on a GPU, steps are recorded as CUDA graphs and
-    replayed row_sizes   numbers of rows that batches are padded to; None: powers of two drafter
-    whether the drafter's chain is compiled too when_warm
-    only from `LLM.warm_up` on, and if the device has room for all keys and values: nobody asked for
-    it"""
+    backend     of torch.compile
+    cudagraphs  on a GPU, steps are recorded as CUDA graphs and replayed
+    row_sizes   numbers of rows that batches are padded to; None: powers of two
+    drafter     whether the drafter's chain is compiled too
+    when_warm   only from `LLM.warm_up` on, and if the device has room for all keys and values:
+                nobody asked for it
+    """
 
     backend: str = "inductor"
     cudagraphs: bool = True

@@ -56,16 +56,20 @@ PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 class EngineOptions:
     """How an engine runs, whatever it drafts with. The names are those of `LLM`.
 
-    max_num_seqs            rows: responses written at the same time max_model_len           longest
-    prompt + response; None: the model's own limit, or its draft model's if less
+    max_num_seqs            rows: responses written at the same time
+    max_model_len           longest prompt + response; None: the model's own limit, or its draft
+                            model's if less
     max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole
-    before the next round enable_prefix_caching   a request takes over what another row computed for
-    the same first tokens (of a target with
-                            recurrent layers there is nothing to take over)
+                            before the next round
+    enable_prefix_caching   a request takes over what another row computed for the same first tokens
+                            (of a target with recurrent layers there is nothing to take over)
     kv_cache_memory_bytes   most memory for keys and values (see KVMemory); None: as much as
-    max_num_seqs rows need compilation             how rounds are compiled (docs/runtime.md); None:
-    they run eager rejection_sample_method  the verification rule at temperature > 0 seed
-    of the requests that bring none: each gets its own from this and its number"""
+                            max_num_seqs rows need
+    compilation             how rounds are compiled (docs/runtime.md); None: they run eager
+    rejection_sample_method  the verification rule at temperature > 0
+    seed                    of the requests that bring none: each gets its own from this and its
+                            number
+    """
 
     max_num_seqs: int = 8
     max_model_len: int | None = None

@@ -19,8 +19,10 @@ class RowManager:
     """Admits requests to rows and frees their rows; rows in use stay contiguous. Runs no model.
 
     memory_limit   most memory for keys and values; None, as at first: as much as the scheduler's
-    rows need proposer       keeps drafter state per row; None while speculation is off counters
-    the engine's: preemptions and prefix-cache hits are counted here"""
+                   rows need
+    proposer       keeps drafter state per row; None while speculation is off
+    counters       the engine's: preemptions and prefix-cache hits are counted here
+    """
 
     def __init__(
         self,

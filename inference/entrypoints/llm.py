@@ -65,19 +65,24 @@ class LLM:
 
     model                    folder or repository id; or a loaded FrozenTarget or PreTrainedModel
     tokenizer                folder, repository id or tokenizer object; None: the model's own
-    speculative_config       see SpeculativeConfig; None: drafting off max_num_seqs
-    responses written at the same time max_model_len            longest prompt + response; None: the
-    model's own limit, or its draft model's if less max_num_batched_tokens   prompt tokens per
-    prefill forward enable_prefix_caching    prompts that begin alike are computed once
-    (docs/batching.md) kv_cache_memory_bytes    most memory for keys and values, head's included;
-    None: what max_num_seqs rows need seed                     of the requests that bring none: each
-    gets its own from this and its number tensor_parallel_size     accepted with a warning if not 1:
-    the target is kept on one device, which changes no output enforce_eager            False: rounds
-    run compiled, at static shapes (docs/runtime.md); None: as compilation_config
-                             says; where it says nothing eager, but on CUDA graphs from `warm_up` on
-                             (up to 8 rows)
-    compilation_config       how; see CompilationConfig on_round                 called after every
-    verification with what was drafted and kept (see Engine)
+    speculative_config       see SpeculativeConfig; None: drafting off
+    max_num_seqs             responses written at the same time
+    max_model_len            longest prompt + response; None: the model's own limit, or its draft
+                             model's if less
+    max_num_batched_tokens   prompt tokens per prefill forward
+    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
+    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what
+                             max_num_seqs rows need
+    seed                     of the requests that bring none: each gets its own from this and its
+                             number
+    tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device,
+                             which changes no output
+    enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None:
+                             as compilation_config says; where it says nothing eager, but on CUDA
+                             graphs from `warm_up` on (up to 8 rows)
+    compilation_config       how; see CompilationConfig
+    on_round                 called after every verification with what was drafted and kept (see
+                             Engine)
 
     `others`: options of vLLM that change no output, and those of its older versions
     (inference/entrypoints/vllm_options.py).

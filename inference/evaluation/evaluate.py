@@ -43,9 +43,12 @@ from speculators.errors import ConfigError, DataError
 class Chat:
     """A conversation whose later turns are asked once the answers to those before them are written.
 
-    prompt    token ids of the first turn, template applied later     texts of the turns after it
-    ask       the answers so far -> token ids of the next turn's prompt longest   most tokens of a
-    prompt; a turn that has more is not asked, nor are those after it, and all are counted"""
+    prompt    token ids of the first turn, template applied
+    later     texts of the turns after it
+    ask       the answers so far -> token ids of the next turn's prompt
+    longest   most tokens of a prompt; a turn that has more is not asked, nor are those after it,
+              and all are counted
+    """
 
     prompt: Sequence[int]
     later: Sequence[str]
@@ -144,14 +147,17 @@ def evaluate(
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their
     folders (or ids).
 
-    workloads     name -> prompts as token ids, templates applied; may be empty beside suites suites
-    measured as well, their categories as workloads of their own, with an `all` for each suite
-    method        drafting without a checkpoint (ngram, suffix); `drafter` is then None engine
-    makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py, server.py)
-    gates         bounds on keys of the summary llm_options   further options of LLM (dtype, device,
-    revision, trust_remote_code, tokenizer) provenance    fields of report.Provenance that only the
-    caller knows (recipe_name, recipe_sha256, …) progress      called with the fraction done, by
-    expected time, and a few words
+    workloads     name -> prompts as token ids, templates applied; may be empty beside suites
+    suites        measured as well, their categories as workloads of their own, with an `all` for
+                  each suite
+    method        drafting without a checkpoint (ngram, suffix); `drafter` is then None
+    engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py,
+                  server.py)
+    gates         bounds on keys of the summary
+    llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
+    provenance    fields of report.Provenance that only the caller knows (recipe_name,
+                  recipe_sha256, …)
+    progress      called with the fraction done, by expected time, and a few words
 
     Errors: CheckpointError if the drafter is not exactly as its config says, ConfigError for
     prompts that do not fit or for something that the engine cannot do."""

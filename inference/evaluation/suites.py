@@ -40,10 +40,13 @@ class Suite:
     """A suite, and the shape of its file: a JSON object a line.
 
     columns     the first of these that a row has holds its turns: a text, a list of texts, or
-    messages of the user category    the column that groups rows; None: all are of one category,
-    called like the suite members     suites that this one consists of, each a category; it has no
-    file of its own, but a folder of theirs fetch       shell command that writes the file compare
-    what published figures are of, in a few words"""
+                messages of the user
+    category    the column that groups rows; None: all are of one category, called like the suite
+    members     suites that this one consists of, each a category; it has no file of its own, but a
+                folder of theirs
+    fetch       shell command that writes the file
+    compare     what published figures are of, in a few words
+    """
 
     title: str
     compare: str

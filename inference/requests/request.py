@@ -22,13 +22,18 @@ class Request:
     """token_ids (prompt and output) are the committed text; its last token, the anchor, is not in
     any cache yet.
 
-    most_drafts      of a round, as its parameters say; 0 is a request that is not drafted for end
-    the length token_ids may reach: max_tokens or the context limit, whichever comes first stop_ids
-    tokens that end the response, the end-of-sequence tokens among them unless ignored finish_reason
-    None while unfinished, then "stop", "length" or "abort"; "error" if it alone cannot go on
-    processors       what it changes in its logits logprobs         of each output token, if its
-    parameters ask; prompt_logprobs of the prompt's, from the second on may_reuse        whether
-    keys and values that another request computed may stand for its own"""
+    most_drafts      of a round, as its parameters say; 0 is a request that is not drafted for
+    end              the length token_ids may reach: max_tokens or the context limit, whichever
+                     comes first
+    stop_ids         tokens that end the response, the end-of-sequence tokens among them unless
+                     ignored
+    finish_reason    None while unfinished, then "stop", "length" or "abort"; "error" if it alone
+                     cannot go on
+    processors       what it changes in its logits
+    logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's,
+                     from the second on
+    may_reuse        whether keys and values that another request computed may stand for its own
+    """
 
     def __init__(
         self,

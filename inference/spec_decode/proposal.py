@@ -21,21 +21,20 @@ class Proposal:
     """Drafted tokens of B rows, K places at most: a chain per row, or with `parents` a tree.
 
     token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom)
-    or scaffold counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row q
-    [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and over the
-               target's whole vocabulary; None: the drafts are deterministic, q is one-hot. Padding,
-               and rows whose temperature is 0, are never read. Siblings of a tree are drawn one
-               after the other without replacement, in the order of their places, and all have the q
-               of the first one
+               or scaffold
+    counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row
+    q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and
+               over the target's whole vocabulary; None: the drafts are deterministic, q is one-hot.
+               Padding, and rows whose temperature is 0, are never read. Siblings of a tree are
+               drawn one after the other without replacement, in the order of their places, and all
+               have the q of the first one
     parents    None for chains; for trees, per row the place of each token's parent, -1 for the root
-    (the last
-               committed token): counts[b] + scaffold[b] numbers, parents before their children
-    scaffold   places per row, behind the judged ones, that the target computes but nobody judges:
-    each sees
-               the committed text, its ancestors and itself, and leaves nothing behind
-    confidence [B, K] or None: of chains, how sure the proposer was of each draft before it was
-    drawn, for whoever
-               chooses lengths; never read by a rule
+               (the last committed token): counts[b] + scaffold[b] numbers, parents before their
+               children
+    scaffold   places per row, after the judged ones, that the target computes but nobody judges:
+               each sees the committed text, its ancestors and itself, and leaves nothing behind
+    confidence  [B, K] or None: of chains, how sure the proposer was of each draft before it was
+               drawn, for whoever chooses lengths; never read by a rule
     foreseen   whether all of `confidence` was known before the first draft was drawn
     """
 

@@ -31,7 +31,7 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
 
     sizes       tokens that each step brought, the prefill's first; cut where the text ended
     accepted    drafts accepted in each round that had some, as the verifier counted them; the last
-    may exceed its step
+                may exceed its step
 
     A step of n > 1 tokens committed n - 1 drafts and the target's own token; only in the last one
     the target's own may be missing, and drafts with it. DataError if the two do not fit together.

@@ -111,9 +111,11 @@ def vllm_python(given: str | None = None) -> str:
 class VllmOptions:
     """The interpreter and options of vLLM; called with a Drafting it makes the engine.
 
-    python      the interpreter that has vLLM; None: see `vllm_python` engine      further options
-    of its LLM (tensor_parallel_size, gpu_memory_utilization, hf_overrides, …) drafting    further
-    options of its speculative_config (draft_tensor_parallel_size, …)"""
+    python      the interpreter that has vLLM; None: see `vllm_python`
+    engine      further options of its LLM (tensor_parallel_size, gpu_memory_utilization,
+                hf_overrides, …)
+    drafting    further options of its speculative_config (draft_tensor_parallel_size, …)
+    """
 
     python: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)

@@ -8,9 +8,10 @@ FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` 
 draws for a row of DFlash (`anchors-<tokens>.safetensors`). Each line of stdin is a command, each
 line of stdout a JSON answer:
 
-    warm            a step over the first tokens only step            a step: its seconds, its CPU
-    seconds, its loss, and its peak memory if the device is a GPU gradients FILE  writes the
-    gradients of the last step
+    warm            a step over the first tokens only
+    step            a step: its seconds, its CPU seconds, its loss, and its peak memory if the
+                    device is a GPU
+    gradients FILE  writes the gradients of the last step
 
 The library `speculators` has the name of a package of this project. So our side alone sees the
 project's folder."""

@@ -250,8 +250,7 @@ class DFlash(Drafter):
     def max_depth(self) -> int:
         return self.config.max_depth
 
-    # -------------------------------------------------------------- starting weights, and how it is
-    # trained
+    # ---------------------------------------------------- starting weights, and how it is trained
 
     def prepare_training(self, options: DFlashOptions) -> DFlash:
         self.max_anchors = options.anchors_per_row

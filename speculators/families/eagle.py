@@ -143,8 +143,7 @@ class Eagle(DecoderChain):
         self.positions = RotaryTable(config)
         self.feature_noise, self.detach = 0.0, False
 
-    # -------------------------------------------------------------- starting weights, and how it is
-    # trained
+    # ---------------------------------------------------- starting weights, and how it is trained
 
     def prepare_training(self, options: EagleOptions) -> Eagle:
         self.feature_noise, self.detach = options.feature_noise, options.detach

@@ -76,12 +76,14 @@ def start_from_least_squares(
     layer.
 
     With n(x) = x / rms(x), s_t = fc(taps_t) and y_t the target's last state before its norm's
-    weight, the fit is one matrix [G; B] with  n(s_t) G + n(e_{t+1}) B ≈ y_{t+1}  at depth 0, and
-    deeper the same on its own results in place of s. The residual stream carries n(s); what is
-    left, G - 1 and B, goes through the values of attention heads that look at their own slot. The
-    last group of heads instead looks for the slot behind an earlier occurrence of the newest token
-    and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv
-    2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.)"""
+    weight, the fit is one
+    matrix [G; B] with  n(s_t) G + n(e_{t+1}) B ≈ y_{t+1}  at depth 0, and deeper the same on its
+                        own results in place
+    of s. The residual stream carries n(s); what is left, G - 1 and B, goes through the values of
+    attention heads that look at their own slot. The last group of heads instead looks for the slot
+    behind an earlier occurrence of the newest token and writes the token that followed there.
+    (Recursion: EAGLE-3's training-time test, arXiv 2503.01840; copying circuit: Olsson et al.,
+    arXiv 2209.11895.)"""
     config, first = head.config, head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
         raise ConfigError(

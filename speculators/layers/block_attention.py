@@ -32,10 +32,13 @@ class Blocks:
     """Where the blocks of a batch of rows stand, and what their slots may see.
 
     last_context  [B, A] the newest context slot of each block, the one before its anchor; -1: no
-    context places        [B, A, Q] rotary positions of the slots of each block context_places,
-    segment_ids [B, T] positions and documents of the row; another document is not seen causal
-    slot j sees slots 0..j of its block; otherwise all of them window        a slot sees those that
-    are `in_window`; None: all"""
+                  context
+    places        [B, A, Q] rotary positions of the slots of each block
+    context_places, segment_ids [B, T] positions and documents of the row; another document is not
+    seen
+    causal        slot j sees slots 0..j of its block; otherwise all of them
+    window        a slot sees those that are `in_window`; None: all
+    """
 
     last_context: Tensor
     places: Tensor

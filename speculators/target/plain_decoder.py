@@ -187,8 +187,7 @@ def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
     return found
 
 
-# ---------------------------------------------------------------------- whether a model is of this
-# kind
+# ---------------------------------------------------------------- whether a model is of this kind
 
 
 def _obstacle(runner: FrozenTarget, copies: bool) -> str | None:

@@ -311,8 +311,7 @@ def test_a_hub_that_is_down(filled, monkeypatch):
     refuse(lambda: LLM(TARGET), CheckpointError, TARGET, "could not be reached")
 
 
-# ------------------------------------------------------------------------------------------------ a
-# process of its own
+# --------------------------------------------------------------------------- a process of its own
 
 
 @pytest.mark.slow

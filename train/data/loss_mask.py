@@ -177,8 +177,7 @@ class ConversationTokenizer:
             )
         return fewest_rows(self._turns(example, messages, spoken, max_length), example.workload)
 
-    # ------------------------------------------------------------------------------------------ one
-    # turn
+    # ----------------------------------------------------------------------------------- one turn
 
     def _turns(
         self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None

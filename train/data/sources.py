@@ -164,8 +164,7 @@ def parse_row(
         raise BadRow(origin, error.reason, error.what) from None
 
 
-# --------------------------------------------------------------------------------------------- one
-# row
+# ---------------------------------------------------------------------------------------- one row
 
 
 def _bad(reason: str, what: str) -> BadRow:

@@ -3,7 +3,7 @@ several processes.
 
     DIR/<address>/key.json            everything the features depend on, whose hash is the address
     DIR/<address>/<any>.safetensors   a shard: payloads of its texts one after another, their names,
-    lengths, checksums
+                                      lengths, checksums
 
 Features are stored by text, one segment of a packed row, because a text's features do not depend on
 the packing: other packings and other data find the texts they share. A shard appears whole or not

@@ -3,16 +3,13 @@
 Every function has the signature `f(log_q, p, labels, **options) -> [n]`:
 
     log_q   [n, Vd]  the drafter's log-probabilities over its own (perhaps reduced) vocabulary,
-    float32 or
-                     float64
+            float32 or float64
     p       [n, Vd]  the target's probabilities *of those same tokens*: the softmax over the full
-    vocabulary,
-                     gathered. With a reduced vocabulary it is a sub-probability: its mass P = sum_v
-                     p(v) is below 1, and q is zero on every token that is missing. p is constant:
-                     no gradient flows to the target
+            vocabulary, gathered. With a reduced vocabulary it is a sub-probability: its mass P =
+            sum_v p(v) is below 1, and q is zero on every token that is missing. p is constant: no
+            gradient flows to the target
     labels  [n]      the data token, as an index into the draft vocabulary; -1 when the draft
-    vocabulary lacks
-                     it
+            vocabulary lacks it
 
 and returns one value per row. Sums run over the draft vocabulary unless stated otherwise. q enters
 through log_q, so that a probability which underflows to zero still has a finite gradient; no
@@ -249,10 +246,15 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
     return Term(name, float(weight), options)
 
 
-# ------------------------------------------------------------------ value and gradient without
-# autograd  With q = softmax(z), P = sum_v p and alpha = sum_v min(p, q), the gradient of every
-# divergence in CLOSED_FORM lies in the span of three vectors:  d KL(p || q) / dz  =  P q - p d
-# (-log q(x)) / dz =  q - onehot(x) d alpha / dz       =  q * (1[q < p] - m),   m = sum_v q 1[q < p]
+# ------------------------------------------------------------------ value and gradient, no autograd
+#
+# With q = softmax(z), P = sum_v p and alpha = sum_v min(p, q), the gradient of every divergence in
+# CLOSED_FORM lies in the span of three vectors:
+#
+#     d KL(p || q) / dz  =  P q - p
+#     d (-log q(x)) / dz =  q - onehot(x)
+#     d alpha / dz       =  q * (1[q < p] - m),   m = sum_v q 1[q < p]
+#
 # so any mix of them costs one softmax and a handful of passes over [n, Vd]; autograd through
 # log_softmax costs about twice as much. The tests hold value and gradient to the functions above.
 

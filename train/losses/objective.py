@@ -115,19 +115,21 @@ def chunked_objective(
 ) -> tuple[Tensor, StepMetrics]:
     """Sum over rows of weight * D(p, q), and the metrics of the same rows.
 
-    hidden [N, D]        the drafter's states draft_head           [n, D] -> logits [n, Vd];
-    whichever parameters it uses get their gradient through
-                         autograd, so hooks (DDP) fire as usual
-    target_hidden [N, H] the state of the position that each row must match target_logits        [n,
-    H] -> [n, V], called without gradient weight [N]           drop rows of weight 0 beforehand
-    labels [N]           target ids of the predicted data tokens mix                  what a recipe
-    writes under `loss:` draft_to_target [Vd] the target id of every draft token; None when the
-    vocabularies are the same chunk_size           rows; None chooses from the vocabulary
-    temperature          above 0, divides both logits target_index [N]     optional: target_hidden
-    is then [M, H], row i matches target_hidden[target_index[i]].
-                         Rows are walked in the order of their target, so that a distribution which
-                         several rows match (one per depth, with the depths concatenated into one
-                         call) is made once
+    hidden [N, D]        the drafter's states
+    draft_head           [n, D] -> logits [n, Vd]; whichever parameters it uses get their gradient
+                         through autograd, so hooks (DDP) fire as usual
+    target_hidden [N, H] the state of the position that each row must match
+    target_logits        [n, H] -> [n, V], called without gradient
+    weight [N]           drop rows of weight 0 beforehand
+    labels [N]           target ids of the predicted data tokens
+    mix                  what a recipe writes under `loss:`
+    draft_to_target [Vd] the target id of every draft token; None when the vocabularies are the same
+    chunk_size           rows; None chooses from the vocabulary
+    temperature          above 0, divides both logits
+    target_index [N]     optional: target_hidden is then [M, H], row i matches
+                         target_hidden[target_index[i]]. Rows are walked in the order of their
+                         target, so that a distribution which several rows match (one per depth,
+                         with the depths concatenated into one call) is made once
 
     Gradients are computed here and only scaled in backward, which therefore runs once. One call
     holds one float32 gradient of the head until then: one call over all depths holds one, a call

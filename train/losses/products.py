@@ -24,8 +24,7 @@ class Products(TorchFunctionMode):
     long as it lives.
 
     gradients   {id of a trained weight: the sum of what came back to it [out, in], float32 (float64
-    stays)}; autograd
-                gives no gradient for these uses of it
+                stays)}; autograd gives no gradient for these uses of it
     """
 
     def __init__(self) -> None:

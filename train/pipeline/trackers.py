@@ -87,8 +87,7 @@ def summary_of(report: AcceptanceReport) -> dict[str, float]:
     return figures
 
 
-# ------------------------------------------------------------------ each tracker; `files`: the page
-# and its data
+# --------------------------------------------------- each tracker; `files`: the page and its data
 
 
 def _to_wandb(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:

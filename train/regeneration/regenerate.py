@@ -109,11 +109,13 @@ def regenerate(
     """The target's responses to `examples`, turn by turn and in order.
 
     llm            the target; with endpoints it is what they are compared with, and None where it
-    is not loaded facts          of the target, needed without `llm` temperatures   one per example,
-    in place of the recipe's shares part           (i, n): only every n-th conversation from the
-    i-th on, for several processes that share the work retry_failed   ask again for responses that
-    an earlier run went without (`max_failures`) record         describes the target in the file of
-    the account
+                   is not loaded
+    facts          of the target, needed without `llm`
+    temperatures   one per example, in place of the recipe's shares
+    part           (i, n): only every n-th conversation from the i-th on, for several processes that
+                   share the work
+    retry_failed   ask again for responses that an earlier run went without (`max_failures`)
+    record         describes the target in the file of the account
 
     A prompt that leaves no room in `max_length` is left out; DataError if none is left, or if more
     responses fail than `max_failures` allows. EndpointError: the endpoints are not there, or serve

@@ -125,8 +125,7 @@ class JointTarget(nn.Module):
         """Supervised tokens of a batch that `loss` reads."""
         return valid_terms(batch, 1).sum()
 
-    # -------------------------------------------------------------- held-out text, and what is
-    # exported
+    # -------------------------------------------------------- held-out text, and what is exported
 
     def held_out_loss(self, texts: Texts) -> tuple[float, float]:
         """Nats per response token, (of the original target, of the adapted one)."""

@@ -3,11 +3,11 @@
 
 Features of draft k:
 
-    base rate          how often draft k is accepted, over all requests of the proposer confidence
-    of the drafter in draft k-1 and in draft k, where it reports one (`Proposal.confidence`) global
-    residual    what these leave unexplained, exponentially decayed over all requests: texts of a
-    kind come
-                       one after the other
+    base rate          how often draft k is accepted, over all requests of the proposer
+    confidence         of the drafter in draft k-1 and in draft k, where it reports one
+                       (`Proposal.confidence`)
+    global residual    what these leave unexplained, exponentially decayed over all requests: texts
+                       of a kind come one after the other
     request residuals  the same over the outcomes of this request, with a slow and a fast decay
 
 There are two models: one for drafts whose confidence is not known yet, to plan with, and one for
@@ -128,11 +128,14 @@ class RequestHistory:
 class RoundState:
     """The features of B rows in one round, as they become known.
 
-    base_logits       [K] logits of the base rates global_shift      the shift of all requests
-    request_shifts    [B] the shifts of each request unknown_logits    [B][K] logits of a_k without
-    confidences, by the model for unknown confidences known_logits      [B][K] the same by the model
-    for known confidences, to which their terms are added confidences       [B] per depth seen:
-    confidences in logits, less the mean of that depth"""
+    base_logits       [K] logits of the base rates
+    global_shift      the shift of all requests
+    request_shifts    [B] the shifts of each request
+    unknown_logits    [B][K] logits of a_k without confidences, by the model for unknown confidences
+    known_logits      [B][K] the same by the model for known confidences, to which their terms are
+                      added
+    confidences       [B] per depth seen: confidences in logits, less the mean of that depth
+    """
 
     base_logits: list[float]
     global_shift: float

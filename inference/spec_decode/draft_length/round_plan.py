@@ -5,7 +5,8 @@ With B rows whose drafts share one forward, a round that drafts to depth d and v
 row
 
     commits   B + Σ_b Σ_{k≤w} S_bk        S_bk: probability that the first k drafts of row b are all
-    accepted costs     V(w + 1) + D(d)
+              accepted
+    costs     V(w + 1) + D(d)
 
 The best long-run ratio of the two is reached by weighing every round's tokens against its time at
 one price, the rate ρ (Dinkelbach 1967): draft on while some number of further drafts gains more

@@ -22,15 +22,16 @@ GoOn = Callable[[Sequence[float]], int]
 class Proposer:
     """Drafts for the rows of an engine.
 
-    num_speculative_tokens  most drafts per row and round num_scaffold_tokens     most places per
-    row that a proposal has beside its drafts reads_features          the engine calls `prefill` and
-    `observe` with features: taps [b, T, n·H] (None without
-                            taps) and last_hidden [b, T, H]
-    reads_logits            the engine calls `see_logits` counters                what became of its
-    drafts since it was made, kept by the engine go_on                   set by a draft length that
-    stops chains early. A proposer that `stops_early` calls it before
-                            each depth is drawn; it drafts one depth after the other without waiting
-                            for a device. Others report `Proposal.confidence`.
+    num_speculative_tokens  most drafts per row and round
+    num_scaffold_tokens     most places per row that a proposal has beside its drafts
+    reads_features          the engine calls `prefill` and `observe` with features: taps [b, T, n·H]
+                            (None without taps) and last_hidden [b, T, H]
+    reads_logits            the engine calls `see_logits`
+    counters                what became of its drafts since it was made, kept by the engine
+    go_on                   set by a draft length that stops chains early. A proposer that
+                            `stops_early` calls it before each depth is drawn; it drafts one depth
+                            after the other without waiting for a device. Others report
+                            `Proposal.confidence`.
     drafts_trees            its proposals may have several tokens after one
     whole_blocks            the first draft costs a whole block, and the drafts after it little
     """

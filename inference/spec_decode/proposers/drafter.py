@@ -53,9 +53,11 @@ SPARE = 16
 class DraftOptions:
     """How a trained drafter drafts. The names are those of `speculative_config`.
 
-    num_speculative_tokens  K, tokens of a chain draft_sample_method     "probabilistic": sampled
-    from q; "greedy": its argmax at any temperature, a one-hot q tree                    the shape
-    of a tree in place of a chain"""
+    num_speculative_tokens  K, tokens of a chain
+    draft_sample_method     "probabilistic": sampled from q; "greedy": its argmax at any
+                            temperature, a one-hot q
+    tree                    the shape of a tree in place of a chain
+    """
 
     num_speculative_tokens: int = 4
     draft_sample_method: str = "probabilistic"

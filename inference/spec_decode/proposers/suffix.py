@@ -37,8 +37,10 @@ class SuffixProposer(Proposer):
 
     max_tree_depth       longest pattern counted: the match and its draft together are no longer
     max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each
-    request's own text only max_spec_factor      tokens drafted per token matched min_token_prob
-    a draft ends before its estimated probability falls below this"""
+                         request's own text only
+    max_spec_factor      tokens drafted per token matched
+    min_token_prob       a draft ends before its estimated probability falls below this
+    """
 
     def __init__(
         self,

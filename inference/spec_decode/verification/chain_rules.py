@@ -29,9 +29,8 @@ class Verdict:
     """A rule's probabilities for a proposal, before any random number is drawn.
 
     accept_probs  [B, K], 0 from counts[b] on. With `first_rejection_ends`, of draft k given that
-    those before
-                  it were accepted; without, drafts 1..k are kept for the largest k whose own throw
-                  succeeds
+                  those before it were accepted; without, drafts 1..k are kept for the largest k
+                  whose own throw succeeds
     p             [B, K+1, V] the target's distributions
     proposal      the drafts that were judged
     scale         [B, K+1] the s_j above; None is 1 everywhere

@@ -315,8 +315,7 @@ class DraftModel(TokenDrafter):
             else None
         )
 
-    # -------------------------------------------------------------- starting weights, and how it is
-    # trained
+    # ---------------------------------------------------- starting weights, and how it is trained
 
     def initialise_from(
         self,

@@ -184,8 +184,7 @@ def options(url: str, **given) -> BenchOptions:
     return BenchOptions(base_url=url, disable_tqdm=True, **given)
 
 
-# --------------------------------------------------------------------------------- times and counts
-# of streams
+# -------------------------------------------------------------------- times and counts of streams
 
 pieces = st.lists(
     st.tuples(st.sampled_from([0.0, 0.02, 0.05]), st.integers(1, 5)), min_size=1, max_size=5
@@ -495,8 +494,7 @@ def test_later_turns_hold_the_live_answers(tmp_path, tokenizer_folder, backend):
     assert failed["errors"][1] == failed["errors"][2] == "not asked: the turn before it failed"
 
 
-# ------------------------------------------------------------------------------------------ our
-# own, and both
+# ------------------------------------------------------------------------------ our own, and both
 
 
 @pytest.fixture(scope="module")

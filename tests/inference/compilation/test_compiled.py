@@ -327,8 +327,7 @@ def test_the_drafter_alone_may_run_eager(model_of):
     assert read_compilation(False, None, CPU, eager_drafter=True) == Compilation(drafter=False)
 
 
-# ---------------------------------------------------------------------- compiled before it is
-# needed
+# ------------------------------------------------------------------- compiled before it is needed
 
 
 @pytest.mark.slow

@@ -296,8 +296,7 @@ def test_head_has_seen_the_committed_text_and_nothing_else(
     assert len(checked) > 15
 
 
-# ---------------------------------------------------------------------- ladder f: the distribution
-# at T > 0
+# ------------------------------------------------------------ ladder f: the distribution at T > 0
 
 
 @pytest.fixture(scope="module")

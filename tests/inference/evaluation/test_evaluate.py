@@ -102,8 +102,7 @@ def texts_of(outputs) -> list[tuple[list[int], list[int]]]:
     return [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
 
 
-# ---------------------------------------------------------------------------------- expected =
-# measured
+# ---------------------------------------------------------------------------- expected = measured
 
 
 @pytest.mark.parametrize("k", [1, K])

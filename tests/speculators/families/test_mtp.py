@@ -126,8 +126,7 @@ def _into_index(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.write_text(json.dumps(index))
 
 
-# ---------------------------------------------------------------------- the maths, against
-# transformers' own layers
+# ---------------------------------------------------- the maths, against transformers' own layers
 
 
 @torch.no_grad()

@@ -107,8 +107,7 @@ def test_in_bfloat16_they_agree_within_its_precision() -> None:
         assert isinstance(plain_decoder(target, copies=copies), PlainDecoder)
 
 
-# ---------------------------------------------------------------------- what runs as it is, and
-# says why
+# --------------------------------------------------------------- what runs as it is, and says why
 
 
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(PLAIN)))

@@ -103,8 +103,7 @@ def chat(*texts: str, **more) -> dict:
     }
 
 
-# ------------------------------------------------------------------------------------------ presets
-# and columns
+# ---------------------------------------------------------------------------- presets and columns
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -343,8 +342,7 @@ def test_shares_are_given_to_all_sources_and_add_up():
             )
 
 
-# ------------------------------------------------------------------------------------------ which
-# are used
+# --------------------------------------------------------------------------------- which are used
 
 
 def example(*texts: str, origin: str = "x", system: str = "") -> Example:

@@ -41,8 +41,7 @@ def error_of(path, *overrides: str) -> str:
     return str(caught.value)
 
 
-# --------------------------------------------------------------------------------------------- what
-# is right
+# ---------------------------------------------------------------------------------- what is right
 
 
 def test_minimal_recipe_has_the_published_defaults(recipe_file):
@@ -265,8 +264,7 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
         assert words in error_of(recipe_file(text))
 
 
-# --------------------------------------------------------------------------------------------- what
-# is wrong
+# ---------------------------------------------------------------------------------- what is wrong
 
 AT = "recipes/x.yaml: "
 

@@ -301,8 +301,7 @@ def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
         joint_fits(Threshold(K), small)
 
 
-# ---------------------------------------------------------------------- text at temperature 0, and
-# what heads are fed
+# -------------------------------------------------- text at temperature 0, and what heads are fed
 
 
 @pytest.mark.slow

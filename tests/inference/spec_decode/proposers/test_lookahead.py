@@ -51,8 +51,7 @@ def greedy_next(model, text) -> int:
     return int(model(torch.tensor([text])).logits[0, -1].argmax())
 
 
-# ---------------------------------------------------------------------- a forward over a tree, and
-# a walk in it
+# -------------------------------------------------------- a forward over a tree, and a walk in it
 
 
 def ancestors(parents: list[int]) -> list[list[int]]:
@@ -164,8 +163,7 @@ def test_up_to_the_context_limit(model):
     assert len(requests[0].token_ids) == 30
 
 
-# ---------------------------------------------------------------------- against the published
-# algorithm
+# ---------------------------------------------------------------- against the published algorithm
 
 
 class Published:

@@ -338,8 +338,7 @@ def test_a_folder_of_another_kind_of_model_is_refused(
         read_drafter_config(tmp_path)
 
 
-# ---------------------------------------------------------------------- tables padded to other
-# sizes
+# ------------------------------------------------------------------- tables padded to other sizes
 
 
 def small_table(model: Any, size: int, noise: float = 0.1) -> tuple[FrozenTarget, DraftModel]:

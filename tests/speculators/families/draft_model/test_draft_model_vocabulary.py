@@ -148,8 +148,7 @@ def test_only_shared_tokens_are_drafted(tiny_model) -> None:
     assert torch.isin(ids, drafter.token_map.target_ids).all()
 
 
-# ---------------------------------------------------------------------- real tokenizers, real
-# folders
+# ------------------------------------------------------------------ real tokenizers, real folders
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> str:
