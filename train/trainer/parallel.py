@@ -16,8 +16,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
@@ -32,19 +33,6 @@ def whole(tensor: Tensor) -> Tensor:
     """Gathers a sharded tensor on every process; others stay as they are. All processes must call
     it at the same time."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Shards a tensor that every process holds whole as the parameter of its shape is; others stay
-    as they are."""
-    if (
-        not isinstance(parameter, DTensor)
-        or isinstance(tensor, DTensor)
-        or tensor.shape != parameter.shape
-    ):
-        return tensor
-    own = tensor.to(parameter.device)
-    return distribute_tensor(own, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 class Replicated:
@@ -138,10 +126,8 @@ class Sharded(Replicated):
             self.drafter.to("cpu")
 
     def load(self, state: dict[str, Tensor]) -> None:
-        self.drafter.load_state_dict(state, strict=True)
-        with torch.no_grad():
-            for name, tensor in self.module.state_dict().items():
-                tensor.copy_(like_shards(state[name].to(tensor.dtype), tensor))
+        super().load(state)
+        set_model_state_dict(self.module, state, options=StateDictOptions(full_state_dict=True))
 
 
 def fill_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -423,6 +423,33 @@ def test_evaluations_without_eval_every_are_ten_a_run(tiny_model, tmp_path, budg
     assert len([r for r in state.history if EXPECTED in r]) == 10
 
 
+def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path):
+    """Seconds that were spent, and with them the learning rate, are part of a checkpoint."""
+    recipe = make_recipe(steps=None, max_minutes=1.0, save_every=5)
+
+    def run(advance=None):
+        trainer = make_trainer(tiny_model, tmp_path, recipe)
+        real = trainer.step
+
+        def slow(share):
+            trainer.state.seconds += 1.5 if trainer.state.step else 0.0  # 40 steps a minute
+            return real(share)
+
+        def die(share, note):
+            if trainer.state.step == advance:
+                raise RuntimeError("power cut")
+
+        trainer.step = slow
+        return trainer.run(die)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(12)
+    rates = [record["learning_rate"] for record in run().history]
+    assert 39 <= len(rates) <= 41
+    expected = [learning_rate(recipe.training, max(n - 1, 0) / 40, None) for n in range(36)]
+    assert rates[2:36] == pytest.approx(expected[2:], rel=0.2)
+
+
 def test_learning_rate_of_a_time_budget_warms_up_from_zero():
     training = make_recipe(warmup_ratio=0.02, learning_rate=1.0).training
     assert learning_rate(training, 0.0, None) <= 0.01
