@@ -1,4 +1,4 @@
-"""Examples from files, the hub or the interpreter's own library, mixed as the recipe says.
+"""Examples from files and the Hub, mixed as the recipe says.
 
 A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns
 of any name; every kind ends as the same `Example`. `train.data.readers` reads the files."""
@@ -17,7 +17,6 @@ from typing import Any
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.readers import rows_of
-from train.data.stdlib_source import completions
 from train.recipe.data_sections import Source
 
 Message = dict[str, Any]
@@ -123,9 +122,6 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     """
     source = source.resolved()
     rows, default = rows_of(source, seed=seed), Path(source.path or source.name or "").stem
-    if (s := source.stdlib) is not None:
-        excerpts = completions(s.split, s.count, s.seed, s.prompt_chars)
-        rows, default = ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(excerpts)), "code"
     kwargs = source.chat_template_kwargs
     names = {"workload": source.workload, "default_workload": default, "field": source.field}
     for origin, row in rows:

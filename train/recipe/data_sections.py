@@ -101,20 +101,6 @@ if __name__ == "__main__":
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class StdlibSource(Section):
-    """Source files of the running interpreter's standard library, as a code-completion workload."""
-
-    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by file")
-    count: PositiveInt = Field(1000, description="excerpts to read")
-    seed: Count = Field(0, description="seed of the choice")
-    prompt_chars: PositiveInt = Field(
-        500,
-        description=(
-            "characters of an excerpt that form the prompt, up to a line end; the rest is the reply"
-        ),
-    )
-
-
 COLUMNS = {  # what `columns` may name, and what it needs beside it
     "messages": "",
     "user": "",
@@ -149,12 +135,12 @@ def check_columns(columns: dict[str, str]) -> dict[str, str]:
 Columns = Annotated[dict[str, Text], AfterValidator(check_columns)]
 
 
-_KINDS = ("path", "name", "preset", "stdlib")
+_KINDS = ("path", "name", "preset")
 
 
 class Source(Section):
-    """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path
-    beside it)."""
+    """One source of examples: exactly one of path, name, preset (a preset may have a path beside
+    it)."""
 
     path: Text | None = Field(
         None,
@@ -170,9 +156,6 @@ class Source(Section):
             f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy"
             " of it"
         ),
-    )
-    stdlib: StdlibSource | None = Field(
-        None, description="the interpreter's standard library as code completion"
     )
     config: Text | None = Field(
         None, description="configuration of a hub dataset; null: its default"
@@ -242,20 +225,9 @@ class Source(Section):
             )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got '{self.preset}'")
-        for option, allowed in {
-            "split": ("path", "name", "preset"),
-            "config": ("name", "preset"),
-            "revision": ("name", "preset"),
-            "columns": ("path", "name", "preset"),
-            "streaming": ("name", "preset"),
-        }.items():
-            if getattr(self, option) not in (None, False) and kinds[0] not in allowed:
-                where = (
-                    f"; write it under {kinds[0]}"
-                    if option == "split" and kinds[0] != "path"
-                    else ""
-                )
-                raise ValueError(f"{option} has no meaning for a {kinds[0]} source{where}")
+        for option in ("config", "revision", "streaming"):
+            if self.path is not None and getattr(self, option):
+                raise ValueError(f"{option} has no meaning for a path source")
         if self.columns is not None and self.field != "auto":
             raise ValueError("field and columns say the same; give one")
         if self.share is not None and self.weight != 1:
@@ -280,7 +252,7 @@ class Source(Section):
     @property
     def label(self) -> str:
         """The name of this source in error messages and progress bars."""
-        return self.path or self.name or self.preset or "stdlib"
+        return self.path or self.name or self.preset or ""
 
     def resolved(self) -> Source:
         """The source with its preset written out."""

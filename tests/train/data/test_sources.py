@@ -205,7 +205,7 @@ def test_columns_of_any_name(tmp_path):
         ({"preset": "ultrachet"}, "expected one of sharegpt, ultrachat"),
         (
             {"preset": "gsm8k", "name": "a/b"},
-            "exactly one of path, name, preset, stdlib, got name and preset",
+            "exactly one of path, name, preset, got name and preset",
         ),
         ({"name": "a/b", "streaming": True}, "streaming needs a limit"),
         (
