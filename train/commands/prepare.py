@@ -33,7 +33,6 @@ ELIDED = 300  # characters shown at either end of a long stretch without supervi
 FIRST = 120  # characters shown of the first row left out for a reason
 LEFT_OUT = {
     "duplicate": "asks what an earlier example asks",
-    "near_duplicate": "asks nearly what an earlier example asks",
     "contaminated": "asks what the evaluation asks",
 }
 

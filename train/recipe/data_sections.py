@@ -329,18 +329,9 @@ class DataSection(Section):
             " only"
         ),
     )
-    deduplicate: Literal["off", "exact", "near"] = Field(
+    deduplicate: Literal["off", "exact"] = Field(
         "exact",
-        description=(
-            "exact: leave out repeated prompts (without regeneration: prompts and responses); near:"
-            " by MinHash"
-        ),
-    )
-    near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.8,
-        description=(
-            "with near: Jaccard similarity of five-word runs from which on prompts are alike"
-        ),
+        description="leave out repeated prompts (without regeneration: prompts and responses)",
     )
     decontaminate: Literal["off", "exact", "ngram"] = Field(
         "exact",
