@@ -49,7 +49,7 @@ def fan_out(example: Example) -> list[Example]:
 def deduplicate(
     lists: Sequence[Sequence[Example]], *, responses: bool
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples with the same prompt and template variables, over all lists;
+    """The first of examples with the same prompt, over all lists;
     `responses`: and the same response.
 
     Texts are the same if they are equal apart from case, spaces and compatibility forms of
@@ -58,13 +58,7 @@ def deduplicate(
     left_out: list[LeftOut] = []
 
     def new(example: Example) -> bool:
-        said = list(_said(example, responses))
-        modes = (
-            [("template", str(sorted(example.template_kwargs.items())))]
-            if example.template_kwargs
-            else []
-        )
-        digest = _digest([*said, *modes])
+        digest = _digest(_said(example, responses))
         if digest in first:
             left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
             return False

@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,6 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
-    template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of its source, over those of the recipe
 
 
 def load_sources(
@@ -122,7 +119,6 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     """
     source = source.resolved()
     rows, default = rows_of(source, seed=seed), Path(source.path or source.name or "").stem
-    kwargs = source.chat_template_kwargs
     names = {"workload": source.workload, "default_workload": default, "field": source.field}
     for origin, row in rows:
         if bad is not None:
@@ -130,8 +126,7 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
         try:
             if isinstance(row, BadRow):
                 raise row
-            example = parse_row(row, origin=origin, columns=source.columns, **names)
-            yield replace(example, template_kwargs=kwargs) if kwargs else example
+            yield parse_row(row, origin=origin, columns=source.columns, **names)
         except BadRow as error:
             if bad is None:
                 raise

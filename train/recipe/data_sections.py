@@ -193,13 +193,6 @@ class Source(Section):
             "label in reports; null: the row's `workload`, else the file, dataset or preset name"
         ),
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description=(
-            "variables of the template for this source, over data.chat_template_kwargs: a mix of"
-            " modes"
-        ),
-    )
     weight: float = Field(
         1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample"
     )

@@ -191,7 +191,7 @@ class Endpoint:
         messages = [dict(message) for message in ask.example.messages]
         if messages[-1]["role"] == "assistant":  # the response that is to be replaced
             messages.pop()
-        kwargs = {**self.facts.template_kwargs, **ask.example.template_kwargs}
+        kwargs = dict(self.facts.template_kwargs)
         return {"messages": messages} | ({"chat_template_kwargs": kwargs} if kwargs else {})
 
     def _from_text(self, ask: Ask, choice: Mapping[str, Any], usage: Mapping[str, Any]) -> Answer:
