@@ -365,6 +365,19 @@ def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
     return value
 
 
+def spread(shares: list[TemperatureShare], count: int) -> list[float]:
+    """The temperature of each of `count` examples: the shares, spread evenly and in a fixed
+    order."""
+    counts = [0.0] * len(shares)
+    chosen = []
+    for i in range(count):
+        behind = [entry.share * (i + 1) - number for entry, number in zip(shares, counts)]
+        index = max(range(len(behind)), key=behind.__getitem__)
+        counts[index] += 1
+        chosen.append(shares[index].temperature)
+    return chosen
+
+
 Shares = Annotated[
     list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)
 ]
@@ -395,18 +408,8 @@ class EndpointSection(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    # These keys change who writes and when it gives up, not the text: a run may be continued with
-    # other values.
-    operational: ClassVar[frozenset[str]] = frozenset(
-        {
-            "endpoints",
-            "max_failures",
-            "max_attempts",
-            "request_timeout_s",
-            "patience_s",
-            "min_agreement",
-        }
-    )
+    # These keys change who writes, not the text: a run may be continued with other values.
+    operational: ClassVar[frozenset[str]] = frozenset({"endpoints"})
     enabled: bool = Field(
         True, description="replace every response by the target's own; off: train on the data as is"
     )
@@ -436,33 +439,6 @@ class RegenerateSection(Section):
         [],
         description=(
             "servers that write the responses, each a URL or a mapping; empty: this process"
-        ),
-    )
-    exchange: Literal["tokens", "text"] = Field(
-        "tokens",
-        description=(
-            "with endpoints: token ids; text, for servers that take none, is tokenised again"
-        ),
-    )
-    unproved_tokens: Literal["drop", "keep"] = Field(
-        "drop",
-        description=(
-            "with exchange: text, responses whose tokens may differ from those written; they are"
-            " counted"
-        ),
-    )
-    max_failures: Share = Field(
-        0.0, description="fraction of the responses that may fail for good; beyond it the run stops"
-    )
-    max_attempts: PositiveInt = Field(8, description="times a request is sent before it has failed")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one response")
-    patience_s: float = Field(
-        1800.0, gt=0, description="seconds without an answer from any endpoint before the run stops"
-    )
-    min_agreement: Share = Field(
-        0.9,
-        description=(
-            "fraction of greedy tokens in which endpoints must agree with the target or each other"
         ),
     )
 
