@@ -1,21 +1,17 @@
-"""Async HTTP client of OpenAI-compatible servers: JSON answers, event streams, vLLM's counters, and
-the retry policy.
+"""Async HTTP client of OpenAI-compatible servers: JSON answers, event streams, vLLM's counters.
 
-The load generator, regeneration at endpoints and the evaluation of running vLLM servers use it. It
-knows routes and failures, and leaves the meaning of an answer to its callers."""
+The load generator and the evaluation of running vLLM servers use it. It knows routes and failures,
+and leaves the meaning of an answer to its callers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import random
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,46 +20,16 @@ from inference.metrics import SpecDecodeCounters
 from speculators.errors import DraftsmithError
 
 QUERY_TIMEOUT_S = 30.0  # of a GET, and of /tokenize
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # between two attempts
 MAX_MESSAGE = 500  # characters of a server's own words in an error
-REJECTED = (400, 413, 414, 422)  # statuses that blame the request
-
-Answer = TypeVar("Answer")
-_jitter = random.Random(0)
 
 
 class RequestFailed(DraftsmithError):
-    """A request without a usable answer.
+    """A request without a usable answer. `reason`: "timeout", "connection", "http_<status>" or
+    "not_an_answer"; a caller may add its own."""
 
-    reason       "timeout", "connection", "http_<status>" or "not_an_answer"; a caller may add its
-                 own
-    retryable    the same request may succeed later, or at another server
-    retry_after  seconds for which the server asked to be left alone
-    """
-
-    def __init__(
-        self, reason: str, detail: str = "", *, url: str = "", retry_after: float | None = None
-    ) -> None:
+    def __init__(self, reason: str, detail: str = "", *, url: str = "") -> None:
         super().__init__(f"{url}: {reason}: {detail}" if url else f"{reason}: {detail}")
-        self.reason, self.detail, self.retry_after = reason, detail, retry_after
-        self.retryable = reason not in {f"http_{status}" for status in REJECTED}
-
-
-def pause_before_retry(attempt: int) -> float:
-    """Seconds to wait after failed attempt 1, 2, …: exponential backoff with jitter."""
-    return min(FIRST_PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * _jitter.uniform(0.5, 1.0)
-
-
-async def with_retries(call: Callable[[], Awaitable[Answer]], attempts: int) -> Answer:
-    """Repeats `call` after retryable failures. The last failure is raised."""
-    for attempt in range(1, attempts):
-        try:
-            return await call()
-        except RequestFailed as failure:
-            if not failure.retryable:
-                raise
-        await asyncio.sleep(pause_before_retry(attempt))
-    return await call()
+        self.reason, self.detail = reason, detail
 
 
 class ServerClient:
@@ -194,8 +160,7 @@ class ServerClient:
                 if self.key_env
                 else "; it asks for a key"
             )
-        retry_after = _seconds(response.headers.get("Retry-After"))
-        raise self._failed(route, f"http_{status}", message, retry_after)
+        raise self._failed(route, f"http_{status}", message)
 
     def _object(self, route: str, text: str) -> dict[str, Any]:
         try:
@@ -208,10 +173,8 @@ class ServerClient:
             )
         return content
 
-    def _failed(
-        self, route: str, reason: str, detail: str, retry_after: float | None = None
-    ) -> RequestFailed:
-        return RequestFailed(reason, detail, url=self.url + route, retry_after=retry_after)
+    def _failed(self, route: str, reason: str, detail: str) -> RequestFailed:
+        return RequestFailed(reason, detail, url=self.url + route)
 
 
 def _message(text: str) -> str:
@@ -222,18 +185,6 @@ def _message(text: str) -> str:
     except (ValueError, KeyError, TypeError):
         pass
     return text[:MAX_MESSAGE]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """The header Retry-After holds seconds or a date."""
-    if retry_after is None:
-        return None
-    try:
-        if retry_after.strip().replace(".", "", 1).isdigit():
-            return float(retry_after)
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return None
 
 
 # -----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def recipe(tiny_target, tmp_path):
         "target": {"model": str(tiny_target)},
         "drafter": {"unroll_steps": 3, "draft_vocab_size": 256, "tap_layers": [1, 2, 3]},
         "data": {
-            "train": [source, {"stdlib": {"count": 3}}],
+            "train": [source, quickstart("code-train", 3)],
             "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },

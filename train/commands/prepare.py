@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,6 @@ ELIDED = 300  # characters shown at either end of a long stretch without supervi
 FIRST = 120  # characters shown of the first row left out for a reason
 LEFT_OUT = {
     "duplicate": "asks what an earlier example asks",
-    "near_duplicate": "asks nearly what an earlier example asks",
     "contaminated": "asks what the evaluation asks",
 }
 
@@ -159,11 +159,9 @@ class _Asked:
         from train.regeneration.conversations import Account, ConversationRules
 
         facts = facts_of(recipe, tokenizer.tokenizer)
-        room = min(recipe.data.max_length, facts.max_model_len) - 2
+        facts = replace(facts, max_model_len=min(recipe.data.max_length, facts.max_model_len))
         self.tokenizer, self.section, self.account = tokenizer, recipe.regenerate, Account()
-        self.rules = ConversationRules(
-            self.section, tokenizer, self.account, room=room, end=frozenset(facts.end)
-        )
+        self.rules = ConversationRules(self.section, tokenizer, self.account, facts)
 
     @property
     def left_out(self) -> dict[str, int]:

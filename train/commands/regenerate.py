@@ -18,12 +18,6 @@ def regenerate(
     recipe: RecipeFile,
     overrides: Overrides = None,
     part: Part = "1/1",
-    retry_failed: Annotated[
-        bool,
-        typer.Option(
-            "--retry-failed", help="Ask again for what an earlier run was allowed to go without."
-        ),
-    ] = False,
     check_target: Annotated[
         bool,
         typer.Option(
@@ -62,16 +56,7 @@ def regenerate(
     for name, each in checked.training_stages():
         if target is None and (check_target or not each.regenerate.endpoints):
             target = load_target(checked, accelerator, ())
-        data = DataStage(
-            each,
-            target,
-            tokenizer,
-            accelerator,
-            stages,
-            stage=name,
-            part=mine,
-            retry_failed=retry_failed,
-        )
+        data = DataStage(each, target, tokenizer, accelerator, stages, stage=name, part=mine)
         if each.regenerate.enabled:
             data.responses()
         data.held_out()

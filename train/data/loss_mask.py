@@ -145,20 +145,6 @@ class ConversationTokenizer:
         end = len(messages) - (messages[-1]["role"] == "assistant")
         return self._encode(self._render(example, messages, end, prompt=True))
 
-    def knows(self, name: str) -> bool:
-        """Whether the variable turns anything on or off: a question, or an answer to it, renders in
-        two ways."""
-        said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-
-        def rendered(value: bool) -> list[str]:
-            probe = Example("probe", "probe", said, template_kwargs={name: value})
-            return [
-                self._render(probe, list(said), end, prompt=prompt)
-                for end, prompt in ((1, True), (2, False))
-            ]
-
-        return rendered(True) != rendered(False)
-
     def rows(self, example: Example, max_length: int | None = None) -> list[TokenRow]:
         """One row, or several where the template rewrites history; BadRow quotes the turn at fault.
 
@@ -352,7 +338,7 @@ class ConversationTokenizer:
             tools=tools,
             chat_template=template,
             **options,
-            **{**self.template_kwargs, **example.template_kwargs},
+            **self.template_kwargs,
         )
 
     def _encode(self, text: str) -> list[int]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from speculators.errors import ConfigError, DataError
+from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer, TokenRow
 from train.data.sources import Example
@@ -80,21 +80,12 @@ def conversation_tokenizer(
         if not Path(section.chat_template).is_file():
             raise DataError(f"data.chat_template: no such file: {section.chat_template}")
         template = Path(section.chat_template).read_text(encoding="utf-8")
-    kwargs = section.chat_template_kwargs
-    made = ConversationTokenizer(
-        tokenizer, chat_template=template, template_kwargs=kwargs, reasoning=section.reasoning
+    return ConversationTokenizer(
+        tokenizer,
+        chat_template=template,
+        template_kwargs=section.chat_template_kwargs,
+        reasoning=section.reasoning,
     )
-    for place, sources in {"train": section.train, "validation": section.validation}.items():
-        for i, source in enumerate(sources):
-            for name, value in source.chat_template_kwargs.items():
-                if isinstance(value, bool) and not made.knows(name):
-                    raise ConfigError(
-                        f"data.{place}.{i}.chat_template_kwargs: the chat template of"
-                        f" {tokenizer.name_or_path or 'the target'} renders the same text whether"
-                        f" {name} is true or false; leave it out, or name a template that reads it"
-                        " (data.chat_template)"
-                    )
-    return made
 
 
 def prepare_rows(

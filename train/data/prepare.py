@@ -38,7 +38,7 @@ class Prepared:
 
     def __str__(self) -> str:
         """One line on what was left out by choice; empty if nothing was."""
-        counts = Counter(item.why.replace("_", "-") for item in self.left_out)
+        counts = Counter(item.why for item in self.left_out)
         listed = ", ".join(f"{count} {why}" for why, count in counts.items())
         return f"{listed} of {self.read} examples left out" if listed else ""
 
@@ -66,10 +66,7 @@ def training_examples(
         lists = [[one for example in some for one in fan_out(example)] for some in lists]
     read, left_out = sum(map(len, lists)), list[LeftOut]()
     if data.deduplicate != "off":
-        similarity = data.near_duplicate_similarity if data.deduplicate == "near" else None
-        lists, repeated = deduplicate(
-            lists, responses=not recipe.regenerate.enabled, similarity=similarity
-        )
+        lists, repeated = deduplicate(lists, responses=not recipe.regenerate.enabled)
         left_out += repeated
     if data.decontaminate != "off" and recipe.measured:
         # the evaluation itself says which of its rows are bad

@@ -12,18 +12,16 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from speculators.errors import DataError
 from train.data.sources import Example, Message
 
 Lists = list[list[Example]]
-SHINGLE = 5  # words of a run, of which near-duplicates share most; a shorter turn is nobody's
-PERMUTATIONS = 128  # of MinHash: an estimated similarity is off by about 1 / sqrt(128)
+SHORTEST_QUESTION = 5  # words; a shorter turn of the evaluation may stand in any conversation
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An example that is not trained on. `why`: duplicate, near_duplicate or contaminated; `like`:
+    """An example that is not trained on. `why`: duplicate or contaminated; `like`:
     what it repeats."""
 
     origin: str
@@ -49,35 +47,22 @@ def fan_out(example: Example) -> list[Example]:
 
 
 def deduplicate(
-    lists: Sequence[Sequence[Example]], *, responses: bool, similarity: float | None = None
+    lists: Sequence[Sequence[Example]], *, responses: bool
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples with the same prompt and template variables, over all lists;
+    """The first of examples with the same prompt, over all lists;
     `responses`: and the same response.
 
     Texts are the same if they are equal apart from case, spaces and compatibility forms of
-    characters. With `similarity` also if their runs of five words have at least that Jaccard
-    similarity, by MinHash."""
+    characters."""
     first: dict[bytes, str] = {}
-    near = _Near(similarity) if similarity is not None else None
     left_out: list[LeftOut] = []
 
     def new(example: Example) -> bool:
-        said = list(_said(example, responses))
-        modes = (
-            [("template", str(sorted(example.template_kwargs.items())))]
-            if example.template_kwargs
-            else []
-        )
-        digest = _digest([*said, *modes])
+        digest = _digest(_said(example, responses))
         if digest in first:
             left_out.append(LeftOut(example.origin, example.workload, "duplicate", first[digest]))
             return False
         first[digest] = example.origin
-        if near is not None and (
-            like := near.like(example.origin, " ".join(text for _, text in said))
-        ):
-            left_out.append(LeftOut(example.origin, example.workload, "near_duplicate", like))
-            return False
         return True
 
     return [[example for example in some if new(example)] for some in lists], left_out
@@ -171,7 +156,7 @@ def _runs(example: Example, ngram: int | None) -> Iterator[str]:
 def _asked(example: Example) -> Iterator[str]:
     """The user's turns of five words and more."""
     texts = [example.prompt or "", *(m["content"] for m in example.messages if m["role"] == "user")]
-    return (text for text in map(_normalised, texts) if text.count(" ") >= SHINGLE - 1)
+    return (text for text in map(_normalised, texts) if text.count(" ") >= SHORTEST_QUESTION - 1)
 
 
 def _digest(said: Iterable[tuple[str, str]]) -> bytes:
@@ -180,36 +165,3 @@ def _digest(said: Iterable[tuple[str, str]]) -> bytes:
 
 def _digest_text(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-class _Near:
-    """An index of the texts so far, for near duplicates (MinHash and LSH)."""
-
-    def __init__(self, similarity: float) -> None:
-        try:
-            from datasketch import MinHash, MinHashLSH
-        except ImportError:
-            raise DataError(
-                "data.deduplicate: near needs the package datasketch: pip install"
-                " 'draftsmith[dedup]', or use exact"
-            ) from None
-        self.similarity, self.new = similarity, lambda: MinHash(num_perm=PERMUTATIONS, seed=1)
-        self.index, self.known = (
-            MinHashLSH(threshold=similarity, num_perm=PERMUTATIONS),
-            dict[str, MinHash](),
-        )
-
-    def like(self, origin: str, text: str) -> str | None:
-        """The origin of the most similar text so far, if similar enough; otherwise `text` is
-        remembered."""
-        words = _WORD.findall(text)
-        runs = {" ".join(words[i : i + SHINGLE]) for i in range(max(len(words) - SHINGLE + 1, 1))}
-        made = self.new()
-        made.update_batch([run.encode() for run in sorted(runs)])
-        similar = {key: made.jaccard(self.known[key]) for key in self.index.query(made)}
-        if similar and max(similar.values()) >= self.similarity:
-            return max(sorted(similar), key=similar.__getitem__)
-        key = f"{origin} {len(self.known)}" if origin in self.known else origin
-        self.known[key] = made
-        self.index.insert(key, made)
-        return None

@@ -1,4 +1,4 @@
-"""Examples from files, the hub or the interpreter's own library, mixed as the recipe says.
+"""Examples from files and the Hub, mixed as the recipe says.
 
 A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns
 of any name; every kind ends as the same `Example`. `train.data.readers` reads the files."""
@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.readers import rows_of
-from train.data.stdlib_source import completions
 from train.recipe.data_sections import Source
 
 Message = dict[str, Any]
@@ -56,9 +55,6 @@ class Example:
     tools: tuple[dict[str, Any], ...] = ()
     prompt: str | None = None
     completion: str | None = None
-    template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of its source, over those of the recipe
 
 
 def load_sources(
@@ -123,10 +119,6 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
     """
     source = source.resolved()
     rows, default = rows_of(source, seed=seed), Path(source.path or source.name or "").stem
-    if (s := source.stdlib) is not None:
-        excerpts = completions(s.split, s.count, s.seed, s.prompt_chars)
-        rows, default = ((f"stdlib {s.split} #{i}", row) for i, row in enumerate(excerpts)), "code"
-    kwargs = source.chat_template_kwargs
     names = {"workload": source.workload, "default_workload": default, "field": source.field}
     for origin, row in rows:
         if bad is not None:
@@ -134,8 +126,7 @@ def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) ->
         try:
             if isinstance(row, BadRow):
                 raise row
-            example = parse_row(row, origin=origin, columns=source.columns, **names)
-            yield replace(example, template_kwargs=kwargs) if kwargs else example
+            yield parse_row(row, origin=origin, columns=source.columns, **names)
         except BadRow as error:
             if bad is None:
                 raise

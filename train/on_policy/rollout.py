@@ -12,8 +12,8 @@ from inference.engine.engine import EngineOptions
 from inference.spec_decode.proposers.drafter import DraftOptions
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget
+from train.recipe.data_sections import spread
 from train.recipe.recipe import Recipe
-from train.regeneration.regenerate import temperatures_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RolloutWriter:
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         mine = slice(part[0], None, part[1])
-        temperatures = temperatures_of(sampling.temperatures, len(prompts))[mine]
+        temperatures = spread(sampling.temperatures, len(prompts))[mine]
         prompts, seeds = prompts[mine], seeds[mine]
         params = [
             SamplingParams(

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from rich.markup import escape
 
 from inference import LLM
+from inference.entrypoints.loading import saved_ending_tokens
 from inference.provenance import config_sha256, text_sha256, weights_sha256
 from speculators.errors import DataError
 from speculators.hub import cached_folder
@@ -28,9 +29,9 @@ from train.data.prepare import askable, bad_rows, training_examples
 from train.data.sources import Example, load_sources
 from train.pipeline.progress import Stages
 from train.recipe.recipe import Recipe
-from train.regeneration.record import Record, keep_summary
-from train.regeneration.regenerate import facts_of, regenerate, settings_hash
-from train.regeneration.store import Response, rows_of
+from train.regeneration.conversations import LEFT_OUT_SHARE, TOO_LONG, TargetFacts
+from train.regeneration.regenerate import regenerate
+from train.regeneration.store import Record, Response, rows_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def prepare_data(
     return TrainingData(rows, prompts, held_out, data.tokenizer, data.hashes)
 
 
+def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
+    """What responses depend on of the recipe's target, from its config alone."""
+    t = recipe.target
+    sketch, source = t.sketch(), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
+    limit = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
+    end = saved_ending_tokens(t.model, tokenizer, **source)
+    return TargetFacts(t.model, limit, sketch.vocab_size, tuple(sorted(end)))
+
+
 class DataStage:
     """Makes training rows, their prompts and held-out texts of one stage of the training."""
 
@@ -86,12 +96,11 @@ class DataStage:
         *,
         stage: str = "",
         part: tuple[int, int] = (0, 1),
-        retry_failed: bool = False,
     ) -> None:
         """`stage`: names the lists of what is left out, if the training has several. `target`: None
-        only where endpoints write. `part` and `retry_failed` as in `regenerate`."""
+        only where endpoints write. `part` as in `regenerate`."""
         self.recipe, self.tokenizer = recipe, conversation_tokenizer(recipe.data, tokenizer)
-        self.part, self.retry_failed = part, retry_failed
+        self.part = part
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage)
@@ -103,10 +112,8 @@ class DataStage:
         self.responses_folder = Path(
             recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses"
         )
-        t = recipe.target
-        self.record = Record(
-            t.model, t.revision, self.hashes.combined, template, recipe.data.chat_template_kwargs
-        )
+        facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
+        self.record = None if self.folder is None else Record(self.folder, facts)
         batch = recipe.regenerate.batch_size
         writes = (
             target is not None
@@ -115,7 +122,7 @@ class DataStage:
         )
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
         self.llm = LLM(target, tokenizer, **limits) if writes else None
-        self.facts = facts_of(recipe, tokenizer) if self.llm is None else None
+        self.facts = facts_of(recipe, tokenizer)
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten by the target unless the
@@ -149,6 +156,12 @@ class DataStage:
         if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
             raise DataError(
                 f"on_policy: all {len(prompts)} prompts exceed {room} tokens; raise data.max_length"
+            )
+        if left_out := len(prompts) - len(fitting):
+            warning = "warning: " if left_out > LEFT_OUT_SHARE * len(prompts) else ""
+            self.stages.say(
+                f"      {warning}{left_out} of {len(prompts)} prompts of on-policy texts are left"
+                f" out ({TOO_LONG})"
             )
         return fitting
 
@@ -211,6 +224,7 @@ class DataStage:
         with self.stages.stage(name, len(examples)) as advance:
 
             def write(part: tuple[int, int]) -> list[Response]:
+                whole = part == self.part  # and no process's share of it
                 return regenerate(
                     self.llm,
                     examples,
@@ -222,23 +236,15 @@ class DataStage:
                     facts=self.facts,
                     temperatures=temperatures,
                     progress=lambda done, total, note: advance(done, note, total=total),
-                    say=self.stages.say,
+                    say=self.stages.say if whole else lambda text: None,
                     part=part,
-                    retry_failed=self.retry_failed,
-                    record=self.record,
+                    record=self.record if whole else None,
                 )
 
-            here = not section.endpoints and self.part == (0, 1)
-            if here:
-                responses = write_in_parts(self.accelerator, write)
-            else:
+            if section.endpoints or self.part != (0, 1):
                 with self.accelerator.main_process_first():
-                    responses = write(self.part)
-        if self.accelerator.is_main_process:
-            kept = self.responses_folder / f"{settings_hash(section, self.hashes.combined)}.json"
-            keep_summary(Path(self.recipe.output_dir), kept)
-        self.accelerator.wait_for_everyone()
-        return responses
+                    return write(self.part)
+            return write_in_parts(self.accelerator, write)
 
 
 def write_in_parts(

@@ -33,7 +33,8 @@ from train.recipe.run_folder import EXPORT, PAGE, REPORT
 from train.trainer import checkpoint
 
 HELD_OUT = Path(__file__).parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
-BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"stdlib": {"split": "test", "count": 16}}]
+CODE = HELD_OUT.with_name("code-test.jsonl.gz")
+BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"path": str(CODE)}]
 
 
 def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:

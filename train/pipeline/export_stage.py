@@ -23,8 +23,7 @@ from train.recipe.drafter_config import drafter_config
 from train.recipe.load import load_recipe
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
-from train.regeneration.record import summary
-from train.regeneration.store import Response
+from train.regeneration.store import Response, summary
 from train.trainer import checkpoint
 from train.trainer.joint_target import JointTarget
 

@@ -64,17 +64,20 @@ class Stages:
         self.say(f"{title.replace('[', chr(92) + '[')}: {time.monotonic() - began:.1f} s")
 
     def _advance(self, bar: Progress, title: str) -> Advance:
-        task, began = bar.tasks[0], time.monotonic()
-        last = began
+        task, last = bar.tasks[0], time.monotonic()
+        first: tuple[float, float] | None = None  # time and units, without those found done
 
         def advance(done: float, note: str = "", total: float | None = None) -> None:
-            nonlocal last
+            nonlocal last, first
             bar.update(task.id, completed=done, total=total or None, note=note)  # None: as it was
             now, most = time.monotonic(), task.total
+            began, found = first = first or (now, done)
             if self.console.is_terminal or now - last < LINE_EVERY:
                 return
             last = now
-            left = f", {(now - began) / done * (most - done):.0f} s left" if most and done else ""
+            left = ""
+            if most and done > found:
+                left = f", {(now - began) / (done - found) * (most - done):.0f} s left"
             self.console.print(
                 f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False
             )

@@ -101,20 +101,6 @@ if __name__ == "__main__":
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class StdlibSource(Section):
-    """Source files of the running interpreter's standard library, as a code-completion workload."""
-
-    split: Literal["train", "validation", "test"] = Field("train", description="disjoint by file")
-    count: PositiveInt = Field(1000, description="excerpts to read")
-    seed: Count = Field(0, description="seed of the choice")
-    prompt_chars: PositiveInt = Field(
-        500,
-        description=(
-            "characters of an excerpt that form the prompt, up to a line end; the rest is the reply"
-        ),
-    )
-
-
 COLUMNS = {  # what `columns` may name, and what it needs beside it
     "messages": "",
     "user": "",
@@ -149,12 +135,12 @@ def check_columns(columns: dict[str, str]) -> dict[str, str]:
 Columns = Annotated[dict[str, Text], AfterValidator(check_columns)]
 
 
-_KINDS = ("path", "name", "preset", "stdlib")
+_KINDS = ("path", "name", "preset")
 
 
 class Source(Section):
-    """One source of examples: exactly one of path, name, preset, stdlib (a preset may have a path
-    beside it)."""
+    """One source of examples: exactly one of path, name, preset (a preset may have a path beside
+    it)."""
 
     path: Text | None = Field(
         None,
@@ -170,9 +156,6 @@ class Source(Section):
             f"a known data set with its columns: {', '.join(PRESETS)}; with path: a local copy"
             " of it"
         ),
-    )
-    stdlib: StdlibSource | None = Field(
-        None, description="the interpreter's standard library as code completion"
     )
     config: Text | None = Field(
         None, description="configuration of a hub dataset; null: its default"
@@ -210,13 +193,6 @@ class Source(Section):
             "label in reports; null: the row's `workload`, else the file, dataset or preset name"
         ),
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {},
-        description=(
-            "variables of the template for this source, over data.chat_template_kwargs: a mix of"
-            " modes"
-        ),
-    )
     weight: float = Field(
         1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample"
     )
@@ -242,20 +218,9 @@ class Source(Section):
             )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got '{self.preset}'")
-        for option, allowed in {
-            "split": ("path", "name", "preset"),
-            "config": ("name", "preset"),
-            "revision": ("name", "preset"),
-            "columns": ("path", "name", "preset"),
-            "streaming": ("name", "preset"),
-        }.items():
-            if getattr(self, option) not in (None, False) and kinds[0] not in allowed:
-                where = (
-                    f"; write it under {kinds[0]}"
-                    if option == "split" and kinds[0] != "path"
-                    else ""
-                )
-                raise ValueError(f"{option} has no meaning for a {kinds[0]} source{where}")
+        for option in ("config", "revision", "streaming"):
+            if self.path is not None and getattr(self, option):
+                raise ValueError(f"{option} has no meaning for a path source")
         if self.columns is not None and self.field != "auto":
             raise ValueError("field and columns say the same; give one")
         if self.share is not None and self.weight != 1:
@@ -280,7 +245,7 @@ class Source(Section):
     @property
     def label(self) -> str:
         """The name of this source in error messages and progress bars."""
-        return self.path or self.name or self.preset or "stdlib"
+        return self.path or self.name or self.preset or ""
 
     def resolved(self) -> Source:
         """The source with its preset written out."""
@@ -357,18 +322,9 @@ class DataSection(Section):
             " only"
         ),
     )
-    deduplicate: Literal["off", "exact", "near"] = Field(
+    deduplicate: Literal["off", "exact"] = Field(
         "exact",
-        description=(
-            "exact: leave out repeated prompts (without regeneration: prompts and responses); near:"
-            " by MinHash"
-        ),
-    )
-    near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.8,
-        description=(
-            "with near: Jaccard similarity of five-word runs from which on prompts are alike"
-        ),
+        description="leave out repeated prompts (without regeneration: prompts and responses)",
     )
     decontaminate: Literal["off", "exact", "ngram"] = Field(
         "exact",
@@ -409,6 +365,19 @@ def check_shares(value: list[TemperatureShare]) -> list[TemperatureShare]:
     return value
 
 
+def spread(shares: list[TemperatureShare], count: int) -> list[float]:
+    """The temperature of each of `count` examples: the shares, spread evenly and in a fixed
+    order."""
+    counts = [0.0] * len(shares)
+    chosen = []
+    for i in range(count):
+        behind = [entry.share * (i + 1) - number for entry, number in zip(shares, counts)]
+        index = max(range(len(behind)), key=behind.__getitem__)
+        counts[index] += 1
+        chosen.append(shares[index].temperature)
+    return chosen
+
+
 Shares = Annotated[
     list[TemperatureShare], BeforeValidator(read_shares), AfterValidator(check_shares)
 ]
@@ -439,18 +408,8 @@ class EndpointSection(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    # These keys change who writes and when it gives up, not the text: a run may be continued with
-    # other values.
-    operational: ClassVar[frozenset[str]] = frozenset(
-        {
-            "endpoints",
-            "max_failures",
-            "max_attempts",
-            "request_timeout_s",
-            "patience_s",
-            "min_agreement",
-        }
-    )
+    # These keys change who writes, not the text: a run may be continued with other values.
+    operational: ClassVar[frozenset[str]] = frozenset({"endpoints"})
     enabled: bool = Field(
         True, description="replace every response by the target's own; off: train on the data as is"
     )
@@ -480,33 +439,6 @@ class RegenerateSection(Section):
         [],
         description=(
             "servers that write the responses, each a URL or a mapping; empty: this process"
-        ),
-    )
-    exchange: Literal["tokens", "text"] = Field(
-        "tokens",
-        description=(
-            "with endpoints: token ids; text, for servers that take none, is tokenised again"
-        ),
-    )
-    unproved_tokens: Literal["drop", "keep"] = Field(
-        "drop",
-        description=(
-            "with exchange: text, responses whose tokens may differ from those written; they are"
-            " counted"
-        ),
-    )
-    max_failures: Share = Field(
-        0.0, description="fraction of the responses that may fail for good; beyond it the run stops"
-    )
-    max_attempts: PositiveInt = Field(8, description="times a request is sent before it has failed")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one response")
-    patience_s: float = Field(
-        1800.0, gt=0, description="seconds without an answer from any endpoint before the run stops"
-    )
-    min_agreement: Share = Field(
-        0.9,
-        description=(
-            "fraction of greedy tokens in which endpoints must agree with the target or each other"
         ),
     )
 

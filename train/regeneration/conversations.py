@@ -9,13 +9,28 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from inference import SamplingParams
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
 from train.recipe.data_sections import RegenerateSection
 from train.regeneration.store import Response, digest
+
+LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of
+CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
+LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
+TOO_LONG = "the prompt leaves no room in data.max_length"
+AFTER_CUT = "the turn before it was cut"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What is known of the target, loaded or not."""
+
+    name: str
+    max_model_len: int  # longest prompt and response together
+    vocab_size: int
+    end: tuple[int, ...]  # tokens that end a response
 
 
 @dataclass(frozen=True)
@@ -26,22 +41,16 @@ class Ask:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     example: Example
-    number: int  # of the conversation
-    turn: int  # among the written turns of the conversation, from 0
 
 
 @dataclass
 class Account:
-    """The fate of every wanted response. wanted = written + reused + failed + left out when a run
-    has ended.
+    """The fate of every wanted response. wanted = written + reused + left out when a run has ended.
 
     wanted     turns to be written, over all conversations
     reused     stored before, or asked for already under the same key
     written    by this run; `tokens` of them
-    failed     by reason: asked for without success
-    left_out   by reason: never asked for
-    retries    by reason
-    unproved   with exchange: text, responses whose tokens may be others than those written
+    left_out   by reason: not asked for, or refused by a server
     earlier    conversations whose response is to an earlier turn, as the last prompt leaves no room
     cut        responses without an end: max_new_tokens or data.max_length came first
     """
@@ -50,41 +59,24 @@ class Account:
     reused: int = 0
     written: int = 0
     tokens: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    retries: Counter[str] = field(default_factory=Counter)
-    unproved: int = 0
     earlier: int = 0
     cut: int = 0
 
     @property
     def done(self) -> int:
-        return self.reused + self.written + self.failed.total()
+        return self.reused + self.written
 
     @property
     def total(self) -> int:
         """Responses that will be done, as far as is known."""
         return self.wanted - self.left_out.total()
 
-    def to_dict(self) -> dict[str, Any]:
-        numbers = {
-            name: getattr(self, name)
-            for name in ("wanted", "reused", "written", "tokens", "unproved", "earlier", "cut")
-        }
-        by_reason = {
-            name: dict(sorted(getattr(self, name).items()))
-            for name in ("failed", "left_out", "retries")
-        }
-        return numbers | by_reason
-
     def __str__(self) -> str:
         parts = [f"{self.wanted} responses wanted: {self.written} written, {self.reused} reused"]
-        for word, counts in (("failed", self.failed), ("left out", self.left_out)):
-            if counts:
-                reasons = ", ".join(
-                    f"{reason}: {number}" for reason, number in counts.most_common()
-                )
-                parts.append(f"{counts.total()} {word} ({reasons})")
+        if self.left_out:
+            reasons = (f"{reason}: {number}" for reason, number in self.left_out.most_common())
+            parts.append(f"{self.left_out.total()} left out ({', '.join(reasons)})")
         if self.earlier:
             parts.append(f"{self.earlier} to an earlier turn (the last prompt leaves no room)")
         return ", ".join(parts)
@@ -93,98 +85,83 @@ class Account:
         """What the console says of a run: the account, and warnings with what to do."""
         lines, left_out = [str(self)], self.left_out.total()
         if left_out > LEFT_OUT_SHARE * self.wanted:
-            lines.append(
-                f"warning: {left_out} of {self.wanted} responses ({left_out / self.wanted:.0%}) are"
-                " left out; a larger data.max_length takes longer prompts"
-            )
-        there = self.reused + self.written
+            what = f"{left_out} of {self.wanted} responses ({left_out / self.wanted:.0%})"
+            hint = "; a larger data.max_length takes longer prompts"
+            lines.append(f"warning: {what} are left out{hint * (TOO_LONG in self.left_out)}")
         if self.cut:
             lines.append(
-                f"{self.cut} of {there} responses ({self.cut / there:.0%}) were cut before their"
-                f" end, at regenerate.max_new_tokens ({max_new_tokens}) or data.max_length"
+                f"{self.cut} of {self.done} responses ({self.cut / self.done:.0%}) were cut before"
+                f" their end, at regenerate.max_new_tokens ({max_new_tokens}) or data.max_length"
             )
-        if self.cut > CUT_SHARE * there:
+        if self.cut > CUT_SHARE * self.done:
             lines[-1] = (
-                f"warning: {lines[-1]}; raise max_new_tokens. For a model that thinks first,"
-                " data.chat_template_kwargs: {enable_thinking: false} asks for answers without"
-                " thoughts"
+                f"warning: {lines[-1]}; raise max_new_tokens, or have a model that thinks first"
+                " answer at once: data.chat_template_kwargs: {enable_thinking: false}"
             )
         return lines
 
 
 @dataclass(frozen=True)
 class ConversationRules:
-    """Shared settings of a run's conversations.
-
-    room   longest prompt that leaves a response, in tokens
-    end    tokens that end a response
-    """
+    """Shared settings of a run's conversations."""
 
     section: RegenerateSection
     tokenizer: ConversationTokenizer
     account: Account
-    room: int
-    end: frozenset[int]
+    facts: TargetFacts
 
-
-LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of
-CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
-LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
-TOO_LONG = "the prompt leaves no room in data.max_length"
-AFTER_CUT = "the turn before it was cut at max_new_tokens"
-AFTER_FAILED = "a turn before it failed"
+    @property
+    def room(self) -> int:
+        """The longest prompt that leaves a response, in tokens."""
+        return self.facts.max_model_len - 2
 
 
 class Conversation:
-    """One example. `ask()` until it is None; every time `add_response` or `fail` follows."""
+    """One example. `ask()` until it is None; every time `add_response` or `leave_out` follows."""
 
     def __init__(
         self, number: int, example: Example, temperature: float, rules: ConversationRules
     ) -> None:
-        self.number, self.example, self.temperature, self._rules = (
-            number,
-            example,
-            temperature,
-            rules,
-        )
+        self.number, self.example, self.temperature = number, example, temperature
         self.responses: list[Response] = []
-        self._messages = list(example.messages)
+        self._rules, self._messages = rules, list(example.messages)
         self._turns, self._next = _written_turns(example, rules.section.turns), 0
         self._pending: Ask | None = None
-        self.first: Ask | None = None
         rules.account.wanted += len(self._turns)
 
+    @property
+    def length(self) -> int:
+        """Characters of the example, which tell its cost without tokenising it."""
+        texts = [message["content"] for message in self._messages]
+        return sum(map(len, [*texts, self.example.prompt or ""]))
+
     def ask(self) -> Ask | None:
-        """The next response to be written; the same one until it is added or has failed."""
+        """The next response to be written; the same one until it is added or left out."""
         if self._pending is None and self._next < len(self._turns):
-            section = self._rules.section
             so_far, prompt = self._prompt(self._turns[self._next])
-            if section.turns == "last":
+            if self._rules.section.turns == "last":
                 so_far, prompt = self._fitting(so_far, prompt)
             if len(prompt) > self._rules.room:
-                self._leave_out(TOO_LONG)
+                self.leave_out(TOO_LONG)
                 return None
-            turn = f"/{self._next}" if self._next else ""
-            params = SamplingParams(
-                temperature=self.temperature,
-                top_p=section.top_p,
-                top_k=section.top_k,
-                max_tokens=min(section.max_new_tokens, self._rules.room + 2 - len(prompt)),
-                seed=_seed(f"{section.seed}/{self.number}{turn}"),
-            )
-            limit = [params.max_tokens] if params.max_tokens != section.max_new_tokens else []
-            # Equal prompts get different samples, and the same greedy response.
-            identity = [
-                list(prompt),
-                self.temperature,
-                self.number if self.temperature else 0,
-                *limit,
-            ]
-            self._pending = Ask(
-                digest(identity, 24), prompt, params, so_far, self.number, self._next
-            )
-            self.first = self.first or self._pending
+            self._pending = self._make_ask(so_far, prompt)
         return self._pending
+
+    def _make_ask(self, so_far: Example, prompt: tuple[int, ...]) -> Ask:
+        section = self._rules.section
+        text = f"{section.seed}/{self.number}" + (f"/{self._next}" if self._next else "")
+        params = SamplingParams(
+            temperature=self.temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            max_tokens=min(section.max_new_tokens, self._rules.room + 2 - len(prompt)),
+            seed=int(hashlib.sha256(text.encode()).hexdigest()[:12], 16),
+        )
+        # Equal prompts get different samples, and the same greedy response.
+        identity = [list(prompt), self.temperature, self.number if self.temperature else 0]
+        if params.max_tokens != section.max_new_tokens:
+            identity.append(params.max_tokens)
+        return Ask(digest(identity, 24), prompt, params, so_far)
 
     def _prompt(self, turn: int) -> tuple[Example, tuple[int, ...]]:
         """The conversation before message `turn`, and its tokens."""
@@ -207,48 +184,29 @@ class Conversation:
         return so_far, prompt
 
     def add_response(self, token_ids: Sequence[int]) -> None:
-        asked = self._take_pending()
+        """The response that was asked for. One that was cut ends the conversation."""
+        assert self._pending is not None, "no response was asked for"
+        prompt_ids, place = self._pending.prompt_ids, self._turns[self._next]
+        self._pending, self._next = None, self._next + 1
+        ended = bool(token_ids) and token_ids[-1] in self._rules.facts.end
         if token_ids:
-            self.responses.append(
-                Response(
-                    self.example.workload,
-                    asked.prompt_ids,
-                    tuple(token_ids),
-                    self.temperature,
-                    self.number,
-                )
-            )
-        if token_ids and token_ids[-1] not in self._rules.end:
-            self._rules.account.cut += 1
+            response = (self.example.workload, prompt_ids, tuple(token_ids), self.temperature)
+            self.responses.append(Response(*response, self.number))
+            self._rules.account.cut += not ended
         if self._next == len(self._turns):
             return
-        if not token_ids or token_ids[-1] not in self._rules.end:
-            self._leave_out(AFTER_CUT)
+        if not ended:
+            self.leave_out(AFTER_CUT)
             return
         text = self._rules.tokenizer.tokenizer.decode(
             list(token_ids[:-1]), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        self._messages[self._turns[asked.turn]] = {"role": "assistant", "content": text}
+        self._messages[place] = {"role": "assistant", "content": text}
 
-    def fail(self) -> None:
-        """The response failed for good. Later turns of the conversation are left out."""
-        self._take_pending()
-        self._leave_out(AFTER_FAILED)
-
-    def _take_pending(self) -> Ask:
-        asked = self._pending
-        assert asked is not None, "no response was asked for"
-        self._pending, self._next = None, self._next + 1
-        return asked
-
-    def _leave_out(self, reason: str) -> None:
-        if rest := len(self._turns) - self._next:
-            self._rules.account.left_out[reason] += rest
-        self._next = len(self._turns)
-
-
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    def leave_out(self, reason: str) -> None:
+        """Ends the conversation: what is not written yet is left out."""
+        self._rules.account.left_out[reason] += len(self._turns) - self._next
+        self._pending, self._next = None, len(self._turns)
 
 
 def _written_turns(example: Example, which: str) -> list[int]:
@@ -262,8 +220,9 @@ def _written_turns(example: Example, which: str) -> list[int]:
     last = len(example.messages) - (example.messages[-1]["role"] == "assistant")
     if which == "last":
         return [last]
-    said = [
-        message["role"] == "assistant" and not message.get("tool_calls")
-        for message in example.messages[:last]
+    answers = [
+        i
+        for i, message in enumerate(example.messages[:last])
+        if i and message["role"] == "assistant" and not message.get("tool_calls")
     ]
-    return [i for i in range(1, last) if said[i]] + [last]
+    return [*answers, last]

@@ -1,30 +1,25 @@
-"""Responses on disk, by content. A kill tears no response, and no two processes write into one
-file.
+"""Responses on disk, by content: a line per response, written when it has ended.
 
 The name of a store is a hash of everything that its responses depend on beside their prompts. Its
-files are the shards `<name>.0000.jsonl` …, a response per line, written when it has ended; one
-process locks each."""
+files are `<name>.*.jsonl`: every process writes one of its own, and reads all of them, without the
+line that a kill has torn."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import re
-import time
+import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
 from inference.whole_file import write_whole
 from speculators.errors import DataError
 from train.data.loss_mask import TokenRow, Turn, fewest_rows
-
-SHARD_BYTES = 256 << 20  # then a new shard begins
-SYNC_EVERY_S = 1.0  # a power failure may lose the responses of so many seconds; a kill loses none
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,13 @@ class Response:
     temperature: float
     example: int = 0
 
-    def row(self) -> TokenRow:
-        return TokenRow.from_response(self.prompt_ids, self.output_ids, self.workload)
-
 
 def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
     """Token rows of responses in the order of their conversations. Turns that continue one
     another's tokens are one row; other turns are rows of their own."""
     for _, group in groupby(responses, key=lambda response: response.example):
         turns = list(group)
-        rows = [turn.row() for turn in turns]
+        rows = [TokenRow.from_response(t.prompt_ids, t.output_ids, t.workload) for t in turns]
         if len(rows) > 1:
             rows = fewest_rows(
                 [Turn(row.input_ids.tolist(), row.loss_mask) for row in rows], turns[0].workload
@@ -55,122 +47,63 @@ def rows_of(responses: Iterable[Response]) -> Iterator[TokenRow]:
 
 
 class ResponseStore:
-    """Stored responses: reads all files of the name, and appends to this process's own.
-
-    known      token ids by key
-    given_up   reasons by key, of responses that a run was allowed to go without
-    """
+    """Stored responses. `known`: their token ids by key; `written_by`: their number by engine."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.known: dict[str, list[int]] = {}
-        self.given_up: dict[str, str] = {}
-        self._shard: _Shard | None = None
-        for path in self.shards():
-            self._read(_whole_lines(path.read_bytes()).decode().splitlines(), path)
+        self.written_by: Counter[str] = Counter()
+        self._file: IO[bytes] | None = None
+        for path in sorted(folder.glob(f"{name}.*.jsonl")):
+            *lines, _ = path.read_bytes().split(b"\n")  # the last one is empty, or torn
+            for number, line in enumerate(lines, 1):
+                try:
+                    self._take(json.loads(line))
+                except (ValueError, KeyError, TypeError):
+                    raise DataError(
+                        f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is"
+                        " written again"
+                    ) from None
 
-    def shards(self) -> list[Path]:
-        pattern = re.compile(rf"{re.escape(self.name)}\.\d{{4}}\.jsonl")
-        return sorted(
-            path for path in self.folder.glob(f"{self.name}*.jsonl") if pattern.fullmatch(path.name)
-        )
+    def _take(self, entry: Mapping[str, Any]) -> None:
+        self.known[entry["key"]] = list(entry["token_ids"])
+        self.written_by[entry["engine"]] += 1
 
-    def add(self, key: str, token_ids: Sequence[int]) -> None:
-        """Stores one response in this process's shard. ValueError if it is there already."""
-        if key in self.known:
-            raise ValueError(f"{self.folder / self.name}: the response {key} is there already")
-        self.known[key] = list(token_ids)
-        self._line({"key": key, "token_ids": list(token_ids)})
-
-    def give_up(self, reasons: Mapping[str, str]) -> None:
-        """Stores responses that will not be asked for again, so that a continued run sees the same
-        rows."""
-        for key, reason in reasons.items():
-            if self.given_up.get(key) != reason:
-                self.given_up[key] = reason
-                self._line({"key": key, "given_up": reason})
+    def add(self, key: str, token_ids: Sequence[int], engine: str) -> None:
+        """Stores one response; a kill does not lose it any more."""
+        entry = {"key": key, "engine": engine, "token_ids": list(token_ids)}
+        self._take(entry)
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self.folder / f"{self.name}.{uuid.uuid4().hex[:8]}.jsonl").open("ab")
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
-        if self._shard is not None:
-            self._shard.close()
-            self._shard = None
-
-    def _line(self, entry: Mapping[str, Any]) -> None:
-        if self._shard is None or self._shard.full:
-            self.close()
-            self._shard = _Shard.free(self.folder, self.name)
-        self._shard.write(json.dumps(entry))
-
-    def _read(self, lines: Iterable[str], path: Path) -> None:
-        for number, line in enumerate(lines, 1):
-            try:
-                entry = json.loads(line)
-                key, reason = entry["key"], entry.get("given_up")
-                ids = None if reason is not None else entry["token_ids"]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise DataError(
-                    f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is"
-                    " written again"
-                ) from None
-            if ids is None:
-                self.given_up[key] = reason
-            else:
-                self.known.setdefault(key, ids)
-
-
-class _Shard:
-    """A locked file, to which this process appends."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.path, self._file, self._synced = path, file, time.monotonic()
-
-    @classmethod
-    def free(cls, folder: Path, name: str) -> _Shard:
-        """Opens the first shard that is not locked and not full. A line torn by a kill is cut
-        off."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in count():
-            path = folder / f"{name}.{number:04d}.jsonl"
-            file = path.open("ab+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.close()
-                continue
-            shard = cls(path, file)
-            if shard.full:
-                shard.close()
-                continue
-            file.seek(0)
-            whole = _whole_lines(file.read())
-            file.truncate(len(whole))
-            return shard
-        raise AssertionError
-
-    @property
-    def full(self) -> bool:
-        return os.fstat(self._file.fileno()).st_size >= SHARD_BYTES
-
-    def write(self, line: str) -> None:
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        if time.monotonic() - self._synced > SYNC_EVERY_S:
+        if self._file is not None:
             os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
-
-    def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()  # releases the lock
+            self._file.close()
+            self._file = None
 
 
-def _whole_lines(content: bytes) -> bytes:
-    return content[: content.rfind(b"\n") + 1]
+@dataclass(frozen=True)
+class Record:
+    """regeneration.json in a run's folder: of which target its responses are, how they were
+    sampled, who wrote them, and what became of all that were wanted."""
+
+    folder: Path
+    target: Mapping[str, Any]
+
+    def add(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Adds the facts of the store `name`."""
+        tree = summary(self.folder).get("responses", {})
+        write_json(self.folder / "regeneration.json", {**tree, name: {**self.target, **facts}})
 
 
-def part_suffix(part: tuple[int, int]) -> str:
-    """The suffix of file names that belong to one of several parts."""
-    return f".{part[0]}-of-{part[1]}" if part[1] > 1 else ""
+def summary(folder: Path) -> dict[str, Any]:
+    """{"responses": …} of a run whose responses were written by the target; {} of others."""
+    path = folder / "regeneration.json"
+    return {"responses": json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
 
 
 def digest(tree: Any, length: int) -> str:

@@ -663,7 +663,7 @@ def test_the_sources_of_the_quickstart():
     chats = load_sources([Source.model_validate(quickstart("validation", 6))])
     assert [e.workload for e in chats] == ["math", "python", "json", "rewrite", "table", "chat"]
     assert all(e.messages[-1]["role"] == "assistant" for e in chats)
-    code = load_sources([Source.model_validate({"stdlib": {"count": 3, "split": "validation"}})])
+    code = load_sources([Source.model_validate(quickstart("code-validation", 3))])
     assert [e.workload for e in code] == ["code"] * 3
     assert all(e.prompt and e.completion for e in code)
 

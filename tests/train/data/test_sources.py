@@ -204,7 +204,7 @@ def test_columns_of_any_name(tmp_path):
         ({"preset": "ultrachet"}, "expected one of sharegpt, ultrachat"),
         (
             {"preset": "gsm8k", "name": "a/b"},
-            "exactly one of path, name, preset, stdlib, got name and preset",
+            "exactly one of path, name, preset, got name and preset",
         ),
         ({"name": "a/b", "streaming": True}, "streaming needs a limit"),
         (
@@ -386,25 +386,6 @@ def test_duplicates_differ_in_nothing_that_matters():
         ["4"],
         ["5", "6"],
     ], "another answer is new"
-
-
-def test_near_duplicates_are_found_by_their_words():
-    words = [f"word{i}" for i in range(60)]
-    near, far = (
-        [*words[:58], "other", "end"],
-        [w + "x" if i % 6 == 0 else w for i, w in enumerate(words)],
-    )
-    lists = [
-        [
-            example(" ".join(each), "A", origin=name)
-            for name, each in (("1", words), ("2", near), ("3", far))
-        ]
-    ]
-    kept, out = deduplicate(lists, responses=False, similarity=0.8)
-    assert [e.origin for e in kept[0]] == ["1", "3"]
-    assert [(each.origin, each.why, each.like) for each in out] == [("2", "near_duplicate", "1")]
-    short = [[example("Hi", "A", origin="1"), example("Ho", "A", origin="2")]]
-    assert deduplicate(short, responses=False, similarity=0.8)[0] == short
 
 
 def test_contaminated_examples_ask_what_is_measured():

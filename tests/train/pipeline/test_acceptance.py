@@ -18,14 +18,11 @@ from inference.bench.options import BenchOptions
 from inference.bench.run import measure as bench
 from inference.bench.run import prepare
 from inference.report.schema import load_report
-from speculators.errors import CheckpointError, ConfigError, DataError
+from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from train.data.packing import conversation_tokenizer
-from train.data.selection import deduplicate
-from train.data.sources import load_sources
 from train.pipeline.acceptance_stage import (
     accept,
     gate_bounds,
@@ -36,7 +33,6 @@ from train.pipeline.acceptance_stage import (
     workloads,
 )
 from train.pipeline.progress import Stages
-from train.recipe.data_sections import DataSection
 from train.recipe.load import load_recipe
 
 
@@ -199,37 +195,6 @@ def test_conversations_without_room_are_counted(world) -> None:
     (root / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(DataError, match="every conversation of category '1' is too long"):
         measured_suites(made, settings_of(made))
-
-
-def test_sources_choose_their_thinking_mode(world, tmp_path) -> None:
-    root, _ = world
-    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
-    switch = (
-        "{% if add_generation_prompt %}assistant:{{ '+' if enable_thinking else '-' }}{% endif %}"
-    )
-    (tmp_path / "thinks.jinja").write_text(template + switch)
-    source = {"path": str(root / "prompts.jsonl"), "limit": 1}
-    sources = [
-        source | {"chat_template_kwargs": {"enable_thinking": mode}} for mode in (True, False)
-    ] + [source]
-    section = DataSection(
-        train=sources,
-        chat_template=str(tmp_path / "thinks.jinja"),
-        chat_template_kwargs={"enable_thinking": False},
-    )
-    tokenizer = conversation_tokenizer(section, byte_tokenizer())
-    examples = load_sources(section.train)
-    assert [tokenizer.tokenizer.decode(tokenizer.prompt_ids(e))[-1] for e in examples] == [
-        "+",
-        "-",
-        "-",
-    ]
-    (kept,), _ = deduplicate([examples[:2]], responses=False)
-    assert len(kept) == 2, "the modes of one prompt are two prompts"
-    with pytest.raises(
-        ConfigError, match="data.train.0.chat_template_kwargs: .*whether enable_thinking is true or"
-    ):
-        conversation_tokenizer(DataSection(train=sources), byte_tokenizer())
 
 
 def test_the_thinking_mode_is_that_of_the_template() -> None:

@@ -302,7 +302,7 @@ MALFORMED = {
     "evaluation: {suites: [mbpp, mbpp]}": "evaluation.suites",
     "data: {train: []}": "data.train",
     "data: {train: [{path: a.jsonl, name: b/c}]}": "data.train.0",
-    "data: {train: [{stdlib: {}, split: test}]}": "data.train.0",
+    "data: {train: [{path: a.jsonl, revision: main}]}": "data.train.0",
     "data: {}": "data.train",
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
     "regenerate: {top_p: 0}": "regenerate.top_p",

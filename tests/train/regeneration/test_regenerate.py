@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from inference import LLM
@@ -16,12 +19,15 @@ from tests.conftest import make_tiny_model
 from tests.train.worlds import Scenario, in_worlds
 from train.data.loss_mask import ConversationTokenizer
 from train.data.sources import Example
-from train.pipeline.data_stage import write_in_parts
-from train.recipe.data_sections import RegenerateSection
-from train.regeneration.regenerate import regenerate, temperatures_of
+from train.pipeline.data_stage import DataStage, write_in_parts
+from train.pipeline.progress import Stages
+from train.recipe.data_sections import RegenerateSection, spread
+from train.regeneration.conversations import TargetFacts
+from train.regeneration.regenerate import regenerate
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SECTION = RegenerateSection(temperatures={0.0: 0.25, 1.0: 0.75}, max_new_tokens=6, batch_size=2)
+FACTS = TargetFacts("target", 256, 4096, ())
 EXAMPLES = [
     Example("default", f"x:{i}", prompt=f"number {i} and " * (1 + i % 5)) for i in range(40)
 ]
@@ -42,6 +48,7 @@ def write(llm):
             examples,
             tokenizer,
             section,
+            facts=FACTS,
             target_hash="t",
             folder=folder,
             max_length=max_length,
@@ -67,9 +74,9 @@ def test_regenerate_killed_anywhere_asks_for_the_rest_alone(write, tmp_path):
         folder = tmp_path / str(i)
         folder.mkdir()
         (folder / path.name).write_text(text[:cut])
-        there = stored(folder)
+        kept = stored(folder)
         assert write(folder) == whole
-        assert stored(folder)[: len(there)] == there
+        assert len(list(folder.iterdir())) == 2 and set(kept) < set(stored(folder))
         assert sorted(stored(folder)) == sorted(stored(tmp_path / "whole"))
 
 
@@ -93,12 +100,12 @@ def test_regenerate_stores_every_response_when_it_has_ended(write, llm, tmp_path
     assert reports[-1][0] == len(there) and "tokens/s" in reports[-1][1]
     monkeypatch.undo()
     assert not llm.engine.has_unfinished
-    assert len(write(tmp_path)) == 40 and stored(tmp_path)[: len(there)] == there
+    assert len(write(tmp_path)) == 40 and set(there) < set(stored(tmp_path))
     assert len(stored(tmp_path)) == len(set(stored(tmp_path)))
 
 
 def test_regenerate_reports_while_no_response_ends(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.regeneration.regenerate.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("train.regeneration.writers.REPORT_EVERY_S", 0.0)
     notes = []
     write(tmp_path, EXAMPLES[:1], progress=lambda done, total, note: notes.append((done, note)))
     assert any(done == 0 and "tokens/s" in note for done, note in notes)
@@ -156,6 +163,7 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
             EXAMPLES[:19],
             tokenizer,
             section,
+            facts=FACTS,
             target_hash="t",
             folder=place,
             max_length=128,
@@ -198,7 +206,7 @@ def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
 
 
 def test_temperatures_have_their_shares_everywhere(write, tmp_path):
-    chosen = temperatures_of(SECTION.temperatures, 40)
+    chosen = spread(SECTION.temperatures, 40)
     assert Counter(chosen) == {0.0: 10, 1.0: 30}
     assert all(chosen[i : i + 8].count(0.0) == 2 for i in range(0, 40, 8))
     same = [Example("default", "x", prompt="equal prompts")] * 6
@@ -214,3 +222,37 @@ def test_what_does_not_fit_is_left_out_or_refused(write, tmp_path):
     assert all(len(r.prompt_ids) + len(r.output_ids) <= 20 for r in rows)
     with pytest.raises(DataError, match=r"raise data\.max_length"):
         write(tmp_path, examples=[long])
+
+
+def test_a_log_shows_tokens_per_second_and_the_time_left(write, tmp_path, monkeypatch):
+    """Before the first response has ended, and after; what was found is not counted as written."""
+    monkeypatch.setattr("train.pipeline.progress.LINE_EVERY", 0.0)
+    monkeypatch.setattr("train.regeneration.writers.REPORT_EVERY_S", 0.0)
+    log = io.StringIO()
+    stages = Stages(1, console=Console(file=log, width=200))
+    with stages.stage("regenerate", 40) as advance:
+        write(tmp_path, progress=lambda done, total, note: advance(done, note, total=total))
+    lines = [line for line in log.getvalue().splitlines() if "tokens/s" in line]
+    assert "0/40" in lines[0] and "at most" in lines[0] and "min left" in lines[0]
+    assert any(" s left" in line and "at most" not in line for line in lines[1:])
+    clock = iter([0.0, 100.0, 110.0])
+    monkeypatch.setattr("train.pipeline.progress.time.monotonic", lambda: next(clock))
+    advance = Stages(1, console=Console(file=(log := io.StringIO())))._advance(
+        SimpleNamespace(tasks=[SimpleNamespace(id=0, total=40)], update=lambda *_, **__: None), "x"
+    )
+    advance(20)
+    advance(30)
+    assert "30/40, 10 s left" in log.getvalue()
+
+
+def test_prompts_of_on_policy_texts_that_are_left_out_are_said(llm):
+    lines = []
+    stage = SimpleNamespace(
+        llm=llm,
+        recipe=SimpleNamespace(data=SimpleNamespace(max_length=64)),
+        tokenizer=ConversationTokenizer(llm.get_tokenizer()),
+        stages=SimpleNamespace(say=lines.append),
+        _prompted=[*EXAMPLES[:4], Example("default", "long", prompt="word " * 300)],
+    )
+    assert len(DataStage.prompts(stage)) == 4
+    assert "warning: 1 of 5 prompts" in lines[0] and "data.max_length" in lines[0]

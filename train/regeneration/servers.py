@@ -1,0 +1,273 @@
+"""Responses written by servers that speak OpenAI's protocol, such as vLLM and `draftsmith serve`.
+
+Prompts and responses are exchanged as token ids where a server knows vLLM's `return_token_ids`;
+elsewhere as text, which is tokenised again. The client of the `openai` package repeats a request
+that fails. A server that goes on failing is dropped, its requests go to the others, and the run
+stops when none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import openai
+
+from inference import LLM, SamplingParams
+from inference.vllm_bridge.engine import sampling_fields
+from speculators.errors import ConfigError, DraftsmithError
+from train.recipe.data_sections import EndpointSection
+from train.regeneration.conversations import Ask, ConversationRules
+from train.regeneration.writers import REPORT_EVERY_S, Written
+
+RETRIES = 8  # of a request at one server, after pauses that double: about 40 s
+TIMEOUT_S, SLOWEST = 600.0, 5.0  # of a response: 600 s, or its tokens at 5 tokens/s
+REFUSALS = (400, 413, 422)  # statuses that blame the request, not the server
+PROBES, PROBE_TOKENS = 8, 8  # prompts that are continued greedily, and by how many tokens
+MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from the reference's
+PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
+
+
+class EndpointError(DraftsmithError):
+    """A server is unreachable, or does not serve the target."""
+
+
+class Server:
+    """One server, and what it says of itself: `model` is the target's name there, `engine` what
+    runs it, and `by_tokens` tells whether it exchanges token ids. Known once `check` returned."""
+
+    def __init__(self, section: EndpointSection, rules: ConversationRules) -> None:
+        self.section, self.facts, self.tokenizer = section, rules.facts, rules.tokenizer
+        self.url = section.url.rstrip("/").removesuffix("/v1") + "/v1"
+        key = os.environ.get(section.api_key_env) if section.api_key_env else "none"
+        if not key:
+            raise ConfigError(
+                f"regenerate.endpoints: {self.url}: the environment variable"
+                f" {section.api_key_env} holds no key"
+            )
+        timeout = max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST)
+        self.client = openai.AsyncOpenAI(
+            base_url=self.url, api_key=key, timeout=timeout, max_retries=RETRIES
+        )
+        self.model, self.engine, self.by_tokens, self.in_flight = "", "", True, 0
+        self._slots = asyncio.Semaphore(section.max_concurrency)
+
+    async def check(self) -> None:
+        """EndpointError unless it serves the target, with its tokenizer and room for its texts."""
+        cards = (await self.client.models.list()).data
+        name = self.section.model or self.facts.name
+        fitting = [card for card in cards if name in (card.id, getattr(card, "root", None))]
+        if not fitting and self.section.model is None:
+            fitting = cards
+        if len(fitting) != 1:
+            raise EndpointError(
+                f"{self.url}: serves {', '.join(card.id for card in cards)}; which of them is"
+                f" {name}? Name it: regenerate.endpoints: [{{url: {self.url}, model: …}}]"
+            )
+        self.model, self.engine = fitting[0].id, fitting[0].owned_by
+        limit = getattr(fitting[0], "max_model_len", None) or self.facts.max_model_len
+        if limit < self.facts.max_model_len:
+            raise EndpointError(
+                f"{self.url}: serves up to {limit} tokens; start it with --max-model-len"
+                f" {self.facts.max_model_len}, or lower data.max_length"
+            )
+        try:
+            choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
+        except (openai.NotFoundError, openai.BadRequestError):  # it may know chats alone
+            self.by_tokens = False
+            return
+        self.by_tokens = getattr(choice, "token_ids", None) is not None
+        tokenize = self.tokenizer.tokenizer
+        ids = [list(tokenize(PROBE_TEXT, add_special_tokens=i).input_ids) for i in (True, False)]
+        if getattr(choice, "prompt_token_ids", None) not in (None, *ids):
+            raise EndpointError(
+                f"{self.url}: reads {PROBE_TEXT!r} as {choice.prompt_token_ids[:12]}…, the target's"
+                f" tokenizer as {ids[0][:12]}…; serve the recipe's target with its own tokenizer"
+            )
+
+    async def compare(self, asks: Sequence[Ask], reference: Sequence[Sequence[int]]) -> None:
+        """EndpointError if it continues prompts otherwise than the target: what counts is the share
+        of greedy tokens before the first that differs."""
+        answers = await asyncio.gather(*map(self.write, asks))
+        same, total = 0, sum(map(len, reference))
+        for pairs in map(zip, answers, reference):
+            same += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if same < MIN_AGREEMENT * total:
+            raise EndpointError(
+                f"{self.url}: {self.model} writes {same} of {total} greedy tokens as the target"
+                f" does, expected {MIN_AGREEMENT:.0%}: another model, revision"
+                " or chat template, or a coarser precision; serve the recipe's target"
+            )
+
+    async def write(self, ask: Ask) -> tuple[int, ...]:
+        """The response's tokens. openai.APIError or EndpointError: there is none."""
+        self.in_flight += 1
+        try:
+            async with self._slots:
+                return await (self._by_tokens(ask) if self.by_tokens else self._by_text(ask))
+        finally:
+            self.in_flight -= 1
+
+    async def _complete(self, prompt: str | list[int], fields: dict[str, Any]) -> Any:
+        """The one choice of an answer of /v1/completions."""
+        more = {"return_token_ids": True, **fields}
+        answer = await self.client.completions.create(
+            model=self.model, prompt=prompt, extra_body=more
+        )
+        return self._choice(answer)
+
+    def _choice(self, answer: Any) -> Any:
+        reasons = [choice.finish_reason for choice in answer.choices or ()]
+        if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
+            raise EndpointError(f"{self.url}: expected one whole response, it ended with {reasons}")
+        return answer.choices[0]
+
+    async def _by_tokens(self, ask: Ask) -> tuple[int, ...]:
+        fields = sampling_fields(ask.params, self.facts.end)
+        choice = await self._complete(list(ask.prompt_ids), fields)
+        ids, known = getattr(choice, "token_ids", None), range(self.facts.vocab_size)
+        if not isinstance(ids, list) or not all(i in known for i in ids):
+            raise EndpointError(f"{self.url}: expected token_ids in {known}, got {str(ids)[:80]}")
+        return tuple(ids)
+
+    async def _by_text(self, ask: Ask) -> tuple[int, ...]:
+        params, tokenizer = ask.params, self.tokenizer.tokenizer
+        names = ("max_tokens", "temperature", "top_p", "seed")
+        fields: dict[str, Any] = {name: getattr(params, name) for name in names}
+        if ask.example.prompt is not None:
+            choice = await self._complete(ask.example.prompt, fields)
+            text = choice.text
+        else:
+            messages = [dict(message) for message in ask.example.messages]
+            if messages[-1]["role"] == "assistant":  # the response that is to be replaced
+                messages.pop()
+            if kwargs := self.tokenizer.template_kwargs:
+                fields["chat_template_kwargs"] = kwargs
+            create: Any = self.client.chat.completions.create
+            choice = self._choice(
+                await create(model=self.model, messages=messages, extra_body=fields)
+            )
+            text = choice.message.content or ""
+        ids = list(tokenizer(text, add_special_tokens=False).input_ids) if text else []
+        stopped = choice.finish_reason == "stop" and tokenizer.eos_token_id is not None
+        return (*ids, tokenizer.eos_token_id) if stopped else tuple(ids)
+
+
+class ServerWriter:
+    """The servers of a recipe. `llm`: the target, if it is loaded here, to compare them with."""
+
+    def __init__(
+        self, rules: ConversationRules, llm: LLM | None, say: Callable[[str], None]
+    ) -> None:
+        self.section, self.llm, self.say = rules.section, llm, say
+        self.servers = [Server(endpoint, rules) for endpoint in self.section.endpoints]
+        self.capacity = sum(endpoint.max_concurrency for endpoint in self.section.endpoints)
+        self._clients = [server.client for server in self.servers]
+        self._runner, self._last_failure = asyncio.Runner(), ""
+        self._new: list[Ask] = []
+        self._tasks: set[asyncio.Task[Written]] = set()
+        self._checked = self._refused = False
+
+    async def _check(self, probes: Sequence[Ask]) -> None:
+        """Checks all servers, and their greedy tokens against the target's, or the first one's."""
+        for server in list(self.servers):
+            try:
+                await server.check()
+            except openai.APIError as error:
+                self._drop(server, error)
+        self._require_server()
+        for server in (one for one in self.servers if not one.by_tokens):
+            what = f"{server.url} returns no token ids (vLLM does)"
+            if self.section.top_k:
+                raise EndpointError(f"{what} and may not know top_k; set regenerate.top_k: 0")
+            self.say(
+                f"      warning: {what}: its texts, by its own chat template, are tokenised again,"
+                " perhaps not as it wrote them"
+            )
+        params = SamplingParams(temperature=0, max_tokens=PROBE_TOKENS)
+        asks = [replace(ask, params=params) for ask in probes]
+        reference: list[tuple[int, ...]] | None = None
+        if self.llm is not None:
+            prompts = [{"prompt_token_ids": list(ask.prompt_ids)} for ask in asks]
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            reference = [tuple(output.outputs[0].token_ids) for output in outputs]
+        for server in list(self.servers):
+            try:
+                if reference is None:
+                    reference = [await server.write(ask) for ask in asks]
+                else:
+                    await server.compare(asks, reference)
+            except openai.APIError as error:
+                if getattr(error, "status_code", None) not in REFUSALS:
+                    self._drop(server, error)
+
+    def begin(self, ask: Ask) -> None:
+        self._new.append(ask)
+
+    async def _write(self, ask: Ask) -> Written:
+        while True:
+            self._require_server()
+            self.servers.append(self.servers.pop(0))  # in turn, where loads are equal
+            server = min(self.servers, key=lambda one: one.in_flight / one.section.max_concurrency)
+            if ask.example.tools and not server.by_tokens:
+                return Written(ask, None, reason="a server without token ids takes no tools")
+            try:
+                return Written(ask, await server.write(ask), server.engine)
+            except (openai.APIError, EndpointError) as error:
+                status = getattr(error, "status_code", None)
+                if status not in REFUSALS:
+                    self._drop(server, error)
+                    continue
+                if not self._refused:
+                    self.say(f"      {server.url} refuses a prompt: {str(error)[:300]}")
+                self._refused = True
+                return Written(ask, None, reason=f"a server refused it (HTTP {status})")
+
+    def _drop(self, server: Server, error: Exception) -> None:
+        """Goes on without a server."""
+        if server in self.servers:
+            self.servers.remove(server)
+            self._last_failure = f"{server.url}: {type(error).__name__}: {str(error)[:300]}"
+            self.say(f"      warning: a server is left out from now on: {self._last_failure}")
+
+    def _require_server(self) -> None:
+        if not self.servers:
+            raise EndpointError(
+                f"regenerate.endpoints: no server is left; the last was {self._last_failure}. What"
+                " was written is kept, and the same command goes on with the rest"
+            )
+
+    def collect(self) -> list[Written]:
+        return self._runner.run(self._collect())
+
+    async def _collect(self) -> list[Written]:
+        if not self._checked:
+            await self._check(self._new[:PROBES])
+            self._checked = True
+        self._tasks |= {asyncio.create_task(self._write(ask)) for ask in self._new}
+        self._new.clear()
+        done, _ = await asyncio.wait(
+            self._tasks, timeout=REPORT_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        whole = {task for task in done if task.exception() is None}
+        self._tasks -= whole
+        for task in done - whole if not whole else ():  # once the others have been collected
+            task.result()
+        return [task.result() for task in whole]
+
+    def unfinished_tokens(self) -> int:
+        return 0  # not known before they have ended
+
+    def close(self) -> None:
+        async def close() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for client in self._clients:
+                await client.close()
+
+        self._runner.run(close())
+        self._runner.close()

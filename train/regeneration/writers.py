@@ -1,0 +1,74 @@
+"""What writes responses: the protocol, and the LLM of this process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from inference import LLM
+from inference.entrypoints.prompts import Prompt
+from inference.provenance import package_version
+from train.regeneration.conversations import Ask
+
+REPORT_EVERY_S = 10.0  # while no response ends
+
+
+@dataclass(frozen=True)
+class Written:
+    """A response that `engine` has written, or refused for a reason (`token_ids` is None then)."""
+
+    ask: Ask
+    token_ids: tuple[int, ...] | None
+    engine: str = ""
+    reason: str = ""
+
+
+class Writer(Protocol):
+    """Writes responses, many at a time."""
+
+    capacity: int  # responses under way that keep it busy
+
+    def begin(self, ask: Ask) -> None: ...
+
+    def collect(self) -> list[Written]:
+        """Writes until a response ends, REPORT_EVERY_S at most; returns those that have."""
+
+    def unfinished_tokens(self) -> int:
+        """Tokens of the responses under way, as far as is known."""
+
+    def close(self) -> None:
+        """Gives up the responses under way."""
+
+
+class LocalWriter:
+    """The LLM of this process."""
+
+    def __init__(self, llm: LLM, capacity: int) -> None:
+        self.llm, self.capacity = llm, capacity
+        dtype = str(llm.engine.target.dtype).removeprefix("torch.")
+        self.engine = f"draftsmith {package_version()}, {dtype}"
+        self._under_way: dict[int, tuple[Ask, Any]] = {}  # by the request's identity
+
+    def begin(self, ask: Ask) -> None:
+        response = self.llm.submit(Prompt(None, list(ask.prompt_ids)), ask.params)
+        self._under_way[id(response.requests[0])] = ask, response
+
+    def collect(self) -> list[Written]:
+        until = time.monotonic() + REPORT_EVERY_S
+        while not (requests := self.llm.engine.step()) and time.monotonic() < until:
+            pass
+        ended = [self._under_way.pop(id(request)) for request in requests]
+        return [
+            Written(ask, tuple(response.output().outputs[0].token_ids), self.engine)
+            for ask, response in ended
+        ]
+
+    def unfinished_tokens(self) -> int:
+        running = self.llm.engine.scheduler.running
+        return sum(len(request.token_ids) - request.num_prompt_tokens for request in running)
+
+    def close(self) -> None:
+        for _, response in self._under_way.values():
+            self.llm.abort(response.request_id)
+        self._under_way.clear()
