@@ -255,7 +255,7 @@ class Drafter(nn.Module):
     @property
     def max_depth(self) -> int | None:
         """Largest number of tokens it can draft; None: unlimited."""
-        return None
+        return self.config.max_drafts
 
     def require_depth(self, tokens: int, where: str) -> None:
         """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets
