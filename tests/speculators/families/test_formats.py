@@ -63,17 +63,17 @@ def assert_same(target: FrozenTarget, folder: Path, drafter: Drafter) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", FORMATS)
 def test_every_format_reads_back_to_the_same_drafter(
-    case, make_drafter, tiny_model, tmp_path, format_
+    any_case, make_drafter, tiny_model, tmp_path, format_
 ) -> None:
     """Written, read strictly, written again in vLLM's own format from that folder alone, and read
     again."""
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
-    if format_ not in formats_of(case.family):
+    target, drafter = make_drafter(any_case, tiny_model(any_case.architecture))
+    if format_ not in formats_of(any_case.family):
         with pytest.raises(ConfigError, match=f"this family is written as .*{'vllm'}"):
             export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_)
         return
     try:
-        LAYOUTS[format_, case.family].check(drafter.config, format_)
+        LAYOUTS[format_, any_case.family].check(drafter.config, format_)
     except ConfigError:
         with pytest.raises(ConfigError, match=f"export format {format_}"):
             export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format=format_)
@@ -83,7 +83,7 @@ def test_every_format_reads_back_to_the_same_drafter(
         drafter, tmp_path / "head", dtype=torch.float32, format=format_, provenance=told
     )
     assert_same(target, folder, drafter)
-    if case.family != "draft_model":
+    if any_case.family != "draft_model":
         assert_same(target, convert(folder, tmp_path / "again"), drafter)
         (tmp_path / "again" / "tokenizer.json").write_text("{}")
         third = convert(tmp_path / "again", tmp_path / "third", format=format_)
