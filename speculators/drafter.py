@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
-from speculators.layers.decoder import freeze_norms, thaw_norms
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
 from speculators.layers.peft_adapter import Adapter
 from speculators.options import DrafterOptions
@@ -312,13 +311,11 @@ class Drafter(nn.Module):
         if self.adapter is not None:
             self.adapter.merge()
         freeze_linears(self)
-        freeze_norms(self)
         return self
 
     def thaw(self) -> None:
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
-        thaw_norms(self)
         if self.adapter is not None:
             self.adapter.unmerge()
 

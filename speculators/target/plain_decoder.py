@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from speculators.config import DecoderConfig
 from speculators.layers import frozen_linear
 from speculators.layers.attention import cached_attends
-from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable, freeze_norms
+from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
 from speculators.precision import free_memory
 from speculators.target.frozen_target import FrozenTarget
@@ -100,7 +100,7 @@ class PlainDecoder:
         if packs and not _changed(runner.lm_head):
             self._head = FrozenLinear(runner.lm_head, shared=True, packs=True)
             self._packed.append(self._head)
-        self._read_norms()
+        self._join_norms()
         if not copies and runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
         self._modules = [*decoder.modules(), runner.lm_head]
@@ -148,13 +148,11 @@ class PlainDecoder:
         """Renews what was made of the weights."""
         for product in self._packed:
             product.read_weights()
-        self._read_norms()
+        self._join_norms()
 
-    def _read_norms(self) -> None:
+    def _join_norms(self) -> None:
         for layer in self._layers:
-            freeze_norms(layer)
             layer.self_attn.join_norms()
-        self._norm.freeze()
 
 
 def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder | str:
