@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
-from speculators.layers.peft_adapter import Adapter
 from speculators.options import DrafterOptions
 from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -199,7 +198,6 @@ class Drafter(nn.Module):
         self.config = config
         self._target: list[FrozenTarget] = []  # a list, so that nn.Module does not register it
         self.recomputes = False
-        self.adapter: Adapter | None = None  # of peft, while one is trained
 
     # -------------------------------------------------------------- shared with the target
 
@@ -308,39 +306,30 @@ class Drafter(nn.Module):
         """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a
         family has them. `train()` or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
-        if self.adapter is not None:
-            self.adapter.merge()
         freeze_linears(self)
         return self
 
     def thaw(self) -> None:
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
-        if self.adapter is not None:
-            self.adapter.unmerge()
 
     @property
     def writer(self) -> FrozenTarget | None:
         """The drafter as a model that generates text in the target's tokens; None if it cannot."""
         return None
 
-    def twin(self) -> Drafter:
+    def deep_copy(self) -> Drafter:
         """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
     def plain(self) -> Drafter:
-        """The head without an adapter: itself, or a copy with the adapter merged."""
-        if self.adapter is None:
-            return self
-        plain = self.twin()
-        assert plain.adapter is not None  # a copy of ours
-        plain.adapter.fold()
-        plain.adapter = None
-        return plain
+        """The drafter without an adapter: itself, or a copy with the adapter merged."""
+        return self
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
-        return (self.twin() if self.adapter is None else self.plain()).to(dtype).freeze()
+        plain = self.plain()
+        return (self.deep_copy() if plain is self else plain).to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
         if mode:
