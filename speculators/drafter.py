@@ -313,6 +313,10 @@ class Drafter(nn.Module):
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
 
+    def decode_with(self, forward_of: Callable[[FrozenTarget], Any]) -> None:
+        """Offers a drafter that is a language model, and frozen, the runtime's forward of its
+        runner; `forward_of` returns None where it has none of its own. Until `thaw`."""
+
     @property
     def writer(self) -> FrozenTarget | None:
         """The drafter as a model that generates text in the target's tokens; None if it cannot."""

@@ -225,7 +225,7 @@ class DraftModel(TokenDrafter):
 
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
-        self._runners, self._plain, self.model = [], None, model.eval()
+        self._runners, self._forward, self.model = [], None, model.eval()
 
     def state_of_model(self) -> dict[str, Tensor]:
         """The tensors of the model, with an adapter's merged."""

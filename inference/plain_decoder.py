@@ -43,7 +43,7 @@ class TargetForward:
     transformers' own."""
 
     def __init__(self, target: FrozenTarget) -> None:
-        self._target, self._plain = target, _plain_or_say(target)
+        self._target, self._plain = target, plain_or_none(target, copies=False)
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, Tensor]:
         """As `FrozenTarget.forward` over the `past_key_values` of a ragged cache."""
@@ -62,7 +62,7 @@ class TargetForward:
         True if so."""
         changed = self._plain is not None and self._plain.outdated
         if changed:
-            self._plain = _plain_or_say(self._target)
+            self._plain = plain_or_none(self._target, copies=False)
         return changed
 
     def read_weights(self) -> None:
@@ -164,12 +164,11 @@ def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder 
     return plain if _agrees(plain, runner) else "its layers compute something else than plain ones"
 
 
-def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
-    found = plain_decoder(target, copies=False)
+def plain_or_none(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder | None:
+    """As `plain_decoder`; the log says which, and why."""
+    found = plain_decoder(runner, copies=copies)
     if isinstance(found, str):
-        logger.info(
-            "target %s: decoding runs transformers' forward: %s", target.name_or_path, found
-        )
+        logger.info("%s: decoding runs transformers' forward: %s", runner.name_or_path, found)
         return None
     packed = (
         f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN"
@@ -177,9 +176,9 @@ def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
         else ""
     )
     logger.info(
-        "target %s: decoding runs its %s layers with few calls%s",
-        target.name_or_path,
-        target.config.model_type,
+        "%s: decoding runs its %s layers with few calls%s",
+        runner.name_or_path,
+        runner.config.model_type,
         packed,
     )
     return found
