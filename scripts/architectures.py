@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from inference import LLM, SamplingParams
 from inference.engine.engine import EngineOptions
+from inference.plain_decoder import plain_decoder
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
@@ -38,7 +39,6 @@ from scripts.measuring import markdown
 from speculators.errors import DraftsmithError
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.info import auto_class
-from speculators.target.plain_decoder import plain_decoder
 from speculators.target.probe import needs_eager
 
 YES, LAYERS, VOCABULARY = "yes", 4, 101

@@ -77,6 +77,16 @@ class DrafterConfig(BaseModel):
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size < self.vocab_size
 
+    @property
+    def max_drafts(self) -> int | None:
+        """Most tokens that it was made to draft in a round; None: any number."""
+        return None
+
+    @property
+    def usual_drafts(self) -> int | None:
+        """Tokens of a round where nobody asks for a number; None: as many as are usual."""
+        return self.max_drafts
+
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         """Default fields, taken from the target."""

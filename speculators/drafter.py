@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
-from speculators.layers.decoder import freeze_norms, thaw_norms
 from speculators.layers.frozen_linear import freeze_linears, thaw_linears
-from speculators.layers.peft_adapter import Adapter
 from speculators.options import DrafterOptions
 from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -203,7 +201,6 @@ class Drafter(nn.Module):
         self.config = config
         self._target: list[FrozenTarget] = []  # a list, so that nn.Module does not register it
         self.recomputes = False
-        self.adapter: Adapter | None = None  # of peft, while one is trained
 
     # -------------------------------------------------------------- shared with the target
 
@@ -258,7 +255,7 @@ class Drafter(nn.Module):
     @property
     def max_depth(self) -> int | None:
         """Largest number of tokens it can draft; None: unlimited."""
-        return None
+        return self.config.max_drafts
 
     def require_depth(self, tokens: int, where: str) -> None:
         """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets
@@ -312,41 +309,34 @@ class Drafter(nn.Module):
         """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a
         family has them. `train()` or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
-        if self.adapter is not None:
-            self.adapter.merge()
         freeze_linears(self)
-        freeze_norms(self)
         return self
 
     def thaw(self) -> None:
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
-        thaw_norms(self)
-        if self.adapter is not None:
-            self.adapter.unmerge()
+
+    def decode_with(self, forward_of: Callable[[FrozenTarget], Any]) -> None:
+        """Offers a drafter that is a language model, and frozen, the runtime's forward of its
+        runner; `forward_of` returns None where it has none of its own. Until `thaw`."""
 
     @property
     def writer(self) -> FrozenTarget | None:
         """The drafter as a model that generates text in the target's tokens; None if it cannot."""
         return None
 
-    def twin(self) -> Drafter:
+    def deep_copy(self) -> Drafter:
         """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
     def plain(self) -> Drafter:
-        """The head without an adapter: itself, or a copy with the adapter merged."""
-        if self.adapter is None:
-            return self
-        plain = self.twin()
-        assert plain.adapter is not None  # a copy of ours
-        plain.adapter.fold()
-        plain.adapter = None
-        return plain
+        """The drafter without an adapter: itself, or a copy with the adapter merged."""
+        return self
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
-        return (self.twin() if self.adapter is None else self.plain()).to(dtype).freeze()
+        plain = self.plain()
+        return (self.deep_copy() if plain is self else plain).to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
         if mode:

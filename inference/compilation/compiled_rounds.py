@@ -23,12 +23,12 @@ from inference.compilation.static_shapes import Buckets, Shape, StaticRows
 from inference.compilation.whole_chain import WholeChain, has_chain
 from inference.kv_cache.memory_limit import KVMemory
 from inference.kv_cache.ragged_cache import RaggedCache
+from inference.plain_decoder import TargetForward
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import HeadProposer
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import TargetForward
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter

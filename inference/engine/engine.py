@@ -24,6 +24,7 @@ from inference.kv_cache.memory_limit import KVMemory
 from inference.kv_cache.prefix_cache import PrefixReuse
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.metrics import EngineCounters
+from inference.plain_decoder import TargetForward
 from inference.requests.request import Request
 from inference.requests.scheduler import Scheduler
 from inference.sampling_params import SamplingParams
@@ -36,7 +37,6 @@ from inference.spec_decode.verification.rejection_sampler import AUTO, verify_an
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import TargetForward
 
 if TYPE_CHECKING:
     from inference.compilation.compiled_rounds import CompiledRounds

@@ -14,20 +14,13 @@ from transformers import PreTrainedModel
 
 from inference.entrypoints.loading import loaded, target_config
 from inference.spec_decode.proposers.methods import TRAINING_FREE
+from speculators.config import DrafterConfig
 from speculators.export import read_drafter_config, read_fields
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from speculators.hub import with_revision
 from speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
-
-# Family -> fields of config.json that say how many tokens the drafter was made to draft.
-DEPTH_FIELDS = {
-    "medusa": ("num_heads", "medusa_num_heads"),
-    "mlp": ("n_predict",),
-    "mtp": ("num_nextn_predict_layers",),
-    "peagle": ("num_depths",),
-}
 
 
 def complete(options: Any, model: str | FrozenTarget | PreTrainedModel, **source: Any) -> Any:
@@ -42,29 +35,26 @@ def complete(options: Any, model: str | FrozenTarget | PreTrainedModel, **source
         options["model"] = with_revision(
             str(model), source.get("revision")
         )  # a module that the target came with
-    drafter = options.get("model")
-    if not isinstance(drafter, str):
+    drafter, tokens = options.get("model"), options.get("num_speculative_tokens")
+    if not isinstance(drafter, str) or ("method" in options and tokens is not None):
         return options
-    if "method" not in options:
-        options["method"] = read_drafter_config(
-            drafter, target_config(model, **source).num_hidden_layers
-        ).family
-    if options["method"] is not None and options.get("num_speculative_tokens") is None:
-        options["num_speculative_tokens"] = _depth(drafter, options["method"])
+    layers = target_config(model, **source).num_hidden_layers
+    config = read_drafter_config(drafter, layers)
+    options.setdefault("method", config.family)
+    if options["method"] is not None and tokens is None:
+        options["num_speculative_tokens"] = _drafts(drafter, config)
     return options
 
 
-def _depth(drafter: str, family: str) -> int:
+def _drafts(drafter: str, config: DrafterConfig) -> int:
     """The tokens a drafter was measured with or made for, else NUM_SPECULATIVE_TOKENS with a line
     in the log."""
-    fields = read_fields(drafter)
-    places = [(fields.get("draftsmith") or {}).get("num_speculative_tokens")]
-    places += [fields.get(name) for name in DEPTH_FIELDS.get(family, ())]
-    found = next((value for value in places if isinstance(value, int) and value > 0), None)
-    if found is None:
-        message = (
-            "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
-            " are drafted"
-        )
-        logger.warning(message, drafter, NUM_SPECULATIVE_TOKENS)
-    return found or NUM_SPECULATIVE_TOKENS
+    own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
+    if found := own or config.usual_drafts:
+        return found
+    message = (
+        "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
+        " are drafted"
+    )
+    logger.warning(message, drafter, NUM_SPECULATIVE_TOKENS)
+    return NUM_SPECULATIVE_TOKENS

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
+from inference.plain_decoder import TargetForward
 from inference.report.measurement import LosslessCheck, TokenDifference
 from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import TargetForward
 
 Tokens = Sequence[int]
 LEADING = (

@@ -17,13 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.outputs import RequestOutput
+from inference.plain_decoder import TargetForward
 from inference.report.measurement import Costs
 from inference.report.speed import TimedPass
 from inference.sampling.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import TargetForward
 from speculators.vocab.draft_vocab import to_target_ids
 
 Run = Callable[

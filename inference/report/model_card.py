@@ -18,7 +18,7 @@ from inference.report.schema import AcceptanceReport
 from speculators.config import DrafterConfig
 from speculators.export.formats import NATIVE
 from speculators.export.serving_commands import draftsmith_snippet
-from speculators.export.serving_commands import serving as ways_to_serve
+from speculators.export.serving_commands import serving as serving_commands
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 TASK = "text-generation"
@@ -113,7 +113,7 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
     format."""
     config, target = facts.config, facts.base_model or facts.target_name
     format_ = (facts.fields.get("draftsmith") or {}).get("format", NATIVE)
-    ways = ways_to_serve(
+    commands = serving_commands(
         config.family,
         folder=facts.repository,
         target=target,
@@ -122,16 +122,12 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
         format=format_,
     )
     snippets = []
-    for way in ways:
-        if way.engine == "Draftsmith" and way.options is not None:
-            snippets.append((way.engine, "python", draftsmith_snippet(target, way.options)))
-        elif way.command:
-            name = (
-                "vLLM, with Draftsmith's plugin"
-                if (way.engine, config.family) == ("vLLM", "mlp")
-                else way.engine
-            )
-            snippets.append((name, "bash", way.command))
+    for command in commands:
+        if command.engine == "Draftsmith" and command.options is not None:
+            snippet = draftsmith_snippet(target, command.options)
+            snippets.append((command.engine, "python", snippet))
+        elif command.command:
+            snippets.append((command.engine, "bash", command.command))
     return snippets
 
 

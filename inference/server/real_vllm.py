@@ -79,7 +79,8 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     from inference.entrypoints.speculative_defaults import complete
     from inference.entrypoints.vllm_options import RULES
     from inference.spec_decode.proposers.methods import method_options
-    from speculators.export.serving_commands import NOT_IN_VLLM, vllm_method
+    from speculators.export.formats import LAYOUTS, NATIVE
+    from speculators.export.serving_commands import vllm_method
 
     options = speculative_config(flags, older)
     if options is None:
@@ -93,7 +94,8 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
             f"serve: speculative_config has method {method!r}; expected a drafter's folder as"
             " model, or a method of vLLM such as ngram or suffix"
         )
-    if method in NOT_IN_VLLM:
+    layout = LAYOUTS.get((NATIVE, method))
+    if layout is not None and not layout.in_vllm:
         raise ConfigError(f"serve: no recent vLLM serves the family {method}; leave out --engine")
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent

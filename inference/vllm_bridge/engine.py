@@ -29,13 +29,12 @@ from inference.spec_decode.proposers.methods import method_options
 from inference.vllm_bridge.counters import metrics_of, response_of
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import read_drafter_config, resolve
-from speculators.export.serving_commands import NOT_IN_VLLM, vllm_method
+from speculators.export.formats import LAYOUTS, NATIVE
+from speculators.export.serving_commands import vllm_method
 from speculators.precision import running_dtype
 
 VLLM = "vllm"
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
-# families whose drafts are sampled; vLLM's other proposers take the best token
-SAMPLES_DRAFTS = ("eagle", "eagle3", "peagle", "mtp", "draft_model", "dflash", "dflash2", "dspark")
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
 SENT = (  # fields of SamplingParams that vLLM gets
     "temperature",
@@ -316,21 +315,14 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
-    if head.family in NOT_IN_VLLM:
-        raise ConfigError(
-            f"{drafting.drafter}: no recent vLLM serves the family {head.family}; use --engine"
-            " draftsmith"
-        )
+    layout = LAYOUTS[NATIVE, head.family]
+    if not layout.in_vllm or getattr(head, "adapter_of", None):
+        raise ConfigError(f"{drafting.drafter}: {layout.no_vllm(head)}; use --engine draftsmith")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
-    if getattr(head, "adapter_of", None):
-        raise ConfigError(
-            f"{drafting.drafter}: holds an adapter of {head.adapter_of}, which vLLM does not load"
-            " as a draft model; export it merged"
-        )
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True
         needs["skip_tokenizer_init"] = False
-    elif head.family in SAMPLES_DRAFTS:
+    elif layout.vllm_samples:
         config["draft_sample_method"] = "probabilistic"  # as here; vLLM's default is greedy
     if getattr(head, "layout", None) == "mimo" and not getattr(
         target, "num_nextn_predict_layers", None

@@ -45,12 +45,12 @@ def export_drafter(
     folder = Path(folder)
     config = drafter.config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
     layout = layout_for(format, config.family)
-    layout.check(config)
+    layout.check(config, format)
     fields = layout.to_config(config)
     if drafter.attached:
         fields["draftsmith"]["target"] = describe_target(drafter.target)
     fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
-    fields = layout.dressed(fields)
+    fields = layout.to_engine(fields)
     fields["draftsmith"] = fields.pop("draftsmith")  # the last section
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

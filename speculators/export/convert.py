@@ -36,7 +36,7 @@ ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
 NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
 
 
-def redress(
+def convert(
     path_or_id: str | Path,
     out: str | Path,
     *,

@@ -14,22 +14,15 @@ from speculators.export.layouts.dflash import (
     DFlash2Layout,
     DFlashLayout,
     DSparkLayout,
-    SGLangDFlash2Layout,
-    SGLangDFlashLayout,
-    SGLangDSparkLayout,
 )
-from speculators.export.layouts.draft_model import (
-    DraftModelLayout,
-    SGLangDraftModelLayout,
-    TransformersLayout,
-)
+from speculators.export.layouts.draft_model import DraftModelLayout
 from speculators.export.layouts.eagle import EagleLayout
 from speculators.export.layouts.eagle3 import Eagle3Layout
 from speculators.export.layouts.medusa import MedusaLayout
 from speculators.export.layouts.mlp import MLPLayout
 from speculators.export.layouts.mtp import MtpLayout
 from speculators.export.layouts.peagle import PEagleLayout
-from speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout, SGLangMtpLayout
+from speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout
 from speculators.export.layouts.speculators import (
     SpeculatorsDFlash2Layout,
     SpeculatorsDFlashLayout,
@@ -59,27 +52,21 @@ _TABLE: tuple[Layout, ...] = (
     SpeculatorsDSparkLayout(),
     # the last of the format: it recognises algorithms that are not known
     SpeculatorsEagle3Layout(),
+    MLPLayout(),
+    MedusaLayout(),
+    MtpLayout(),
+    DSparkLayout(),
+    DFlash2Layout(),
+    DFlashLayout(),
     PEagleLayout(),
     Eagle3Layout(),
     EagleLayout(),
-    MedusaLayout(),
-    MLPLayout(),
-    MtpLayout(),
-    DFlashLayout(),
-    DSparkLayout(),
-    DFlash2Layout(),
     DraftModelLayout(),  # the last that recognises anything: every causal LM is one
     SGLangEagle3Layout(),
     SGLangEagleLayout(),
-    SGLangMtpLayout(),
-    SGLangDFlashLayout(),
-    SGLangDSparkLayout(),
-    SGLangDFlash2Layout(),
-    SGLangDraftModelLayout(),
-    TransformersLayout(),
 )
 LAYOUTS: dict[tuple[str, str], Layout] = {
-    (layout.format, layout.family): layout for layout in _TABLE
+    (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats
 }
 FAMILIES = tuple(family for format_, family in LAYOUTS if format_ == NATIVE)
 
@@ -102,13 +89,21 @@ def formats_of(family: str) -> list[str]:
     return [name for name in FORMATS if (name, family) in LAYOUTS]
 
 
+def format_of(fields: Mapping[str, Any]) -> str:
+    """The format of a folder's config.json."""
+    own = fields.get("draftsmith") or {}
+    if "speculators_config" in fields or "speculators_model_type" in fields:
+        return "speculators"
+    return own.get("format", NATIVE)
+
+
 def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     """The layout that config.json names, or the first that recognises the folder."""
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:
         layout = next(
-            (each for each in _TABLE if each.format != "sglang" and each.recognises(fields, names)),
+            (row for row in _TABLE if row.formats != ("sglang",) and row.recognises(fields, names)),
             None,
         )
     else:

@@ -31,7 +31,7 @@ from speculators.target.frozen_target import TargetFeatures
 
 class SlotwiseDrafter(Drafter):
     """A family gives its first state, how a token moves the state on, and what its head reads of
-    it; and `max_depth`.
+    it.
 
     As written here the heads are independent: the state is the target's at every depth, and `read`
     is all they do."""

@@ -97,13 +97,13 @@ class DFlashConfig(DecoderConfig):
         return 0 if self.sample_from_anchor else 1
 
     @property
-    def max_depth(self) -> int:
+    def max_drafts(self) -> int:
         return self.block_size - self.first_slot
 
     def describe(self) -> str:
         kind = "causal" if self.is_causal else "bidirectional"
         return (
-            f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_depth}"
+            f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_drafts}"
         )
 
 
@@ -245,10 +245,6 @@ class DFlash(Drafter):
     @property
     def draft_to_target(self) -> Tensor | None:
         return self.target_ids if self.config.reduced_vocabulary else None
-
-    @property
-    def max_depth(self) -> int:
-        return self.config.max_depth
 
     # ---------------------------------------------------- starting weights, and how it is trained
 

@@ -65,7 +65,7 @@ def start_from_least_squares(
     batches = [_Slots(head, target, each) for each in features]
     if not sum(len(each.wanted) for each in batches):
         raise ConfigError(
-            f"drafter.init: least_squares needs responses of more than {head.config.max_depth}"
+            f"drafter.init: least_squares needs responses of more than {head.config.max_drafts}"
             " tokens; set drafter.init: taps"
         )
     for layer in head.layers:
@@ -85,7 +85,7 @@ class _Slots:
     """The blocks of one batch on their way through the layers."""
 
     def __init__(self, head: BlockHead, target: FrozenTarget, features: TargetFeatures) -> None:
-        self.head, depths = head, head.config.max_depth
+        self.head, depths = head, head.config.max_drafts
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
         terms, path = (

@@ -33,6 +33,10 @@ class MedusaConfig(DrafterConfig):
     def projections(self) -> int:
         return 1 if self.shared_lm_head else self.num_heads
 
+    @property
+    def max_drafts(self) -> int:
+        return self.num_heads
+
     def describe(self) -> str:
         return (
             f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary"
@@ -89,10 +93,6 @@ class Medusa(SlotwiseDrafter):
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.vocab_size, bias=False) for _ in range(config.projections)
         )
-
-    @property
-    def max_depth(self) -> int:
-        return self.config.num_heads
 
     def start_terms(self, options: MedusaOptions) -> int:
         return terms_for(self.config.hidden_size) if options.init == "least_squares" else 0

@@ -58,6 +58,10 @@ class MLPConfig(DrafterConfig):
             )
         return self
 
+    @property
+    def max_drafts(self) -> int:
+        return self.n_predict
+
     def describe(self) -> str:
         named = [name for name in ("tie_weights", "scale_input") if getattr(self, name)]
         return "; ".join([f"{self.n_predict} heads, {self.inner_dim} wide", *named])
@@ -151,10 +155,6 @@ class MLPSpeculator(SlotwiseDrafter):
         self.heads = nn.ModuleList(nn.Linear(width, vocabulary, bias=False) for _ in range(copies))
         self.state_weight = 0.5 ** (0.5 / config.n_predict)
         self.emb_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
-
-    @property
-    def max_depth(self) -> int:
-        return self.config.n_predict
 
     @property
     def one_head(self) -> bool:

@@ -69,6 +69,10 @@ class MtpConfig(DecoderConfig):
         ),
     )
 
+    @property
+    def usual_drafts(self) -> int:
+        return 1
+
     @model_validator(mode="before")
     @classmethod
     def _implied(cls, fields: Any) -> Any:

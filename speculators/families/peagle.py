@@ -29,6 +29,10 @@ class PEagleConfig(Eagle3Config):
         ge=0, description="token whose embedding fills the slots without a known token"
     )
 
+    @property
+    def max_drafts(self) -> int:
+        return self.num_depths
+
     def describe(self) -> str:
         return f"{super().describe()}; {self.num_depths} depths in one forward"
 
@@ -76,6 +80,10 @@ class PEagle(Eagle3):
     samples_terms: ClassVar[bool] = True
     reads_drafts: ClassVar[bool] = False
 
+    @property
+    def max_depth(self) -> int:
+        return min(self.config.num_depths, self.window or self.config.num_depths)
+
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(
@@ -83,10 +91,6 @@ class PEagle(Eagle3):
         )
         nn.init.normal_(self.mask_hidden)
         self.cod_ratio, self.cod_floor = 1.0, 1.0
-
-    @property
-    def max_depth(self) -> int:
-        return min(self.config.num_depths, self.window or self.config.num_depths)
 
     def prepare_training(self, options: PEagleOptions) -> PEagle:
         self.cod_ratio, self.cod_floor = options.cod_ratio, options.cod_floor

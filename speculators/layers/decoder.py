@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
@@ -19,9 +20,6 @@ from speculators.config import DecoderConfig
 from speculators.errors import ConfigError
 from speculators.layers.frozen_linear import FrozenLinear
 
-# numbers whose norm is mostly calls; of more, the mirrored copy costs what the calls saved
-MOST_MIRRORED = 8192
-
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 Attend = Callable[
     [Tensor, Tensor, Tensor, float], Tensor
@@ -29,53 +27,13 @@ Attend = Callable[
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm in few calls; a drafter's step is short enough for their number to
-    matter."""
+    """Root-mean-square norm whose weight takes the precision of its input."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps=eps)
-        self._twice: Tensor | None = None  # [2n], while frozen on a CPU
-
-    def freeze(self) -> None:
-        """The weight will not change again, until `thaw`."""
-        self._twice = (
-            torch.cat([self.weight.detach()] * 2) if self.weight.device.type == "cpu" else None
-        )
-
-    def thaw(self) -> None:
-        self._twice = None
 
     def forward(self, x: Tensor) -> Tensor:
-        twice = self._twice
-        if twice is None or x.dtype != twice.dtype or torch.is_grad_enabled() or _direct(x):
-            return rms_norm(x, self.weight.to(x.dtype), self.eps)
-        return _first_half_of_layer_norm(x, twice, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., n] and weight, which is [n] or has more of the dimensions of x.
-
-    On a CPU torch computes this in eight calls and a layer norm in one. The layer norm of (x, -x),
-    whose mean is 0 and whose variance is the mean square of x, has it as its first half; of a few
-    rows that is faster. A compiler makes it one loop."""
-    direct = x.device.type != "cpu" or _direct(x)
-    if weight.dim() == 1 and (direct or torch.is_grad_enabled()):
-        return nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-    if direct:
-        return nn.functional.rms_norm(x, x.shape[-1:], None, eps) * weight
-    return _first_half_of_layer_norm(x, None, eps) * weight
-
-
-def _direct(x: Tensor) -> bool:
-    return x.numel() > MOST_MIRRORED or torch.compiler.is_compiling()
-
-
-def _first_half_of_layer_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm of (x, -x) [..., 2n], with a weight [2n]."""
-    mirrored = torch.cat([x, -x], -1)
-    return torch.layer_norm(mirrored, mirrored.shape[-1:], weight, None, eps).narrow(
-        -1, 0, x.shape[-1]
-    )
+        return functional.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -122,7 +80,7 @@ class Attention(nn.Module):
             heads = self.fused(x).view(B, T, -1, self.head_dim)  # of queries, keys and values
             qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             if self.qk_weight is not None:
-                qk = rms_norm(qk, self.qk_weight, self.q_norm.eps)
+                qk = functional.rms_norm(qk, qk.shape[-1:], None, self.q_norm.eps) * self.qk_weight
         qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
         q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
@@ -252,20 +210,6 @@ class DecoderLayer(nn.Module):
 
     def unfuse(self) -> None:
         self.self_attn.fused = self.self_attn.qk_weight = self.mlp.fused = None
-
-
-def freeze_norms(module: nn.Module) -> None:
-    """Every RMSNorm in it, until `thaw_norms`."""
-    for each in module.modules():
-        if isinstance(each, RMSNorm):
-            each.freeze()
-
-
-def thaw_norms(module: nn.Module) -> None:
-    """Undoes `freeze_norms`; nothing where it was not called."""
-    for each in module.modules():
-        if isinstance(each, RMSNorm):
-            each.thaw()
 
 
 class ExactBuffers(nn.Module):

@@ -1,13 +1,11 @@
 """Linear layers with constant weights, optimized for a few rows at a time.
 
-Layers with the same input become one product. On a CPU the weight has a second copy: in bfloat16
-packed for oneDNN's kernels, which about halves the time of a few rows; in float32 transposed, which
-makes one row up to a quarter faster. The copy suits models that are small beside the memory:
-drafters, and targets up to `MOST_PACKED`."""
+Layers with the same input become one product. On a CPU a bfloat16 weight has a second copy, packed
+for oneDNN's kernels, which takes a quarter to a third off the time of decoding. The copy suits
+models that are small beside the memory: drafters, and targets up to `MOST_PACKED`."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -37,16 +35,12 @@ class FrozenLinear:
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
         self._packs = (packs or not shared) and can_pack(self.weight)
         self.packed: Tensor | None = None
-        self.across = (
-            self.weight.t().contiguous() if not shared and _turns(self.weight) else None
-        )  # [in, out]
         self.read_weights()
 
     def read_weights(self) -> None:
         """Packs the weight anew."""
         if self._packs:
             self.packed = _pack(self.weight)
-            _PACKED[_key(self.weight)] = self
 
     @staticmethod
     def worth_joining(*linears: nn.Linear) -> bool:
@@ -59,50 +53,15 @@ class FrozenLinear:
             and x.dtype == torch.bfloat16
             and x.numel()
             and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()  # which takes no packed weight
         ):
-            if torch.compiler.is_compiling():
-                return torch.ops.draftsmith.packed_linear(x, self.weight, self.bias)
             return PACKED_PRODUCT(x, self.packed, self.bias, "none", [], "")
         shape = (
             x.shape
         )  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
-        rows, across = x if len(shape) == 2 else x.reshape(-1, shape[-1]), self.across
-        if (
-            torch.compiler.is_compiling() or torch.is_grad_enabled()
-        ):  # a compiler chooses its own layout
-            out = nn.functional.linear(rows, self.weight, self.bias)
-        elif across is not None and rows.shape[0] == 1 and rows.dtype == across.dtype:
-            out = rows.mm(across) if self.bias is None else torch.addmm(self.bias, rows, across)
-        else:
-            out = nn.functional.linear(rows, self.weight, self.bias)
+        rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        out = nn.functional.linear(rows, self.weight, self.bias)
         return out if len(shape) == 2 else out.view(*shape[:-1], self.weight.shape[0])
-
-
-_PACKED: weakref.WeakValueDictionary[tuple, FrozenLinear] = (
-    weakref.WeakValueDictionary()
-)  # by what `_key` says
-_LIBRARY = torch.library.Library("draftsmith", "FRAGMENT")
-_LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-
-
-def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear(x, weight, bias) inside compiled code, to which a packed weight cannot be given."""
-    found = _PACKED.get(_key(weight))
-    if found is None:
-        return nn.functional.linear(x, weight, bias)
-    return PACKED_PRODUCT(x, found.packed, bias, "none", [], "")
-
-
-def _key(weight: Tensor) -> tuple:
-    return weight.data_ptr(), *weight.shape
-
-
-_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
-
-
-@torch.library.register_fake("draftsmith::packed_linear", lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def freeze_linears(module: nn.Module) -> None:
@@ -145,10 +104,6 @@ def _moved_together(tensors: list[Tensor]) -> Tensor:
         for each, part in zip(tensors, whole.split(sizes), strict=True):
             each.data = part
     return whole
-
-
-def _turns(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison
-_repeated: ContextVar[dict[int, Tensor] | None] = ContextVar(
-    "repeated", default=None
-)  # masks of the forward, by id
 PLAIN = {
     "is_causal",
     "position_ids",
@@ -55,12 +51,7 @@ def grouped_attention(
         )
     mask = None
     if attention_mask is not None:
-        kept = None if torch.compiler.is_compiling() else _repeated.get()
-        mask = None if kept is None else kept.get(id(attention_mask))
-        if mask is None:
-            mask = repeat_mask(attention_mask[..., : key.shape[2]], h // groups)
-            if kept is not None:
-                kept[id(attention_mask)] = mask
+        mask = repeat_mask(attention_mask[..., : key.shape[2]], h // groups)
     return attend_grouped(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
 
@@ -90,12 +81,9 @@ def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
         yield
         return
     config._attn_implementation = NAME
-    token = None if torch.compiler.is_compiling() else _repeated.set({})
     try:
         yield
     finally:
-        if token is not None:
-            _repeated.reset(token)
         config._attn_implementation = before
 
 

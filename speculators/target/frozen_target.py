@@ -25,7 +25,14 @@ from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
 from speculators.target import longrope
 from speculators.target.info import auto_class_of
-from speculators.target.packed_attention import LONG_ROW, Spans, packed, packed_mask, text_spans
+from speculators.target.packed_attention import (
+    LONG_ROW,
+    Spans,
+    packed,
+    packed_mask,
+    placeholder,
+    text_spans,
+)
 from speculators.target.probe import (
     ATTENTION,
     FULL,
@@ -456,10 +463,9 @@ class FrozenTarget(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """A forward of rows too long for [T, T] masks."""
         full, sliding = (
-            torch.zeros(1, 1, 1, 1, dtype=self._dtype, device=self._device) for _ in range(2)
+            placeholder(window, self._device, self._dtype) for window in (0, self._window or 0)
         )
-        windows = {full.data_ptr(): 0, sliding.data_ptr(): self._window}
-        with packed(self.config, spans, windows):
+        with packed(self.config, spans):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
 
     def _run(

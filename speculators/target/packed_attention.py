@@ -2,9 +2,9 @@
 all other rows.
 
 The texts of a packed row do not see each other, so plain causal attention over each text gives the
-same result; sliding windows are computed in blocks of queries. A layer receives an empty
-placeholder mask, whose address tells its window. The attention is registered with transformers as
-an implementation of its own."""
+same result; sliding windows are computed in blocks of queries. A layer receives a mask without
+queries, whose last dimension is its window. The attention is registered with transformers as an
+implementation of its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ LONG_ROW = 4096  # tokens; masks of shorter rows are small
 WINDOW_BLOCK = 1024  # queries
 
 Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each text
-# Address of a placeholder -> window, 0: none.
-_windows: ContextVar[dict[int, int] | None] = ContextVar("windows", default=None)
 _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
@@ -43,18 +41,22 @@ def text_spans(segment_ids: Tensor) -> Spans | None:
     return rows
 
 
+def placeholder(window: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The mask [1, 1, 0, window] of layers with such a window; 0: without one."""
+    return torch.empty(1, 1, 0, window, device=device, dtype=dtype)
+
+
 @contextmanager
-def packed(config: PretrainedConfig, spans: Spans, windows: dict[int, int]) -> Iterator[None]:
-    """Inside this context, models of `config` attend within `spans`. `windows`: addresses of
-    placeholder masks, and the window of the layers that receive them (0: none)."""
-    before, tokens = config._attn_implementation, (_windows.set(windows), _spans.set(spans))
+def packed(config: PretrainedConfig, spans: Spans) -> Iterator[None]:
+    """Inside this context, models of `config` attend within `spans` where the mask is a
+    `placeholder`."""
+    before, token = config._attn_implementation, _spans.set(spans)
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _windows.reset(tokens[0])
-        _spans.reset(tokens[1])
+        _spans.reset(token)
 
 
 def packed_attention(
@@ -68,13 +70,11 @@ def packed_attention(
     **others,
 ) -> tuple[Tensor, None]:
     """query [B, h, T, d], key and value [B, g, T, ·], a placeholder mask -> [B, T, h, ·]."""
-    windows = _windows.get() or {}
-    window = None if attention_mask is None else windows.get(attention_mask.data_ptr())
-    if window is None:
+    if attention_mask is None or attention_mask.shape[2]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
-    rows = []
+    rows, window = [], attention_mask.shape[3]
     for row, spans in enumerate(_spans.get()):
         texts = []
         for start, end in spans:

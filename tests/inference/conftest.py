@@ -117,6 +117,9 @@ class FakeHead:
     def cache_positions(self, token_ids):
         return len(token_ids)
 
+    def decode_with(self, forward_of) -> None:
+        """It is no language model."""
+
     def append(self, inputs):
         features = torch.cat([inputs.taps, inputs.last_hidden], -1) @ self.project
         state = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, features)

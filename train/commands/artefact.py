@@ -17,16 +17,10 @@ from speculators.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
-    from speculators.export.serving_commands import Way
+    from speculators.export.serving_commands import ServingCommand
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
-WORDS = {  # an engine's reaction to a fault
-    "refuses": "{} refuses it",
-    "crashes": "{} loads it and crashes",
-    "swallows": "{} does not notice",
-    "harmless": "does not matter in {}",
-}
 
 
 def export(
@@ -50,20 +44,28 @@ def export(
     target_layers: Annotated[
         int | None, typer.Option(help="Its layers, where taps are not named.")
     ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
+    ] = None,
 ) -> None:
     """Write the best drafter of a run, finished or not, or any drafter once more, in a format that
     engines load."""
     from speculators.export import read_drafter_config, read_fields
-    from speculators.export.convert import redress
+    from speculators.export.convert import convert, write_back
     from train.pipeline.export_stage import reexport
 
     console = Console()
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if into is not None:
+        write_back(source, into, out)
+        console.print(f"{out}: {into} with the module of {source}", highlight=False)
+        return
     on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
     if any((source / name).is_file() for name in ("config.json", "adapter_config.json")) or on_hub:
         target: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
-        redress(
+        convert(
             source,
             out,
             format=format,
@@ -75,9 +77,8 @@ def export(
     else:
         _, step = reexport(source, out, dtype=dtype, format=format)
         console.print(f"{out}: the drafter of step {step}", highlight=False)
-    _print_ways(
-        console, _ways(read_drafter_config(out, target_layers), read_fields(out), str(out), model)
-    )
+    config, fields = read_drafter_config(out, target_layers), read_fields(out)
+    _print_commands(console, _commands(config, fields, str(out), model))
 
 
 def inspect(
@@ -106,28 +107,29 @@ def inspect(
     console = Console()
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         options = parse_speculative_config({"method": drafter})
-        ways = serving(drafter, target=model, training_free=options)
+        commands = serving(drafter, target=model, training_free=options)
         if as_json:
             typer.echo(
-                json.dumps({"method": drafter, "serving": [vars(way) for way in ways]}, indent=2)
+                json.dumps({"method": drafter, "serving": [vars(c) for c in commands]}, indent=2)
             )
         else:
-            _print_ways(console, ways)
+            _print_commands(console, commands)
         return
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(
             f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with"
             " prepare"
         )
-    target = TargetSection(model=model).sketch() if model else None
-    tokenizer = _tokenizer(model) if model else None
-    result = inspect_folder(drafter, target, num_target_layers=target_layers, tokenizer=tokenizer)
-    if (
-        model
-        and tokenizer is None
-        and (mask := getattr(result.config, "mask_token_id", None)) is not None
-    ):
-        result.add("mask_token_unchecked", f"mask_token_id is {mask}")
+    result = inspect_folder(drafter, num_target_layers=target_layers)
+    held_to = model or (result.target_name or "" if Path(result.target_name or "").is_dir() else "")
+    if held_to:
+        target, tokenizer = TargetSection(model=held_to).sketch(), _tokenizer(held_to)
+        result = inspect_folder(
+            drafter, target, num_target_layers=target_layers, tokenizer=tokenizer
+        )
+        if tokenizer is None and hasattr(result.config, "mask_token_id"):
+            text = "not held to texts, as the target's tokenizer could not be loaded"
+            result.add("mask_token_id", text, warning=True)
     if as_json:
         typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
     else:
@@ -145,23 +147,25 @@ def _tokenizer(model: str) -> Any:
         return None
 
 
-def _ways(config: Any, fields: Any, folder: str, model: str) -> list[Way]:
+def _commands(config: Any, fields: Any, folder: str, model: str) -> list[ServingCommand]:
+    from speculators.export.formats import format_of
     from speculators.export.serving_commands import serving
 
     own = fields.get("draftsmith") or {}
     target = model or (own.get("target") or {}).get("name_or_path", "")
-    format_ = "speculators" if "speculators_config" in fields else own.get("format", "vllm")
-    tokens = own.get("num_speculative_tokens")
+    tokens, format_ = own.get("num_speculative_tokens"), format_of(fields)
     return serving(
         config.family, folder=folder, target=target, tokens=tokens, config=config, format=format_
     )
 
 
 def _facts(result: Inspection) -> dict[str, Any]:
+    from speculators.export.formats import format_of
+
     config = result.config
     facts: dict[str, Any] = {
         "family": result.family,
-        "format": result.layout.format if result.layout else None,
+        "format": format_of(result.fields) if result.layout else None,
         "architectures": list(result.fields.get("architectures") or ()),
         "target": result.target_name,
         "chat_template": result.own.get("chat_template_sha256"),
@@ -185,13 +189,15 @@ def _facts(result: Inspection) -> dict[str, Any]:
 
 
 def _as_data(result: Inspection, drafter: str, model: str) -> dict[str, Any]:
-    ways = [] if result.config is None else _ways(result.config, result.fields, drafter, model)
+    commands = (
+        [] if result.config is None else _commands(result.config, result.fields, drafter, model)
+    )
     return {
         "folder": str(result.folder),
         "sound": result.sound,
         **_facts(result),
         "faults": [vars(fault) for fault in result.faults],
-        "serving": [vars(way) for way in ways],
+        "serving": [vars(command) for command in commands],
         "tensors": {
             name: {"shape": list(h.shape), "dtype": h.dtype}
             for name, h in sorted(result.headers.items())
@@ -216,25 +222,20 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
             table.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
         console.print(table)
     if result.faults:
-        table = Table("fault", "in engines", "what to do", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table("fault", "", "in engines", box=SIMPLE_HEAD, pad_edge=False)
         for fault in sorted(result.faults, key=lambda fault: fault.warning):
-            kind = Text(f"{fault.kind}: ", style="yellow" if fault.warning else "bold red")
-            reaction = WORDS[fault.vllm].format("vLLM") + (f": {fault.then}" if fault.then else "")
-            reaction += f". {WORDS[fault.sglang].format('SGLang')}" if fault.sglang else ""
-            table.add_row(
-                kind.append(fault.what, style="default"), Text(reaction), Text(fault.todo)
-            )
+            where = Text(fault.where, style="yellow" if fault.warning else "bold red")
+            table.add_row(where, Text(fault.text), Text(fault.engines))
         console.print(table)
     if result.config is not None:
-        _print_ways(console, _ways(result.config, result.fields, drafter, model))
+        _print_commands(console, _commands(result.config, result.fields, drafter, model))
     if result.sound:
         console.print("every tensor is there and has its shape", style="green")
 
 
-def _print_ways(console: Console, ways: list[Way]) -> None:
-    for way in ways:
-        console.print(
-            Text(way.engine, style="bold"), Text(way.note, style="dim") if way.note else ""
-        )
-        if way.command:
-            console.print(Text(f"  {way.command}"), soft_wrap=True)
+def _print_commands(console: Console, commands: list[ServingCommand]) -> None:
+    for command in commands:
+        note = Text(command.note, style="dim") if command.note else ""
+        console.print(Text(command.engine, style="bold"), note)
+        if command.command:
+            console.print(Text(f"  {command.command}"), soft_wrap=True)

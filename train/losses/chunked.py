@@ -275,7 +275,7 @@ def score(
     """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`,
     which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
     z = scaled(logits, task.temperature)
-    best = argmax(z)[..., None]  # [g, m, 1]
+    best = z.argmax(-1, keepdim=True)  # [g, m, 1]
     agreement = to_target(best[..., 0], task.draft_to_target) == target.best
     if has_closed_form(task.mix):
         q = torch.softmax(z, dim=-1)
@@ -310,7 +310,7 @@ def target_of(task: Task, logits: Tensor) -> Target:
         z = scaled(logits, task.temperature).clamp_min(
             -1e30
         )  # of a token masked with -inf, 0 * -inf is nan
-        best = argmax(z)[:, None]
+        best = z.argmax(-1, keepdim=True)
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
@@ -343,19 +343,6 @@ def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
 
 def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
     return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
-
-
-def argmax(z: Tensor, block: int = 64) -> Tensor:
-    """z.argmax(-1), the first of equals [...]; on a CPU by way of block maxima, which are
-    vectorised."""
-    if z.device.type != "cpu" or z.shape[-1] % block:
-        return z.argmax(-1)
-    blocks = z.unflatten(-1, (-1, block))  # [..., V / block, block]
-    first = blocks.amax(-1).argmax(
-        -1, keepdim=True
-    )  # [..., 1], the first block that holds the maximum
-    found = blocks.gather(-2, first[..., None].expand(*first.shape, block))  # [..., 1, block]
-    return (first * block + found.argmax(-1))[..., 0]
 
 
 def in_float(x: Tensor) -> Tensor:

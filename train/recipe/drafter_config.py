@@ -126,7 +126,7 @@ def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
     place for it."""
     for name in recipe.export.formats:
         try:
-            layout_for(name, config.family).check(config)
+            layout_for(name, config.family).check(config, name)
         except ConfigError as error:
             raise ConfigError(f"export.formats: {error}") from error
     return config

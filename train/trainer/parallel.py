@@ -92,7 +92,7 @@ class Sharded(Replicated):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         super().__init__(accelerator, drafter)
-        self.module = drafter.twin()
+        self.module = drafter.deep_copy()
         mesh, plugin = mesh_of(accelerator), _plugin(accelerator)
         for unit in self.module.shard_units():
             fully_shard(unit, mesh=mesh, reshard_after_forward=bool(plugin.reshard_after_forward))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
+from inference.plain_decoder import plain_or_none
 from inference.requests.request import Request
 from inference.sampling.sampler import (
     argmax,
@@ -85,6 +86,7 @@ class HeadProposer(Proposer):
             depth, "num_speculative_tokens" if tree is None else "the depth of the tree of drafts"
         )
         drafter.require_length(max_model_len, "max_model_len")
+        drafter.decode_with(plain_or_none)
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth

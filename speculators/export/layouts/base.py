@@ -3,9 +3,10 @@ reading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -15,11 +16,13 @@ from torch import Tensor
 from speculators.config import DecoderConfig, DrafterConfig, decoder_fields
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
+from speculators.registry import family_class
 from speculators.vocab.draft_vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
-TRAINED_WITH = (  # fields that no tensor's shape depends on; each family has some
+TRAINED_WITH = (  # fields that no tensor's shape may depend on; each family has some
+    "vocab_size",
     "rope_parameters",
     "head_dim",
     "num_attention_heads",
@@ -37,22 +40,57 @@ TRAINED_WITH = (  # fields that no tensor's shape depends on; each family has so
 
 Fields = Mapping[str, Any]  # of config.json
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
+PREFIX = "model."
+REFUSES = "vLLM refuses it"
+RANDOM = "vLLM runs with the values that the module was made with, and accepts nothing or less"
+ONES = "vLLM runs with ones"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a folder."""
+
+    where: str  # the field of config.json, the tensor or the file
+    text: str  # what is wrong, and what to do where that is not plain
+    engines: str = ""  # what engines do with it, where it is known
+    warning: bool = False  # it may be right
 
 
 class Layout:
-    """One family's folder in one format. Module names are those of the family's file.
+    """One family's folder in the formats `formats`. Module names are those of the family's file.
 
     `to_config` and `from_config` use the field names of vLLM's own format. A format with other
-    fields converts them in `dressed` and `plain`, and one with other tensor names overrides
-    `tensors`."""
+    fields converts them in `to_engine` and `from_engine`, and one with other tensor names overrides
+    `name_in_file`."""
 
     family: ClassVar[str]
-    format: ClassVar[str] = "vllm"
-    meanings: ClassVar[
-        Mapping[str, str]
-    ] = {}  # field of config.json (dotted if nested) -> its meaning
+    formats: ClassVar[tuple[str, ...]] = ("vllm",)
+    architectures: ClassVar[tuple[str, ...]] = ()  # that are read; the first is written; (): any
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32
+    bare: ClassVar[bool] = True  # no tensor of it begins with `model.`
+    zero_at_start: ClassVar[tuple[str, ...]] = ()  # beginnings of names of matrices that may be 0
+    # What vLLM does without a tensor, by an ending of its name; the first that fits.
+    without: ClassVar[Mapping[str, str]] = {"norm.weight": ONES, "": RANDOM}
+    stray: ClassVar[str] = REFUSES  # what vLLM does with a tensor that it has no module for
+
+    # How engines serve the family; of the layout in vLLM's own format.
+    vllm_method: ClassVar[Mapping[str, Any]] = {}  # where vLLM's method is not the family's name
+    in_vllm: ClassVar[bool] = True
+    vllm_arguments: ClassVar[str] = ""  # further ones of `vllm serve`
+    vllm_samples: ClassVar[bool] = True  # it can sample its drafts, else they are the best tokens
+    vllm_note: ClassVar[str] = ""
+    sglang_algorithm: ClassVar[str | None] = None
+    sglang_chain: ClassVar[bool] = True  # SGLang is told the steps of a chain
+
+    def no_vllm(self, config: Any) -> str:
+        """The reason why vLLM serves no such drafter in this format, and the remedy; empty: it
+        does."""
+        return ""
+
+    def no_sglang(self, config: Any) -> str:
+        """As `no_vllm`, of SGLang."""
+        return ""
 
     # -------------------------------------------------------------- files
 
@@ -101,10 +139,6 @@ class Layout:
         )
         drafter.load_state_dict(self.state(found, config, ids), strict=True)
 
-    def load(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
-        """Loads the drafter's tensors under the names of `tensors`, unchecked."""
-        return self.canonical(self._found(config, files), config)
-
     def _found(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for file in files:
@@ -114,29 +148,51 @@ class Layout:
                 found |= {name: reader.get_tensor(name) for name in mine}
         return found
 
-    def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[WeightFault]:
+    def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
         """Lists all differences between the tensors and the table."""
         table, zeros = self.tensors(config), self.zeros(config)
-        wanted = set(table) | ({"d2t"} if config.reduced_vocabulary else set())
-        faults = [
-            WeightFault("not_zero", name, f"{name} is not zero")
-            for name in zeros
-            if name in found and found[name].any()
-        ]
-        faults += [missing(name) for name in sorted(wanted - set(found))]
-        faults += [
-            unexpected(name)
-            for name in sorted(set(found) - wanted - set(zeros) - set(self.ignored))
-        ]
         shapes = {name: shape for name, (_, shape) in table.items()}
         if config.reduced_vocabulary:
             shapes["d2t"] = (config.draft_vocab_size,)
-        for name, shape in shapes.items():
-            if name in found and tuple(found[name].shape) != shape:
-                faults.append(misshaped(name, found[name].shape, shape))
+        faults = [self.missing(name) for name in sorted(set(shapes) - set(found))]
+        known = {*shapes, *zeros, *self.ignored}
+        faults += [self.unexpected(name) for name in sorted(set(found) - known)]
+        faults += [
+            Fault(name, f"{name} is not zero", "vLLM drops it")
+            for name in zeros
+            if name in found and found[name].any()
+        ]
+        for name in shapes:
+            if name in found and tuple(found[name].shape) != shapes[name]:
+                faults.append(misshaped(name, found[name].shape, shapes[name]))
             elif name in found and not torch.isfinite(found[name].float()).all():
                 faults.append(not_finite(name))
         return faults
+
+    def missing(self, name: str) -> Fault:
+        engines = next(does for ending, does in self.without.items() if name.endswith(ending))
+        return Fault(name, f"{name} is missing", engines)
+
+    def unexpected(self, name: str) -> Fault:
+        dropped = "vLLM drops it without a word, and drafts with another layer"
+        return Fault(
+            name,
+            f"{name} is unexpected",
+            dropped if name.endswith(".bias") else self.stray,
+        )
+
+    def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
+        """The drafter's tensors under the names of `tensors`, and their faults."""
+        found = self._found(config, sorted(folder.glob("*.safetensors")))
+        if self.bare:
+            found = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+        found = self.canonical(found, config)
+        return found, self.faults(found, config)
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        """What `from_config` takes from config.json without a word, and an engine otherwise or not
+        at all. `plain`: the fields as `from_engine` returns them; `names`: of the tensors."""
+        yield from ()
 
     def state(
         self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None
@@ -157,7 +213,17 @@ class Layout:
 
     def tensors(self, config: DrafterConfig) -> Table:
         """Every tensor but `d2t`, which is offsets in the file and ids in the module."""
-        raise NotImplementedError
+        with torch.device("meta"):
+            state = self.unpacked(family_class(config.family)(config).state_dict())
+        return {
+            self.name_in_file(name, config): (name, tuple(tensor.shape))
+            for name, tensor in state.items()
+            if name != "target_ids"
+        }
+
+    def name_in_file(self, name: str, config: Any) -> str:
+        """The name in the file of the module's tensor `name`."""
+        return name
 
     def to_config(self, config: DrafterConfig) -> dict[str, Any]:
         """The fields of config.json. What the format has no field for is written below
@@ -176,16 +242,16 @@ class Layout:
         would be random."""
         return {}
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, format_: str) -> None:
         """ConfigError for a drafter that the format's engines would run wrongly; it names the
         field."""
 
-    def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Converts config.json as `to_config` has it to the fields of this format."""
         return fields
 
-    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        """The inverse of `dressed`, also for folders of other tools."""
+    def from_engine(self, fields: Fields, where: str) -> Fields:
+        """The inverse of `to_engine`, also for folders of other tools."""
         return fields
 
     def belongs(self, name: str, config: Any) -> bool:
@@ -205,27 +271,7 @@ class Layout:
         return found
 
 
-LAYER_MEANINGS = {  # of the fields that `DecoderConfig.llama_fields` writes
-    "hidden_size": "width of the head",
-    "intermediate_size": "width of its MLP",
-    "num_hidden_layers": "its decoder layers",
-    "num_attention_heads": "its attention heads",
-    "num_key_value_heads": "its key/value heads",
-    "head_dim": "size of an attention head, which need not be hidden_size / heads",
-    "hidden_act": "activation of the MLP",
-    "rms_norm_eps": "of its norms",
-    "rope_parameters": (
-        "rotary parameters, scaling (linear, llama3, yarn, …) included; the target's"
-    ),
-    "rope_theta": "the base again, for readers that do not know `rope_parameters`",
-    "max_position_embeddings": "positions the head was made for; the target's",
-}
 FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
-WINDOW_MEANINGS = {
-    "layer_types": f"`{SLIDING}` per layer; of a head with a window alone, as the two below",
-    "sliding_window": "positions that a slot reads, its own included",
-    "use_sliding_window": "true, as transformers' config would drop the window otherwise",
-}
 
 
 def window_fields(config: Any) -> dict[str, Any]:
@@ -255,26 +301,25 @@ def window_of(fields: Mapping[str, Any], where: str) -> int | None:
     return fields["sliding_window"]
 
 
-COMMON_MEANINGS = {
-    "dtype": "precision of the tensors; an engine runs the head in the target's",
-    "draftsmith": (
-        "family, number of the target's layers, where the head comes from, what it was trained with"
-    ),
-}
+def ignored_window(fields: Fields, *, layers: bool = True) -> Iterator[Fault]:
+    """A window that vLLM's layers would not have. `layers`: they can have one."""
+    listed = layers and SLIDING in (fields.get("layer_types") or [])
+    if fields.get("sliding_window") and fields.get("use_sliding_window") is not False:
+        if not listed:
+            remedy = f"write layer_types: [{SLIDING}] for each layer, or " if layers else ""
+            text = f"sliding_window is {fields['sliding_window']}; {remedy}take it away"
+            yield Fault("sliding_window", text, "vLLM's layers read every position all the same")
 
 
-class WeightFault(NamedTuple):
-    """One difference between a tensor and the table."""
-
-    kind: str  # missing, unexpected, shape, not_finite, not_zero, other
-    name: str
-    text: str
+def bare_names(names: set[str]) -> set[str]:
+    """Names of tensors without a prefix `model.`, with which some tools write them."""
+    return {name.removeprefix(PREFIX) for name in names}
 
 
 class WeightsError(CheckpointError):
     """Tensors that differ from the table."""
 
-    def __init__(self, folder: str | Path, faults: Sequence[WeightFault]) -> None:
+    def __init__(self, folder: str | Path, faults: Sequence[Fault]) -> None:
         super().__init__(
             f"drafter {folder}: {len(faults)} fault(s) in the weights: "
             + "; ".join(fault.text for fault in faults)
@@ -282,23 +327,16 @@ class WeightsError(CheckpointError):
         self.faults = list(faults)
 
 
-def missing(name: str) -> WeightFault:
-    return WeightFault("missing", name, f"{name} is missing")
+def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> Fault:
+    text = f"{name} has shape {list(found)}, expected {list(expected)}"
+    return Fault(name, f"{text}; check the sizes in config.json", REFUSES)
 
 
-def unexpected(name: str) -> WeightFault:
-    return WeightFault("unexpected", name, f"{name} is unexpected")
+def not_finite(name: str) -> Fault:
+    return Fault(name, f"{name} holds values that are not finite", "engines draft nonsense")
 
 
-def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> WeightFault:
-    return WeightFault("shape", name, f"{name} has shape {list(found)}, expected {list(expected)}")
-
-
-def not_finite(name: str) -> WeightFault:
-    return WeightFault("not_finite", name, f"{name} holds values that are not finite")
-
-
-def refuse(faults: Sequence[WeightFault], folder: str | Path) -> None:
+def refuse(faults: Sequence[Fault], folder: str | Path) -> None:
     """WeightsError with all faults, if there are any."""
     if faults:
         raise WeightsError(folder, faults)
@@ -381,34 +419,3 @@ def head_fields(
         dtype=dtype_of(fields),
         **decoder_fields(fields),
     )
-
-
-def same_names(shapes: Mapping[str, tuple[int, ...]]) -> Table:
-    """A table whose tensors have the same names in the file and in the module."""
-    return {name: (name, shape) for name, shape in shapes.items()}
-
-
-def layer_rows(
-    config: Any, *, inputs: int | None = None, input_norm: bool = True
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one `speculators.layers.decoder.DecoderLayer`. `inputs`: input width of
-    its projections."""
-    H, I, D = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv, width = config.num_attention_heads * D, config.num_key_value_heads * D, inputs or H
-    rows: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj.weight": (heads, width),
-        "self_attn.k_proj.weight": (kv, width),
-        "self_attn.v_proj.weight": (kv, width),
-        "self_attn.o_proj.weight": (H, heads),
-        "mlp.gate_proj.weight": (I, H),
-        "mlp.up_proj.weight": (I, H),
-        "mlp.down_proj.weight": (H, I),
-        "post_attention_layernorm.weight": (H,),
-    }
-    if input_norm:
-        rows["input_layernorm.weight"] = (H,)
-    if config.qk_norm:
-        rows |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
-    if config.attention_bias:
-        rows |= {f"self_attn.{part}_proj.bias": (heads if part == "q" else kv,) for part in "qkv"}
-    return rows

@@ -7,7 +7,7 @@ below `dflash_config`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,49 +15,30 @@ from torch import Tensor
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
     FULL,
-    LAYER_MEANINGS,
+    REFUSES,
     SLIDING,
+    Fault,
     Fields,
     Layout,
-    Table,
-    architecture_of,
+    bare_names,
     head_fields,
-    layer_rows,
     own_fields,
     require,
-    same_names,
     window_of,
 )
+from speculators.export.layouts.eagle3 import TAPS
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
 ANCHOR = (  # read for every family, so that a layout that none but DSpark has is refused
     "sample_from_anchor"
 )
+NO_CPU_RUNNER = "on a GPU: vLLM's runner for CPUs has no such drafter"
 ALIASES = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
-}
-
-_BACKBONE_MEANINGS = {
-    "model_type": "`qwen3`, the kind of the layers",
-    "vocab_size": "the target's vocabulary",
-    "draft_vocab_size": (
-        "tokens the head can propose; below vocab_size there are `lm_head` and `d2t`"
-    ),
-    "target_hidden_size": "width of the target's states",
-    **LAYER_MEANINGS,
-    "attention_bias": "false",
-    "tie_word_embeddings": "false",
-    "layer_types": f"`{FULL}`, or `{SLIDING}` for all layers",
-    "sliding_window": "positions that a slot reads, its own included; null: all",
-    "use_sliding_window": "true with a window, which transformers' config would drop otherwise",
-    "is_causal": "a slot sees only those before it in its block",
-    "block_size": "slots of a block as trained, the anchor's included",
-    "num_target_layers": "layers of the target",
 }
 
 
@@ -65,7 +46,8 @@ class DFlashLayout(Layout):
     """The backbone: taps, mask token and causality below `dflash_config`."""
 
     family = "dflash"
-    architecture: ClassVar[str] = "DFlashDraftModel"
+    formats: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
     nested: ClassVar[tuple[str, ...]] = (
         "mask_token_id",
         "target_layer_ids",
@@ -75,52 +57,65 @@ class DFlashLayout(Layout):
     own: ClassVar[
         tuple[str, ...]
     ] = ()  # fields of the family's config, written under the same names
-    meanings: ClassVar[Mapping[str, str]] = {
-        "architectures": "`DFlashDraftModel`",
-        **_BACKBONE_MEANINGS,
-        f"{SECTION}.mask_token_id": "token whose embedding fills the slots without a known token",
-        f"{SECTION}.target_layer_ids": (
-            "taps by layer outputs: i is the output of layer i, one less than ours"
-        ),
-        f"{SECTION}.block_size": "the same again",
-        f"{SECTION}.causal": "`is_causal` again: vLLM reads either, SGLang the other alone",
-        **COMMON_MEANINGS,
-    }
     ignored = ("t2d",)
+    sglang_algorithm = "DFLASH"
+    sglang_chain = False
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return architecture_of(fields) == self.architecture
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        return "hidden_norm.weight" in bare_names(names) or SECTION in fields
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, format_: str) -> None:
         if 0 in config.tap_layers:
             raise ConfigError(
                 f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for"
                 " block drafters, and 0 is the embedding; choose from 1"
             )
+        if format_ != "sglang":
+            return
+        if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
+            raise ConfigError(
+                f"export format sglang: SGLang drafts {config.family} over the target's whole"
+                " vocabulary and at its width, and ignores `lm_head` and `d2t`; serve this one"
+                " with vLLM, or train without draft_vocab_size"
+            )
+        if config.num_target_layers in config.tap_layers:
+            raise ConfigError(
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures"
+                " states before a layer, and so not the output of the last one,"
+                f" {config.num_target_layers}; serve this head with vLLM"
+            )
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        section = plain.get(SECTION) or {}
+        sizes = {plain.get("block_size"), section.get("block_size")} - {None}
+        if len(sizes) > 1:
+            text = f"block_size is {plain['block_size']}, below {SECTION} {section['block_size']}"
+            yield Fault("block_size", f"{text}; write the block that was trained at both places")
+        yield from self.causality_faults(plain)
+        if plain.get("sliding_window") and SLIDING in (plain.get("layer_types") or []):
+            if not (plain.get("use_sliding_window") or section.get("swa_window_size")):
+                text = "sliding layers, but use_sliding_window is not true; set it"
+                yield Fault("use_sliding_window", text, "engines lose sliding_window and refuse it")
+        ids = section.get("target_layer_ids") or plain.get("target_layer_ids") or ()
+        if (taps := plain.get(TAPS)) and list(taps) != [i + 1 for i in ids]:
+            text = f"{TAPS} is {list(taps)}, target_layer_ids {list(ids)}; take the former away"
+            yield Fault(TAPS, text, "vLLM reads the former, SGLang the latter")
+
+    def causality_faults(self, plain: Fields) -> Iterator[Fault]:
+        """vLLM goes by `is_causal`, or else `dflash_config.causal`, or else the windows; SGLang by
+        `is_causal` alone. Under another mask than in training little is accepted."""
+        top, nested = plain.get("is_causal"), (plain.get(SECTION) or {}).get("causal")
+        if top is None and nested is None:
+            kind = "causal" if is_causal(plain) else "bidirectional"
+            text = f"neither is_causal nor {SECTION}.causal: taken for {kind}"
+            yield Fault("is_causal", text, f"engines take it for {kind}", warning=True)
+        elif (SLIDING in (plain.get("layer_types") or []) if top is None else top) != (
+            top if nested is None else nested
+        ):
+            text = f"is_causal is {top}, {SECTION}.causal {nested}; write both as it was trained"
+            yield Fault("is_causal", text, "vLLM reads either, SGLang is_causal alone")
 
     # -------------------------------------------------------------- tensors
-
-    def tensors(self, config: Any) -> Table:
-        H = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "fc.weight": (H, len(config.tap_layers) * config.target_hidden_size),
-            "hidden_norm.weight": (H,),
-            "norm.weight": (H,),
-        }
-        for i in range(config.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.layer(config).items()}
-        if config.reduced_vocabulary:
-            shapes["lm_head.weight"] = (config.draft_vocab_size, H)
-        shapes |= self.more(config)
-        return same_names(shapes)
-
-    def layer(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Tensors of one layer."""
-        return layer_rows(config)
-
-    def more(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Tensors beside the backbone's."""
-        return {}
 
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         names = {}
@@ -142,7 +137,7 @@ class DFlashLayout(Layout):
             **{name: getattr(config, name) for name in self.own},
         }
         return {
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
             "model_type": "qwen3",
             "vocab_size": config.vocab_size,
             "draft_vocab_size": config.draft_vocab_size,
@@ -167,7 +162,7 @@ class DFlashLayout(Layout):
     def from_config(
         self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        fields = self.plain(fields, where)
+        fields = self.from_engine(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
         require(
             section,
@@ -179,7 +174,7 @@ class DFlashLayout(Layout):
         return build_config(
             where,
             self.family,
-            **head_fields(fields, layers, where, self.family),
+            **head_fields(fields, layers, where, self.family, self.architectures),
             tap_layers=tuple(layer + 1 for layer in section["target_layer_ids"]),
             block_size=fields.get("block_size") or section.get("block_size", 16),
             mask_token_id=section["mask_token_id"],
@@ -196,7 +191,7 @@ class DSparkLayout(DFlashLayout):
     `causal`."""
 
     family = "dspark"
-    architecture = "Qwen3DSparkModel"
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
     nested = ("causal",)
     own = (
         "markov_rank",
@@ -205,105 +200,45 @@ class DSparkLayout(DFlashLayout):
         "confidence_head_with_markov",
         "sample_from_anchor",
     )
-    meanings: ClassVar = {
-        "architectures": "`Qwen3DSparkModel`",
-        **_BACKBONE_MEANINGS,
-        "mask_token_id": "token whose embedding fills the slots without a known token",
-        "target_layer_ids": "taps by layer outputs: i is the output of layer i, one less than ours",
-        "sample_from_anchor": (
-            "slot j predicts the token after its position; engines take true where nothing is said"
-        ),
-        "markov_rank": "rank of the bias of the token before",
-        "markov_head_type": "`vanilla`, which vLLM runs; `gated` and `rnn` are SGLang's as well",
-        "enable_confidence_head": "there is a confidence head",
-        "confidence_head_with_markov": "it reads the token before, too",
-        f"{SECTION}.causal": "`is_causal` again",
-        **COMMON_MEANINGS,
+    without: ClassVar = {
+        "d2t": REFUSES,
+        "lm_head.weight": REFUSES,
+        "confidence_head.proj.weight": "vLLM drafts without confidences, SGLang refuses it",
+        "confidence_head.proj.bias": "vLLM drafts without confidences, SGLang refuses it",
+        **DFlashLayout.without,
     }
+    vllm_note = NO_CPU_RUNNER
+    sglang_algorithm = "DSPARK"
 
-    def more(self, config: Any) -> dict[str, tuple[int, ...]]:
-        H, r = config.hidden_size, config.markov_rank
-        shapes: dict[str, tuple[int, ...]] = {
-            "markov_head.markov_w1.weight": (config.vocab_size, r),
-            "markov_head.markov_w2.weight": (config.draft_vocab_size, r),
-        }
-        if config.markov_head_type == "gated":
-            shapes["markov_head.gate_proj.weight"] = (r, H + r)
-        elif config.markov_head_type == "rnn":
-            shapes["markov_head.joint_proj.weight"] = (3 * r, 2 * r + H)
-        if config.enable_confidence_head:
-            shapes["confidence_head.proj.weight"] = (
-                1,
-                H + (r if config.confidence_head_with_markov else 0),
-            )
-            shapes["confidence_head.proj.bias"] = (1,)
-        return shapes
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        return any(name.startswith("markov_head.") for name in bare_names(names))
+
+    def no_vllm(self, config: Any) -> str:
+        if (kind := config.markov_head_type) == "vanilla":
+            return ""
+        return f"vLLM runs vanilla Markov heads alone, and this one is {kind}"
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        section = plain.get(SECTION) or {}
+        for name in (*self.own, "block_size"):
+            if name in section and plain.get(name) is None:
+                text = f"{name} stands below {SECTION} alone; write it at the top"
+                yield Fault(name, text, "engines refuse it")
+        yield from super().field_faults(fields, plain, names)
 
 
 class DFlash2Layout(DFlashLayout):
     """With convolutions and the selector, whose codebooks have no `.weight`."""
 
     family = "dflash2"
-    architecture = "DFlash2DraftModel"
+    architectures: ClassVar[tuple[str, ...]] = ("DFlash2DraftModel",)
     own = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     nested = (*DFlashLayout.nested, *own)
-    meanings: ClassVar = {
-        **DFlashLayout.meanings,
-        "architectures": "`DFlash2DraftModel`",
-        f"{SECTION}.conv_kernel_size": "slots that a convolution mixes",
-        f"{SECTION}.conv_group_size": "channels that share a dynamic kernel",
-        f"{SECTION}.selector_rank": "rank of the codebooks",
-        f"{SECTION}.selector_top_k": "tokens that the selector chooses among",
-    }
+    vllm_method: ClassVar = {"method": "dflash"}
+    vllm_note = NO_CPU_RUNNER
 
-    def layer(self, config: Any) -> dict[str, tuple[int, ...]]:
-        H, taps = config.hidden_size, config.conv_kernel_size
-        rows = layer_rows(config)
-        for conv in ("attention_conv", "mlp_conv"):
-            rows[f"{conv}.base_kernel"] = (2, taps, H)
-            rows[f"{conv}.kernel_projection.weight"] = (2 * taps * (H // config.conv_group_size), H)
-        return rows
-
-    def more(self, config: Any) -> dict[str, tuple[int, ...]]:
-        r = config.selector_rank
-        return {
-            "candidate_selector.predecessor_codebook": (config.vocab_size, r),
-            "candidate_selector.successor_codebook": (config.vocab_size, r),
-            "candidate_selector.hidden_projection.weight": (r, config.hidden_size),
-        }
-
-
-class _SGLang:
-    """SGLang shares the target's embedding and head without looking into the file."""
-
-    format = "sglang"
-
-    def check(self, config: Any) -> None:
-        super().check(config)  # type: ignore[misc]
-        if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
-            raise ConfigError(
-                f"export format sglang: SGLang drafts {config.family} over the target's whole"
-                " vocabulary and at its width, and ignores `lm_head` and `d2t`; serve this one"
-                " with vLLM, or train without draft_vocab_size"
-            )
-        if config.num_target_layers in config.tap_layers:
-            raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures"
-                " states before a layer, and so not the output of the last one,"
-                f" {config.num_target_layers}; serve this head with vLLM"
-            )
-
-
-class SGLangDFlashLayout(_SGLang, DFlashLayout):
-    """DFlash: nothing differs."""
-
-
-class SGLangDSparkLayout(_SGLang, DSparkLayout):
-    """DSpark: nothing differs."""
-
-
-class SGLangDFlash2Layout(_SGLang, DFlash2Layout):
-    """DFlash 2: nothing differs."""
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        return any(name.startswith("candidate_selector.") for name in bare_names(names))
 
 
 def is_causal(fields: Mapping[str, Any]) -> bool:

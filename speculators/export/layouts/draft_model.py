@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
-from speculators.errors import CheckpointError, ConfigError
+from speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
+    REFUSES,
+    Fault,
     Fields,
     Layout,
-    WeightFault,
+    WeightsError,
     dtype_of,
     misshaped,
-    missing,
     not_finite,
     own_fields,
     refuse,
-    unexpected,
 )
 from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from speculators.families.draft_model.student import plain_fields
@@ -43,18 +43,44 @@ class DraftModelLayout(Layout):
     """The names and shapes of the tensors are transformers' own."""
 
     family = "draft_model"
-    meanings: ClassVar = {
-        "architectures": (
-            "the model's class in transformers; its other fields are transformers' own too"
-        ),
-        **COMMON_MEANINGS,
-    }
+    formats: ClassVar = ("vllm", "sglang", "transformers")
+    bare = False
+    without: ClassVar = {"": REFUSES}
+    sglang_algorithm = "STANDALONE"
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return any(
             str(name).endswith(("ForCausalLM", "LMHeadModel"))
             for name in fields.get("architectures") or []
         )
+
+    def check(self, config: Any, format_: str) -> None:
+        """A folder of peft's is loaded otherwise by transformers."""
+        if format_ == "transformers" and config.adapter_of is not None:
+            raise ConfigError(
+                "export format transformers: adapter_of: this draft model is an adapter of"
+                f" {config.adapter_of}; export it merged (drafter.peft_export: merged)"
+            )
+
+    def no_vllm(self, config: Any) -> str:
+        if config.adapter_of is None:
+            return ""
+        return "the folder holds an adapter, not a model: export it merged (drafter.peft_export)"
+
+    def no_sglang(self, config: Any) -> str:
+        if config.adapter_of is None and not config.other_tokenizer:
+            return ""
+        return "STANDALONE wants a whole model with the target's own tokenizer"
+
+    def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
+        """By loading it, under transformers' names."""
+        try:
+            self.read(DraftModel(cast(DraftModelConfig, config)), folder, [])
+        except WeightsError as error:
+            return {}, error.faults
+        except DraftsmithError as error:
+            return {}, [Fault("weights", str(error))]
+        return {}, []
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = own_fields(config)
@@ -110,7 +136,7 @@ class DraftModelLayout(Layout):
                 f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not;"
                 " load the merged model"
             )
-        drafter.take_model(_load(base or folder))
+        drafter.take_model(self._load(base or folder))
         if base is not None:
             drafter.take_model(merge_saved_adapter(drafter.model, folder))
             drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
@@ -126,50 +152,30 @@ class DraftModelLayout(Layout):
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
-
-class TransformersLayout(DraftModelLayout):
-    """A whole model. An adapter would be a folder of peft's, which transformers loads otherwise."""
-
-    format = "transformers"
-
-    def check(self, config: Any) -> None:
-        if config.adapter_of is not None:
-            raise ConfigError(
-                "export format transformers: adapter_of: this draft model is an adapter of"
-                f" {config.adapter_of}; export it merged (drafter.peft_export: merged)"
+    def _load(self, path: str | Path) -> Any:
+        """The causal LM of a folder or repository id in float32. CheckpointError names every tensor
+        that is not its own."""
+        loaded: Any
+        name, revision = split_revision(str(path))
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                name,
+                revision=revision,
+                dtype=torch.float32,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                output_loading_info=True,
             )
-
-
-class SGLangDraftModelLayout(DraftModelLayout):
-    """SGLang's STANDALONE algorithm reads the same folder."""
-
-    format = "sglang"
-
-
-def _load(path: str | Path) -> Any:
-    """The causal LM of a folder or repository id in float32. CheckpointError names every tensor
-    that is not its own."""
-    loaded: Any
-    name, revision = split_revision(str(path))
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=torch.float32,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-        )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}"
-        ) from error
-    model, info = loaded
-    faults = [missing(name) for name in sorted(info.get("missing_keys") or ())]
-    faults += [unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
-    faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
-    faults += [WeightFault("other", "", str(message)) for message in info.get("error_msgs") or ()]
-    refuse(faults, Path(path))
-    if needs_eager(model.config):
-        model.set_attn_implementation("eager")
-    return model
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}"
+            ) from error
+        model, info = loaded
+        faults = [self.missing(name) for name in sorted(info.get("missing_keys") or ())]
+        faults += [self.unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
+        faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
+        faults += [Fault("weights", str(message)) for message in info.get("error_msgs") or ()]
+        refuse(faults, Path(path))
+        if needs_eager(model.config):
+            model.set_attn_implementation("eager")
+        return model

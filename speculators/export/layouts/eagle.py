@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from speculators.config import DrafterConfig
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
-    LAYER_MEANINGS,
+    Fault,
     Fields,
     Layout,
-    Table,
     architecture_of,
+    bare_names,
     head_fields,
-    layer_rows,
+    ignored_window,
     own_fields,
-    same_names,
 )
 from speculators.registry import build_config
 
-ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle")
+ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 # Config fields of a published head that only the names of its tensors tell. Our own folders state
 # them too, so that a missing tensor is noticed.
 BY_NAME = {
@@ -35,39 +33,23 @@ class EagleLayout(Layout):
     there."""
 
     family = "eagle"
-    meanings: ClassVar = {
-        "architectures": "`EagleLlamaForCausalLM`; vLLM refuses `LlamaForCausalLMEagle`",
-        "model_type": "`llama`",
-        "vocab_size": "the target's vocabulary",
-        **LAYER_MEANINGS,
-        "attention_bias": "false",
-        "qkv_bias": "true if queries, keys and values have biases",
-        "mlp_bias": "false",
-        "bias": "false; left out if fc has a bias, which vLLM drops",
-        "tie_word_embeddings": "false",
-        **COMMON_MEANINGS,
-    }
+    architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES
+    sglang_algorithm = "EAGLE"
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
-        other = any(
-            name.endswith(".hidden_norm.weight") or name == "hidden_norm.weight" for name in names
-        )
-        return wanted <= names and not other and architecture_of(fields) in ARCHITECTURES
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        return "fc.weight" in bare_names(names) or "Eagle" in architecture_of(fields)
 
-    def tensors(self, config: Any) -> Table:
-        H = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 2 * H)}
-        if config.fc_bias:
-            shapes["fc.bias"] = (H,)
-        for i in range(config.num_layers):
-            shapes |= {
-                f"layers.{i}.{name}": shape
-                for name, shape in layer_rows(config, input_norm=i > 0).items()
-            }
-        if config.own_embeddings:
-            shapes["embed_tokens.weight"] = (config.vocab_size, H)
-        return same_names(shapes)
+    def no_sglang(self, config: Any) -> str:
+        return "its names are others"
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        biases = {name for name in names if name.endswith(".bias")}
+        if "fc.bias" in biases:
+            yield Fault("fc.bias", "fc has a bias; train without it", "vLLM drops it")
+        if biases - {"fc.bias"} and not (fields.get("qkv_bias") or fields.get("attention_bias")):
+            text = "queries, keys and values have biases; set qkv_bias: true"
+            yield Fault("qkv_bias", text, "vLLM drops them")
+        yield from ignored_window(plain, layers=False)
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = own_fields(config)
@@ -95,6 +77,6 @@ class EagleLayout(Layout):
         return build_config(
             where,
             "eagle",
-            **head_fields(fields, num_target_layers, where, "an EAGLE head", ARCHITECTURES),
+            **head_fields(fields, num_target_layers, where, "an EAGLE head", self.architectures),
             **{field: own.get(field, tensor in names) for field, tensor in BY_NAME.items()},
         )

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from speculators.config import DrafterConfig, default_tap_layers
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
-    LAYER_MEANINGS,
-    WINDOW_MEANINGS,
+    REFUSES,
+    Fault,
     Fields,
     Layout,
-    Table,
-    architecture_of,
+    bare_names,
     head_fields,
-    layer_rows,
+    ignored_window,
     own_fields,
     owns_embeddings,
-    same_names,
     window_fields,
     window_of,
 )
@@ -34,65 +31,36 @@ ARCHITECTURES = (
     "Eagle3Qwen3ForCausalLM",
 )
 TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+COUNT = "num_aux_hidden_states"
 SWITCHES = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual")
-
-
-MEANINGS = {
-    "architectures": (
-        "`LlamaForCausalLMEagle3`; `Qwen3ForCausalLM` for a layer with norms of queries and keys"
-    ),
-    "model_type": "`llama`, or `qwen3` for that layer",
-    "vocab_size": "the target's vocabulary",
-    "draft_vocab_size": "tokens the head can propose; below vocab_size there is a `d2t`",
-    "target_hidden_size": "width of the target's states",
-    **LAYER_MEANINGS,
-    **WINDOW_MEANINGS,
-    "attention_bias": "false",
-    "mlp_bias": "false",
-    "tie_word_embeddings": "false",
-    "eagle_aux_hidden_state_layer_ids": (
-        "taps: 0 is the embedding output, i the output of layer i - 1; ascending"
-    ),
-    "num_aux_hidden_states": "their number, without which vLLM takes it for three",
-    "norm_before_fc": "one norm over all taps (EAGLE-3.1)",
-    "fc_norm": "a norm per tap (EAGLE-3.1)",
-    "norm_output": "the normed state is fed back (EAGLE-3.1)",
-    "norm_before_residual": "the residual is the normed state",
-    **COMMON_MEANINGS,
-}
 
 
 class Eagle3Layout(Layout):
     """Names as vLLM's loader has them; one layer is called `midlayer`."""
 
     family = "eagle3"
-    meanings: ClassVar = MEANINGS
+    architectures: ClassVar = ARCHITECTURES
     ignored = ("t2d",)
+    without: ClassVar = {
+        "d2t": "vLLM takes every draft id for a target id, and accepts next to nothing",
+        **Layout.without,
+    }
+    sglang_algorithm: ClassVar[str | None] = "EAGLE3"
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        layer = any(name.endswith(".hidden_norm.weight") for name in names)
-        return layer and architecture_of(fields) in ARCHITECTURES
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        bare = bare_names(names)
+        return (
+            "d2t" in bare
+            or any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in bare)
+            or any(field in fields for field in (TAPS, "draft_vocab_size", SECTION))
+        )
 
-    def tensors(self, config: Any) -> Table:
-        H, taps, width = config.hidden_size, len(config.tap_layers), config.target_hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, taps * width)}
-        if config.norm_before_fc:
-            shapes["input_norm.weight"] = (taps * width,)
-        if config.fc_norm:
-            shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(taps)}
-        table = same_names(shapes)
-        for i in range(config.num_layers):
-            outside = "midlayer" if config.num_layers == 1 else f"layers.{i}"
-            rows = layer_rows(config, inputs=2 * H if i == 0 else H)
-            if i == 0:
-                rows["hidden_norm.weight"] = (H,)
-            table |= {
-                f"{outside}.{name}": (f"layers.{i}.{name}", shape) for name, shape in rows.items()
-            }
-        shapes = {"norm.weight": (H,), "lm_head.weight": (config.draft_vocab_size, H)}
-        if config.own_embeddings:
-            shapes["embed_tokens.weight"] = (config.vocab_size, H)
-        return table | same_names(shapes)
+    def no_sglang(self, config: Any) -> str:
+        return "its tap numbers and names are others"
+
+    def name_in_file(self, name: str, config: Any) -> str:
+        one = config.num_layers == 1 and name.startswith("layers.0.")
+        return name.replace("layers.0", "midlayer", 1) if one else name
 
     def to_config(self, config: Any) -> dict[str, Any]:
         return {
@@ -113,7 +81,7 @@ class Eagle3Layout(Layout):
             **own_fields(config),
         }
 
-    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def from_engine(self, fields: Fields, where: str) -> Fields:
         """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
         theirs = (fields.get(SECTION) or {}).get(TAPS)
         return (
@@ -122,10 +90,31 @@ class Eagle3Layout(Layout):
             else {**fields, TAPS: [tap + 1 for tap in theirs]}
         )
 
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        taps, count = plain.get(TAPS), plain.get(COUNT)
+        if not taps:
+            yield Fault(
+                TAPS,
+                f"{TAPS} is missing; write the layers that it was trained on",
+                "vLLM taps layers of its own choice, 2, n/2 and n-3",
+            )
+        elif "vllm" in self.formats and not fields.get(TAPS):
+            yield Fault(
+                f"{SECTION}.{TAPS}",
+                f"tap ids in {SECTION} alone, taken for layer outputs, the taps {taps};"
+                f" write {TAPS} at the top",
+                "vLLM takes them for taps; SGLang, whose section it is, for layer outputs",
+                warning=True,
+            )
+        elif len(taps) != (count or 3):
+            text = f"{COUNT} is {count or 'missing, so 3'}, but there are {len(taps)} tap ids"
+            yield Fault(COUNT, text, REFUSES)
+        yield from ignored_window(plain)
+
     def from_config(
         self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        fields = self.plain(fields, where)
+        fields = self.from_engine(fields, where)
         head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
         return build_config(
             where,
@@ -146,11 +135,4 @@ class Eagle3Layout(Layout):
         return {}
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        if config.num_layers > 1:
-            return found
-        return {
-            (
-                name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
-            ): tensor
-            for name, tensor in found.items()
-        }
+        return {self.name_in_file(name, config): tensor for name, tensor in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,10 +11,10 @@ from torch import Tensor
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
+    REFUSES,
+    Fault,
     Fields,
     Layout,
-    Table,
     dtype_of,
     own_fields,
     target_layers,
@@ -30,40 +30,30 @@ class MedusaLayout(Layout):
     projection as one list."""
 
     family = "medusa"
-    meanings: ClassVar = {
-        "architectures": "`MedusaModel`",
-        "model_type": "`medusa`",
-        "hidden_size": "width of the target's states",
-        "vocab_size": "the target's vocabulary",
-        "num_heads": "heads; one drafts one token",
-        "num_hidden_layers": "residual blocks of a head",
-        "medusa_fc_bias": "the blocks have a bias; vLLM drops biases without this",
-        "original_lm_head": "one projection for all heads, `lm_head.weight`",
-        **COMMON_MEANINGS,
-    }
+    architectures = ("MedusaModel",)
+    bare = False
+    zero_at_start = ("blocks.",)
+    without: ClassVar = {"": REFUSES}
+    stray = "vLLM does not read it"
+    vllm_samples = False
+    vllm_note = "vLLM up to 0.32; 0.33 dropped Medusa, and this project's runtime serves it"
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
         return fields.get("model_type") == "medusa" or any(
-            _PUBLISHED_BLOCK.match(name) for name in names
+            name.startswith(("blocks.", "lm_heads.")) or _PUBLISHED_BLOCK.match(name)
+            for name in names
         )
 
-    def tensors(self, config: Any) -> Table:
-        H, V = config.hidden_size, config.vocab_size
-        table: Table = {}
-        for head in range(config.num_heads):
-            for block in range(config.num_layers):
-                outside, inside = f"blocks.{head}.layers.{block}", f"blocks.{head}.{block}.linear"
-                table[f"{outside}.weight"] = (f"{inside}.weight", (H, H))
-                if config.fc_bias:
-                    table[f"{outside}.bias"] = (f"{inside}.bias", (H,))
+    def name_in_file(self, name: str, config: Any) -> str:
         if config.shared_lm_head:
-            table["lm_head.weight"] = ("lm_heads.0.weight", (V, H))
-        else:
-            table |= {
-                f"lm_heads.{i}.weight": (f"lm_heads.{i}.weight", (V, H))
-                for i in range(config.num_heads)
-            }
-        return table
+            name = name.replace("lm_heads.0.", "lm_head.")
+        return re.sub(r"^blocks\.(\d+)\.(\d+)\.linear", r"blocks.\1.layers.\2", name)
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        named = fields.get("medusa_fc_bias")
+        if not named and any(name.endswith(".bias") for name in names):
+            text = "the blocks have biases, and medusa_fc_bias is not true; set it"
+            yield Fault("medusa_fc_bias", text, "vLLM drops the biases")
 
     def to_config(self, config: Any) -> dict[str, Any]:
         return {

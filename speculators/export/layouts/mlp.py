@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from torch import Tensor
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
     Fields,
     Layout,
-    Table,
     dtype_of,
     own_fields,
     require,
@@ -33,43 +30,20 @@ class MLPLayout(Layout):
     is read."""
 
     family = "mlp"
-    meanings: ClassVar = {
-        "architectures": f"`{ARCHITECTURE}`",
-        "model_type": "`mlp_speculator`",
-        "vocab_size": "the target's vocabulary",
-        "emb_dim": "width of the target's states",
-        "inner_dim": "width of the heads' own",
-        "n_predict": "heads; one drafts one token",
-        "top_k_tokens_per_head": "candidates of each head: 1, a chain",
-        "n_candidates": "1",
-        "tie_weights": "all heads share their tensors, but for the first projection",
-        "scale_input": "the target's state is normed first",
-        **COMMON_MEANINGS,
-    }
+    bare = False
+    in_vllm = False
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        named = (
-            ARCHITECTURE in (fields.get("architectures") or [])
-            or fields.get("model_type") == "mlp_speculator"
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        return any(name.startswith("speculator.") for name in names)
+
+    def no_vllm(self, config: Any) -> str:
+        return (
+            "vLLM 0.32 has no model of an MLP speculator and 0.33 dropped the method; this"
+            " project's runtime serves it"
         )
-        return named and any(name.startswith("speculator.emb.") for name in names)
 
-    def tensors(self, config: Any) -> Table:
-        V, I = config.vocab_size, config.inner_dim
-        table: Table = {}
-        for i in range(config.n_predict):
-            rows = {
-                f"emb.{i}.weight": (f"emb.{i}.weight", (V, I)),
-                f"proj.{i}.weight": (
-                    f"proj.{i}.weight",
-                    (I, I if i else config.target_hidden_size),
-                ),
-                f"ln.{i}.weight": (f"ln.{i}.weight", (I,)),
-                f"ln.{i}.bias": (f"ln.{i}.bias", (I,)),
-                f"head.{i}.weight": (f"heads.{i}.weight", (V, I)),
-            }
-            table |= {f"speculator.{name}": row for name, row in rows.items()}
-        return {name: row for name, row in table.items() if _kept(name, config) == name}
+    def name_in_file(self, name: str, config: Any) -> str:
+        return f"speculator.{name.replace('heads.', 'head.', 1)}"
 
     def to_config(self, config: Any) -> dict[str, Any]:
         return {

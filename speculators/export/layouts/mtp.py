@@ -13,27 +13,22 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
 from speculators.export.layouts.base import (
-    COMMON_MEANINGS,
-    LAYER_MEANINGS,
+    REFUSES,
     Fields,
     Layout,
-    Table,
     dtype_of,
     head_fields,
-    layer_rows,
     own_fields,
     require,
 )
 from speculators.families.mtp import BORROWED, MtpConfig
 from speculators.layers.target_layer import (
-    BorrowedLayer,
     layer_fields,
     pack_experts,
     unpack_experts,
@@ -95,24 +90,14 @@ class MtpLayout(Layout):
     """All three; which one it is, the names of the tensors say."""
 
     family = "mtp"
-    meanings: ClassVar = {
-        "architectures": (
-            "`MiMoForCausalLM`; of the layouts that borrow the target's layer, the target's own"
-        ),
-        "model_type": "`qwen2`; of those layouts the target's own, with all its other fields",
-        "vocab_size": "the target's vocabulary",
-        **LAYER_MEANINGS,
-        "num_hidden_layers": "1, the module; vLLM takes sizes, rope and eps from the target",
-        "num_nextn_predict_layers": "1",
-        "tie_word_embeddings": "false",
-        "mtp_hidden_state": (
-            "the target's state after the final norm (`normed`) or before it (`residual`)"
-        ),
-        **COMMON_MEANINGS,
-    }
+    formats: ClassVar = ("vllm", "sglang")
+    bare = False
+    without: ClassVar = {"": REFUSES}
+    vllm_arguments = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
+    sglang_algorithm = "EAGLE"
     exact = ("e_score_correction_bias",)
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
         return bool(_modules(names)[1])
 
     def belongs(self, name: str, config: Any) -> bool:
@@ -121,24 +106,19 @@ class MtpLayout(Layout):
             name.startswith(prefix) and name.removeprefix(prefix) not in NAMES[config.layout].shared
         )
 
-    def tensors(self, config: Any) -> Table:
-        names, prefix, H = NAMES[config.layout], _prefix(config), config.hidden_size
-        table: Table = {f"{prefix}{names.input_proj}.weight": ("input_proj.weight", (H, 2 * H))}
-        for norm in ("embed_norm", "hidden_norm", "final_norm"):
-            table[f"{prefix}{getattr(names, norm)}.weight"] = (f"{norm}.weight", (H,))
-        inside = "layer."
-        if config.target_fields is None:
-            rows = layer_rows(config)
-        else:
-            with torch.device("meta"):
-                state = unpack_experts(BorrowedLayer(config.target_fields).block.state_dict())
-            inside, rows = (
-                "layer.block.",
-                {name: tuple(tensor.shape) for name, tensor in state.items()},
-            )
-        return table | {
-            f"{prefix}{names.layer}{name}": (inside + name, shape) for name, shape in rows.items()
-        }
+    def no_vllm(self, config: Any) -> str:
+        if config.layout == "mimo":
+            return ""
+        return (
+            "vLLM reads such a module from the target's own checkpoint: draftsmith export --into"
+            " TARGET puts it there"
+        )
+
+    def name_in_file(self, name: str, config: Any) -> str:
+        names, (part, _, rest) = NAMES[config.layout], name.partition(".")
+        if part == "layer":
+            return _prefix(config) + names.layer + rest.removeprefix("block.")
+        return f"{_prefix(config)}{getattr(names, part)}.{rest}"
 
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return unpack_experts(state)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.export.layouts.base import Table
-from speculators.export.layouts.eagle3 import MEANINGS, Eagle3Layout
+from speculators.export.layouts.base import REFUSES, Fields, bare_names
+from speculators.export.layouts.eagle3 import Eagle3Layout
 
 MASK = "mask_hidden"
 TOKENS = (
@@ -23,23 +23,13 @@ class PEagleLayout(Eagle3Layout):
     depths were trained."""
 
     family = "peagle"
-    meanings: ClassVar = {
-        **MEANINGS,
-        "mask_token_id": "token whose embedding fills the slots without a known token",
-        "num_depths": (
-            "depths trained: more drafts than these are refused here, and untrained in vLLM"
-        ),
-    }
+    without: ClassVar = {MASK: REFUSES, **Eagle3Layout.without}
+    vllm_method: ClassVar = {"method": "eagle3", "parallel_drafting": True}
+    sglang_algorithm = None
 
-    def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        return (MASK in names or any(name in fields for name in TOKENS)) and super().recognises(
-            fields, names
-        )
-
-    def tensors(self, config: Any) -> Table:
-        return super().tensors(config) | {
-            MASK: (MASK, (len(config.tap_layers) * config.target_hidden_size,))
-        }
+    def recognises(self, fields: Fields, names: set[str]) -> bool:
+        own = MASK in bare_names(names) or any(name in fields for name in TOKENS)
+        return own and super().recognises(fields, names)
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}

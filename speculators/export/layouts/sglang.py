@@ -1,43 +1,35 @@
-"""SGLang's layouts: the same tensors as vLLM's under SGLang's names, tap numbers and architectures.
+"""SGLang's layouts where they differ from vLLM's: tap numbers, names, architectures.
 
 SGLang numbers taps by layer outputs, one less than ours; it has no switch for some variants and
 ignores what it does not know, so that these are refused here. From reading SGLang's own loaders,
-whose engine needs a GPU."""
+whose engine needs a GPU. Its EAGLE-3 has one layer, and versions that do not read
+`num_aux_hidden_states` refuse another number of taps than three."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts.base import Table
+from speculators.export.layouts.base import Fault, Fields
 from speculators.export.layouts.eagle import EagleLayout
-from speculators.export.layouts.eagle3 import MEANINGS as EAGLE3_MEANINGS
 from speculators.export.layouts.eagle3 import SECTION, TAPS, Eagle3Layout
-from speculators.export.layouts.mtp import MtpLayout
 
-EAGLE3, EAGLE = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
+EAGLE = "LlamaForCausalLMEagle"
 
 
 class SGLangEagle3Layout(Eagle3Layout):
-    """EAGLE-3. Layers after the first have their input norm under the name `hidden_norm`."""
+    """EAGLE-3."""
 
-    format = "sglang"
-    meanings: ClassVar = {
-        **{name: meaning for name, meaning in EAGLE3_MEANINGS.items() if name != TAPS},
-        "architectures": f"`{EAGLE3}`",
-        f"{SECTION}.{TAPS}": "tap i is the output of layer i: one less than ours and vLLM's",
-        f"{SECTION}.use_aux_hidden_state": "true",
-        "rope_scaling": "`rope_parameters` again, for versions that do not read them; null: none",
-    }
+    formats: ClassVar = ("sglang",)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, format_: str) -> None:
         switches = ("norm_before_fc", "norm_before_residual", "qk_norm", "sliding_window")
         unknown = [name for name in switches if getattr(config, name)]
         if config.own_embeddings and config.hidden_size == config.target_hidden_size:
             unknown.append("own_embeddings")  # replaced by the target's
+        if config.num_layers > 1:
+            unknown.append(f"num_layers {config.num_layers}")  # refused, or dropped by older ones
         _refuse(unknown, "eagle3")
         if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
@@ -46,60 +38,54 @@ class SGLangEagle3Layout(Eagle3Layout):
                 f" nor the last layer ({config.num_target_layers}); serve this head with vLLM"
             )
 
-    def tensors(self, config: Any) -> Table:
-        return {_renamed(name): row for name, row in super().tensors(config).items()}
+    def no_vllm(self, config: Any) -> str:
+        return "it would read every tap one layer too early"
 
-    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        return {_renamed(name): tensor for name, tensor in super().canonical(found, config).items()}
+    def no_sglang(self, config: Any) -> str:
+        return ""
 
-    def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         inner = {TAPS: [tap - 1 for tap in fields[TAPS]], "use_aux_hidden_state": True}
         rest = {name: value for name, value in fields.items() if name != TAPS}
         return rest | {"rope_scaling": _rope_scaling(fields), SECTION: inner}
 
-    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def from_engine(self, fields: Fields, where: str) -> Fields:
         if not (fields.get(SECTION) or {}).get(TAPS):
             raise CheckpointError(
                 f"{where}: {SECTION}.{TAPS} is missing; it says which layers of the target are read"
             )
-        return super().plain({**fields, TAPS: None}, where)
+        return super().from_engine({**fields, TAPS: None}, where)
 
 
 class SGLangEagleLayout(EagleLayout):
     """EAGLE-1. SGLang's fc always has a bias, which would be random if it were left out."""
 
-    format = "sglang"
-    meanings: ClassVar = {
-        **EagleLayout.meanings,
-        "architectures": f"`{EAGLE}`, which vLLM refuses",
-        "rope_scaling": "`rope_parameters` again, for versions that do not read them; null: none",
-    }
+    formats: ClassVar = ("sglang",)
+    architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
 
-    def check(self, config: Any) -> None:
+    def check(self, config: Any, format_: str) -> None:
         _refuse(
             [name for name in ("own_embeddings", "attention_bias") if getattr(config, name)],
             "eagle",
         )
 
+    def no_vllm(self, config: Any) -> str:
+        return "it refuses the architecture"
+
+    def no_sglang(self, config: Any) -> str:
+        return ""
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        yield from ()  # its fc has a bias
+
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {} if config.fc_bias else {"fc.bias": (config.hidden_size,)}
 
-    def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         return fields | {"architectures": [EAGLE], "rope_scaling": _rope_scaling(fields)}
 
 
-class SGLangMtpLayout(MtpLayout):
-    """Multi-token prediction: nothing differs."""
-
-    format = "sglang"
-
-
-def _renamed(name: str) -> str:
-    later = name.startswith("layers.") and not name.startswith("layers.0.")
-    return name.replace(".input_layernorm.", ".hidden_norm.") if later else name
-
-
-def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
     rope = fields["rope_parameters"]
     if rope.get("rope_type", "default") == "default":
         return None

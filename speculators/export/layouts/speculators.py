@@ -7,11 +7,11 @@ numbered as ours. Knows no file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS, Fault, Fields
 from speculators.export.layouts.dflash import (
     ANCHOR,
     SECTION,
@@ -20,7 +20,7 @@ from speculators.export.layouts.dflash import (
     DFlashLayout,
     DSparkLayout,
 )
-from speculators.export.layouts.eagle3 import MEANINGS, SWITCHES, Eagle3Layout
+from speculators.export.layouts.eagle3 import SWITCHES, Eagle3Layout
 from speculators.export.layouts.peagle import PEagleLayout
 
 TOP = (
@@ -48,33 +48,10 @@ TYPES = (
 )  # the values of speculators_model_type that are read
 
 
-def _meanings(
-    family: str, speculator: str, top: tuple[str, ...], fields: Mapping[str, str]
-) -> dict[str, str]:
-    """Of the format's own fields, and of `fields` at their places."""
-    return {
-        "architectures": f"`{speculator}`; vLLM goes by `speculators_model_type`",
-        "speculators_model_type": f"the algorithm: `{family}`",
-        "speculators_version": "of this format",
-        "speculators_config.algorithm": "the algorithm again",
-        "speculators_config.default_proposal_method": "`greedy`",
-        "speculators_config.proposal_methods": (
-            "one, with `speculative_tokens`: the drafts of a round"
-        ),
-        "speculators_config.verifier.name_or_path": "the target that vLLM loads",
-        "speculators_config.verifier.architectures": "the target's architecture, for people",
-        **{
-            name if name in top or name.startswith(COMMON) else f"{LAYER}.{name}": meaning
-            for name, meaning in fields.items()
-            if name != "architectures"
-        },
-    }
-
-
 class _Speculators:
     """The fields of vLLM's own format at their places here, and back."""
 
-    format = "speculators"
+    formats: ClassVar[tuple[str, ...]] = ("speculators",)
     family: ClassVar[str]
     speculator: ClassVar[str]  # `architectures` of config.json
     version: ClassVar[str] = "0.9.0"  # of the format that the fields are in
@@ -82,6 +59,9 @@ class _Speculators:
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
         return fields.get("speculators_model_type") == self.family
+
+    def no_sglang(self, config: Any) -> str:
+        return "it does not read this format"
 
     def flat(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The fields of vLLM's own format -> this format's, those of the layer among them."""
@@ -95,7 +75,7 @@ class _Speculators:
         """Of a round, where nobody says how many."""
         return NUM_SPECULATIVE_TOKENS
 
-    def dressed(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         own = fields["draftsmith"]
         target = own.get("target") or {}
         if not target.get("name_or_path"):
@@ -124,7 +104,7 @@ class _Speculators:
             "draftsmith": own,
         }
 
-    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def from_engine(self, fields: Fields, where: str) -> Fields:
         kind, layer = fields.get("speculators_model_type"), fields.get(LAYER)
         if kind != self.family:
             raise CheckpointError(
@@ -143,10 +123,9 @@ class SpeculatorsEagle3Layout(_Speculators, Eagle3Layout):
     """EAGLE-3."""
 
     speculator, version, top = "Eagle3Speculator", "0.4.0", TOP
-    meanings: ClassVar = _meanings("eagle3", speculator, top, MEANINGS)
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        """Algorithms that are not known as well, so that `plain` names them."""
+        """Algorithms that are not known as well, so that `from_engine` names them."""
         return "speculators_model_type" in fields or "speculators_config" in fields
 
     def native(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -159,10 +138,9 @@ class SpeculatorsPEagleLayout(_Speculators, PEagleLayout):
     """P-EAGLE. vLLM does not pass on the switches of EAGLE-3.1."""
 
     speculator, top = "PEagleSpeculator", (*TOP, "mask_token_id", "num_depths")
-    meanings: ClassVar = _meanings("peagle", speculator, top, PEagleLayout.meanings)
 
-    def check(self, config: Any) -> None:
-        super().check(config)
+    def check(self, config: Any, format_: str) -> None:
+        super().check(config, format_)
         if lost := [name for name in ("fc_norm", "norm_output") if getattr(config, name)]:
             raise ConfigError(
                 f"export format speculators: vLLM does not read {', '.join(lost)} of a peagle"
@@ -173,12 +151,12 @@ class SpeculatorsPEagleLayout(_Speculators, PEagleLayout):
     def drafts(self, fields: Mapping[str, Any]) -> int:
         return fields["num_depths"]
 
-    def plain(self, fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def from_engine(self, fields: Fields, where: str) -> Fields:
         """The drafts of a round are the depths trained, where no other number is said."""
         methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return {
             "num_depths": methods[0].get("speculative_tokens") or 8,
-            **super().plain(fields, where),
+            **super().from_engine(fields, where),
         }
 
     def native(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -187,6 +165,8 @@ class SpeculatorsPEagleLayout(_Speculators, PEagleLayout):
 
 class _Block(_Speculators):
     """Block drafters: all of their fields at the top, but those of the layers."""
+
+    architectures: ClassVar[tuple[str, ...]]
 
     top: ClassVar[tuple[str, ...]] = (
         "draft_vocab_size",
@@ -197,7 +177,6 @@ class _Block(_Speculators):
         ANCHOR,
         NON_CAUSAL,
     )
-    architecture: ClassVar[str]
 
     def flat(self, fields: dict[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {ANCHOR: False, **fields, **fields[SECTION]}
@@ -211,9 +190,21 @@ class _Block(_Speculators):
         said = {
             "is_causal": causal,
             SECTION: {"causal": causal},
-            "architectures": [self.architecture],
+            "architectures": [self.architectures[0]],
         }
         return {ANCHOR: False, **fields, **ids, **said}
+
+    def causality_faults(self, plain: Fields) -> Iterator[Fault]:
+        return iter(())
+
+    def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
+        if fields.get(NON_CAUSAL) is False and not (
+            SLIDING in (plain.get("layer_types") or []) or "draftsmith" in fields
+        ):
+            text = f"{NON_CAUSAL} is false, so that the block is causal"
+            engines = "in vLLM it is causal, in the speculators library it is not"
+            yield Fault(NON_CAUSAL, text, engines, warning=True)
+        yield from super().field_faults(fields, plain, names)  # type: ignore[misc]
 
     def causal(self, fields: Mapping[str, Any]) -> bool:
         """As vLLM has it: of all layers, not of sliding ones alone as the name says."""
@@ -223,34 +214,16 @@ class _Block(_Speculators):
         return fields["block_size"] - (not fields[ANCHOR])
 
 
-def _block_meanings(
-    layout: type[DFlashLayout], speculator: str, top: tuple[str, ...]
-) -> dict[str, str]:
-    gone = ("target_layer_ids", "is_causal", "causal", "num_target_layers")
-    flat = {name.removeprefix(f"{SECTION}."): meaning for name, meaning in layout.meanings.items()}
-    flat["block_size"] = layout.meanings["block_size"]
-    flat |= {
-        TAPS: "taps: i is the output of layer i - 1, as ours",
-        ANCHOR: layout.meanings.get(ANCHOR, "false") + "; vLLM takes false where nothing is said",
-        NON_CAUSAL: "not `is_causal`, of full layers too; true where nothing is said",
-    }
-    return _meanings(
-        layout.family, speculator, top, {k: v for k, v in flat.items() if k not in gone}
-    )
-
-
 class SpeculatorsDFlashLayout(_Block, DFlashLayout):
     """DFlash."""
 
     speculator = "DFlashSpeculator"
-    meanings: ClassVar = _block_meanings(DFlashLayout, speculator, _Block.top)
 
 
 class SpeculatorsDFlash2Layout(_Block, DFlash2Layout):
     """DFlash 2."""
 
     speculator, top = "DFlash2Speculator", (*_Block.top, *DFlash2Layout.own)
-    meanings: ClassVar = _block_meanings(DFlash2Layout, speculator, top)
 
 
 class SpeculatorsDSparkLayout(_Block, DSparkLayout):
@@ -260,14 +233,9 @@ class SpeculatorsDSparkLayout(_Block, DSparkLayout):
         "DSparkSpeculator",
         (*_Block.top, *(name for name in DSparkLayout.own if name != ANCHOR)),
     )
-    meanings: ClassVar = _block_meanings(DSparkLayout, speculator, top) | {
-        NON_CAUSAL: (
-            "true without a window; vLLM goes by `layer_types`, where sliding layers are causal"
-        )
-    }
 
-    def check(self, config: Any) -> None:
-        super().check(config)
+    def check(self, config: Any, format_: str) -> None:
+        super().check(config, format_)
         if config.is_causal != (config.sliding_window is not None):
             raise ConfigError(
                 f"export format speculators: is_causal {config.is_causal} with sliding_window"

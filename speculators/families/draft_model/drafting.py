@@ -7,8 +7,8 @@ drafted and one more. Knows no weights, no loss and no checkpoint."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Gr
 from speculators.errors import ConfigError
 from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import PlainDecoder, plain_decoder
 from speculators.vocab.token_map import TokenMap
-
-logger = logging.getLogger(__name__)
 
 
 class TokenDrafter(Drafter):
@@ -29,31 +26,24 @@ class TokenDrafter(Drafter):
 
     first_token = 0
     token_map: TokenMap | None = None
-    _plain: PlainDecoder | None = None  # the runner in fewer calls, while frozen
+    _forward: Any = None  # the runtime's of the runner, while frozen
 
     @property
     def runner(self) -> FrozenTarget:
         raise NotImplementedError
 
     @torch.no_grad()
-    def freeze(self) -> Drafter:
-        found = plain_decoder(self.runner)
-        if isinstance(found, str):
-            logger.info(
-                "draft model %s: drafting runs transformers' forward: %s",
-                self.runner.name_or_path,
-                found,
-            )
-        self._plain = None if isinstance(found, str) else found
-        return super().freeze()
+    def decode_with(self, forward_of: Callable[[FrozenTarget], Any]) -> None:
+        if not self.training:
+            self._forward = forward_of(self.runner)
 
     def thaw(self) -> None:
         super().thaw()
-        self._plain = None
+        self._forward = None
 
     @property
-    def _run(self) -> PlainDecoder | FrozenTarget:
-        return self.runner if self._plain is None else self._plain
+    def _run(self) -> Any:
+        return self._forward or self.runner
 
     def _positions(self, positions: Tensor) -> Tensor:
         """Those that it has: drafts that will not be verified may be asked for behind the last one,

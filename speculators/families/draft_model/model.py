@@ -194,6 +194,7 @@ class DraftModel(TokenDrafter):
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
         self.model = build_model(config.model)
+        self.adapter: Adapter | None = None  # of peft, while one is trained
         self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
@@ -224,7 +225,7 @@ class DraftModel(TokenDrafter):
 
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
-        self._runners, self._plain, self.model = [], None, model.eval()
+        self._runners, self._forward, self.model = [], None, model.eval()
 
     def state_of_model(self) -> dict[str, Tensor]:
         """The tensors of the model, with an adapter's merged."""
@@ -246,9 +247,9 @@ class DraftModel(TokenDrafter):
     def writer(self) -> FrozenTarget | None:
         return self.runner if self.token_map is None else None
 
-    def twin(self) -> Drafter:
+    def deep_copy(self) -> Drafter:
         self._runners = []
-        return super().twin()
+        return super().deep_copy()
 
     def shard_units(self) -> Sequence[nn.Module]:
         return list(self.runner.layers)  # the runner's probes want whole weights: it is made now
@@ -352,6 +353,20 @@ class DraftModel(TokenDrafter):
         if self.adapter is not None:
             self.adapter.merge()
         return super().freeze()
+
+    def thaw(self) -> None:
+        super().thaw()
+        if self.adapter is not None:
+            self.adapter.unmerge()
+
+    def plain(self) -> Drafter:
+        if self.adapter is None:
+            return self
+        plain = self.deep_copy()
+        assert isinstance(plain, DraftModel) and plain.adapter is not None  # a copy of ours
+        plain.adapter.fold()
+        plain.adapter = None
+        return plain
 
     # -------------------------------------------------------------- training
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from speculators.layers.frozen_linear import FrozenLinear, can_pack, freeze_linears, thaw_linears
+from speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
 
 SHAPES = [(1, 16), (3, 16), (4, 16), (0, 16), (1, 1, 16), (2, 3, 16), (1, 0, 16)]
 
@@ -56,7 +56,7 @@ def test_thawing_gives_the_layers_back(dtype: torch.dtype) -> None:
     with torch.no_grad():
         module[0].weight.mul_(2)
     with torch.inference_mode():
-        copied = module[0].forward.packed is not None or module[0].forward.across is not None
+        copied = module[0].forward.packed is not None
         assert torch.equal(module(x), before) == copied
     thaw_linears(module)
     with torch.inference_mode():
@@ -69,25 +69,6 @@ def test_what_has_gradients_still_has_them() -> None:
     x = torch.randn(3, 16, dtype=torch.bfloat16, requires_grad=True)
     FrozenLinear(linear)(x).sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_compiled_code_makes_the_packed_product_too(bias: bool) -> None:
-    linear = nn.Linear(16, 24, bias=bias).bfloat16()
-    frozen, x = FrozenLinear(linear, shared=True, packs=True), torch.randn(3, 16).bfloat16()
-    calls = []
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return frozen(rows).relu()
-
-    def backend(graph, inputs):
-        calls.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    with torch.inference_mode():
-        found = torch.compile(product, backend=backend, fullgraph=True)(x)
-        torch.testing.assert_close(found, linear(x).relu())
-    assert any("packed_linear" in call for call in calls) == can_pack(linear.weight)
 
 
 def test_a_shared_product_follows_its_weights_when_told() -> None:

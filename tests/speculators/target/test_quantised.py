@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from inference import SamplingParams
+from inference.plain_decoder import plain_decoder
 from inference.spec_decode.proposers.ngram import NgramProposer
 from speculators.errors import ConfigError, UnsupportedTarget
 from speculators.families.draft_model.student import cut_fields
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from speculators.target.plain_decoder import plain_decoder
 from speculators.target.probe import is_quantised
 from tests.inference.modules import make_llm
 from tests.quantised import save_quantised

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from speculators.config import DecoderConfig
 from speculators.layers import frozen_linear
 from speculators.layers.attention import cached_attends
-from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable, freeze_norms
+from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
 from speculators.precision import free_memory
 from speculators.target.frozen_target import FrozenTarget
@@ -43,7 +43,7 @@ class TargetForward:
     transformers' own."""
 
     def __init__(self, target: FrozenTarget) -> None:
-        self._target, self._plain = target, _plain_or_say(target)
+        self._target, self._plain = target, plain_or_none(target, copies=False)
 
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, Tensor]:
         """As `FrozenTarget.forward` over the `past_key_values` of a ragged cache."""
@@ -62,7 +62,7 @@ class TargetForward:
         True if so."""
         changed = self._plain is not None and self._plain.outdated
         if changed:
-            self._plain = _plain_or_say(self._target)
+            self._plain = plain_or_none(self._target, copies=False)
         return changed
 
     def read_weights(self) -> None:
@@ -100,7 +100,7 @@ class PlainDecoder:
         if packs and not _changed(runner.lm_head):
             self._head = FrozenLinear(runner.lm_head, shared=True, packs=True)
             self._packed.append(self._head)
-        self._read_norms()
+        self._join_norms()
         if not copies and runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
         self._modules = [*decoder.modules(), runner.lm_head]
@@ -148,13 +148,11 @@ class PlainDecoder:
         """Renews what was made of the weights."""
         for product in self._packed:
             product.read_weights()
-        self._read_norms()
+        self._join_norms()
 
-    def _read_norms(self) -> None:
+    def _join_norms(self) -> None:
         for layer in self._layers:
-            freeze_norms(layer)
             layer.self_attn.join_norms()
-        self._norm.freeze()
 
 
 def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder | str:
@@ -166,12 +164,11 @@ def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder 
     return plain if _agrees(plain, runner) else "its layers compute something else than plain ones"
 
 
-def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
-    found = plain_decoder(target, copies=False)
+def plain_or_none(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder | None:
+    """As `plain_decoder`; the log says which, and why."""
+    found = plain_decoder(runner, copies=copies)
     if isinstance(found, str):
-        logger.info(
-            "target %s: decoding runs transformers' forward: %s", target.name_or_path, found
-        )
+        logger.info("%s: decoding runs transformers' forward: %s", runner.name_or_path, found)
         return None
     packed = (
         f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN"
@@ -179,9 +176,9 @@ def _plain_or_say(target: FrozenTarget) -> PlainDecoder | None:
         else ""
     )
     logger.info(
-        "target %s: decoding runs its %s layers with few calls%s",
-        target.name_or_path,
-        target.config.model_type,
+        "%s: decoding runs its %s layers with few calls%s",
+        runner.name_or_path,
+        runner.config.model_type,
         packed,
     )
     return found

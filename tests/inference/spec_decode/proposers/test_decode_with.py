@@ -1,0 +1,17 @@
+"""A draft model runs by the runtime's forward while it is frozen, else by its own."""
+
+from __future__ import annotations
+
+from inference.plain_decoder import PlainDecoder
+from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from tests.speculators.families.conftest import CASES, make
+
+
+def test_a_draft_model_decodes_with_few_calls_until_it_thaws(tiny_model) -> None:
+    target, drafter = make(CASES["draft_model, cut"], tiny_model("llama"))
+    assert drafter._run is drafter.runner
+    options = DraftOptions(num_speculative_tokens=2)
+    HeadProposer(drafter.freeze(), target, options, 1, 32)
+    assert isinstance(drafter._run, PlainDecoder)
+    drafter.train()
+    assert drafter._run is drafter.runner
