@@ -194,10 +194,6 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    @property
-    def speculation_enabled(self) -> bool:
-        return self.rows.proposer is not None
-
     def set_speculation(self, on: bool) -> None:
         """Turns drafting on or off; only while nothing runs, since a drafter must have seen a row
         from its start."""
@@ -255,12 +251,6 @@ class Engine:
         """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are
         ignored."""
         self.rows.abort(request_id)
-
-    @torch.inference_mode()
-    def preempt_all(self) -> list[Request]:
-        """Every running request gives its row back and waits again, to be computed again from its
-        committed text: the way out of a step that failed. Returns those that had finished."""
-        return self.rows.preempt_all()
 
     # ------------------------------------------------------------------ one step
 

@@ -73,14 +73,6 @@ class RowManager:
                     self._vacate(row, self.scheduler.release(row))
         return finished
 
-    def preempt_all(self) -> list[Request]:
-        """Every running request waits again. Returns those that had finished."""
-        finished = self.release_finished()
-        while self.scheduler.running:
-            self._preempt_youngest()
-        self.prefix_cache.forget()
-        return finished
-
     def abort(self, request_id: str) -> None:
         """Ends every unfinished response of the request with finish_reason "abort". Unknown ids are
         ignored."""
