@@ -221,6 +221,9 @@ class Bigrams:
     def attach(self, target):
         return self
 
+    def decode_with(self, forward_of):
+        """It is no language model."""
+
     def require_depth(self, tokens, where):
         """Any number of tokens."""
 
