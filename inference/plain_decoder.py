@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
 from speculators.layers import frozen_linear
-from speculators.layers.attention import cached_attends
 from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
+from speculators.layers.grouped_attention import cached_attends
 from speculators.precision import free_memory
 from speculators.target.frozen_target import FrozenTarget
 

@@ -23,10 +23,11 @@ from speculators.drafter import (
     host_batch,
     valid_terms,
 )
-from speculators.layers.attention import cached_attends, unrolled_attention
+from speculators.layers.attention import attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
-from speculators.layers.fused_attention import PackedQueries, in_window
+from speculators.layers.grouped_attention import cached_attends
+from speculators.layers.queries import PackedQueries, in_window
 from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import TargetFeatures
 
@@ -169,10 +170,10 @@ class ChainDrafter(Drafter):
             if depth == 0:
                 if len(causal) == layer:
                     causal.append((k, v))
-                return unrolled_attention(q, k, v, (), queries, scale)
+                return attention(q, (k, v), (), queries, scale)
             if len(own) < depth:
                 own.append((k, v))
-            return unrolled_attention(q, *causal[layer], [*before, (k, v)], queries, scale)
+            return attention(q, causal[layer], [*before, (k, v)], queries, scale)
 
         return attend
 

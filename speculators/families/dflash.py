@@ -37,12 +37,12 @@ from speculators.drafter import (
 from speculators.families.autoregressive import slots_in_use
 from speculators.families.dflash_init import start_from_least_squares
 from speculators.families.least_squares import terms_for
-from speculators.layers.attention import cached_attends
-from speculators.layers.block_attention import Blocks, block_attention
+from speculators.layers.attention import attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.layers.frozen_linear import FrozenLinear
-from speculators.layers.fused_attention import in_window
+from speculators.layers.grouped_attention import cached_attends
+from speculators.layers.queries import Blocks, in_window
 from speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
 from speculators.precision import on_device, on_host, to_device
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -452,7 +452,7 @@ class DFlash(Drafter):
     def attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
         """Attention of blocks to a layer's keys and values of the context, and to their own
         slots."""
-        return lambda q, k, v, scale: block_attention(q, (k, v), context, blocks, scale)
+        return lambda q, k, v, scale: attention(q, context, [(k, v)], blocks, scale)
 
     def _like(self, x: Tensor) -> Tensor:
         """An empty tensor of the drafter's precision, on the device of `x`."""

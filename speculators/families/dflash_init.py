@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from speculators.errors import ConfigError
 from speculators.families.least_squares import reduced_rank, ridge, unit
-from speculators.layers.block_attention import block_attention
+from speculators.layers.attention import attention as attend
 from speculators.layers.decoder import Attention, DecoderLayer
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
@@ -126,8 +126,8 @@ class _Slots:
         values = [
             each[:, None].expand(-1, attention.kv_heads, -1, -1) for each in (x, self.batch.context)
         ]
-        seen = block_attention(
-            query, (own, values[0]), (key, values[1]), self.batch.blocks, attention.scale
+        seen = attend(
+            query, (key, values[1]), [(own, values[0])], self.batch.blocks, attention.scale
         )
         return seen.transpose(1, 2)[self.chosen].float()
 

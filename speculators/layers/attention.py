@@ -1,67 +1,185 @@
-"""Attention of a draft head that reads its own predictions: one causal block and a few diagonals.
+"""Attention of draft heads in training: a query reads slots of its row, and keys of its own.
 
-At step i of an unroll a query of slot t sees the keys of step 0 causally (slots <= t of its own
-document) and, of every later step 1..i, only the key of its own slot. The block is left to a fused
-kernel (fused_attention.py), the diagonals are one score each, and both are merged by their
-log-sum-exp, so that no tensor of scores exists. Where there is no such kernel, the block is walked
-in chunks of queries, whose scores are dropped and computed again in the backward pass. Source of
-the pattern: training-time test of EAGLE-3 (arXiv 2503.01840)."""
+At step i of a chain, a query of slot t sees the keys of step 0 causally (slots <= t of its own
+document) and, of every later step 1..i, only the key of its own slot (training-time test of
+EAGLE-3, arXiv 2503.01840). In a draft block, a query sees the context before the block's anchor and
+the slots of its block (DFlash, arXiv 2602.06036). One mask over all keys would be nearly all
+masked. On a CPU the context is left to torch's fused kernel, own keys are a few scores each, and
+both are merged by their log-sum-exp, so that no tensor of scores exists. Elsewhere the queries are
+walked in chunks, whose scores are dropped and computed again in the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from speculators.layers.decoder import Attend
-from speculators.layers.fused_attention import (
-    KERNELS,
-    Kernel,
-    PackedQueries,
-    over_group,
-    statistics_dtype,
-)
-from speculators.layers.grouped_attention import attend_grouped, repeat_mask, shares_keys
+from speculators.layers.checkpointing import kept_or_recomputed
+from speculators.layers.queries import Queries, Run
 
-SCORES = {
-    "cpu": 1 << 24,
-    "cuda": 1 << 26,
-}  # attention scores that a chunk of queries may have, by kind of device
-QUERIES = 256  # of a chunk, where that many fit
-KEPT_SCORES = (
-    1 << 25
-)  # of one layer and depth, in numbers: what may wait for the backward pass (128 MiB in float32)
-Pairs = Sequence[tuple[Tensor, Tensor]]
+# Attention scores that a chunk of queries may have, by kind of device, and the most queries.
+SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}
+QUERIES = 512
+# Scores of one layer and depth that may wait for the backward pass (128 MiB in float32).
+KEPT_SCORES = 1 << 25
+SHORT = 256  # queries; below, the CPU's kernel takes half as long in float32 as in bfloat16
+
+Pair = tuple[Tensor, Tensor]  # keys and values
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+aten = torch.ops.aten
 
 
-def unrolled_attention(
-    query: Tensor,
+def attention(
+    query: Tensor, context: Pair, own: Sequence[Pair], queries: Queries, scale: float
+) -> Tensor:
+    """query [B, h, M, d] -> [B, h, M, v]. Its gradient cannot be differentiated again.
+
+    context: key [B, g, T, d] and value [B, g, T, v] of the row's slots; own: pairs [B, g, M, ·],
+    each of which gives a block of queries as many keys as it has queries."""
+    if query.device.type != "cpu":
+        return explicit_attention(query, context, own, queries, scale)
+    dtype, width = context[1].dtype, context[1].shape[-1]
+    most = max(query.shape[-1], width)  # the kernel has one width for keys and values
+    given = (x for pair in (context, *own) for x in pair)
+    tensors = [_widened(x.to(dtype), most) for x in (query, *given)]
+    return _Fused.apply(queries, scale, *tensors)[..., :width]
+
+
+def explicit_attention(
+    query: Tensor, context: Pair, own: Sequence[Pair], queries: Queries, scale: float
+) -> Tensor:
+    """The same by scores, of some blocks of queries at a time."""
+    query, key = (x.to(context[1].dtype) for x in (query, context[0]))
+    context = (key, context[1])
+    (B, h, M, _), T, Q = query.shape, key.shape[2], queries.width
+    most = max(16, SCORES.get(query.device.type, SCORES["cuda"]) // (B * h * T))
+    chunk = max(1, min(QUERIES, most) // Q) * Q
+    recomputed = B * h * M * T > KEPT_SCORES
+    pieces = []
+    for start in range(0, M, chunk):
+        part = slice(start, min(start + chunk, M))
+        keys = queries.span(part)
+        rows = [x[:, :, part] for x in (query, *(x for pair in own for x in pair))]
+        of_keys = [x[:, :, keys] for x in context]
+        given = (queries, part, keys, scale, *of_keys, *rows)
+        pieces.append(kept_or_recomputed(recomputed, _by_scores, *given))
+    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+
+
+def _by_scores(
+    queries: Queries,
+    part: slice,
+    keys: slice,
+    scale: float,
     key: Tensor,
     value: Tensor,
-    diagonals: Pairs,
-    queries: PackedQueries,
-    scale: float,
+    query: Tensor,
+    *own: Tensor,
 ) -> Tensor:
-    """query [B, h, M, d] of `queries`; key [B, g, T, d], value [B, g, T, v] of depth 0, one per
-    slot.
+    """One chunk of c queries over S slots, and K own keys each."""
+    B, h, c, _ = query.shape
+    g, S, Q = key.shape[1], key.shape[2], queries.width
+    exact, shape = statistics_dtype(query.dtype), (B, g, h // g, c)
+    seen = query.reshape(B, g, -1, query.shape[-1])  # the query heads of a group share its keys
+    scores = (seen @ key.mT).to(exact).mul_(scale).view(*shape, S)
+    scores = scores.masked_fill_(queries.hidden(part, keys)[:, None, None], float("-inf"))
+    if own:
+        inside = _inside(_per_block(query, g, Q), _joined(own[0::2], Q), queries, scale)
+        scores = torch.cat([scores, _per_query(inside, Q).unflatten(1, shape[1:3])], dim=-1)
+    weights = scores.softmax(-1).to(value.dtype)  # [B, g, r, c, S + K]
+    out = (weights[..., :S].reshape(B, g, -1, S) @ value).view(B, h, c, -1)
+    if own:
+        of_own = _per_block(weights[..., S:].flatten(1, 2), g, Q) @ _joined(own[1::2], Q)
+        out = out + _per_query(of_own, Q)
+    return out
 
-    diagonals: (key, value) [B, g, M, ·] of the same slots at depths 1..i. Returns [B, h, M, v]. Its
-    gradient cannot be differentiated again."""
-    kernel, tensors = (
-        KERNELS.get(query.device.type),
-        (query.to(value.dtype), key.to(value.dtype), value),
-    )
-    if kernel is None or not kernel.takes(tensors[0], queries):
-        return explicit_attention(*tensors, diagonals, queries, scale)
-    width = -8 * (
-        -max(query.shape[-1], value.shape[-1]) // 8
-    )  # kernels have one for all, a multiple of eight
-    widened = [_widened(x, width) for pair in (tensors, *diagonals) for x in pair]
-    return _Merged.apply(kernel, queries, scale, *widened)[..., : value.shape[-1]]
+
+class _Fused(torch.autograd.Function):
+    """Context and own keys in one softmax; all tensors have the same last dimension d.
+
+    The kernel's backward pass reads an output and a log-sum-exp: given those of a softmax over
+    further keys too, it returns the gradients of its own keys in that softmax, and those of the
+    queries through them (P = exp(S - lse) and δ = rowsum(out · grad) are the whole softmax's)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Queries, scale: float, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
+    ) -> Tensor:
+        exact, groups, Q = statistics_dtype(q.dtype), k.shape[1], queries.width
+        with torch.autocast("cpu", enabled=False):
+            out, lse = _kernel_forward(q, k, v, queries, scale)
+            if own:
+                if queries.alone is not None:
+                    out.masked_fill_(queries.alone[..., None], 0)
+                    lse.masked_fill_(queries.alone, float("-inf"))
+                keys, values = (_joined(own[i::2], Q).to(exact) for i in (0, 1))
+                weights = _inside(_per_block(q, groups, Q).to(exact), keys, queries, scale)
+                of_own = _per_query(weights.logsumexp(-1, keepdim=True), Q)[..., 0]
+                whole = torch.logaddexp(lse, of_own)  # [B, h, M]
+                weights.sub_(_per_block(whole[..., None], groups, Q)).exp_()
+                seen = _per_query(weights @ values, Q)
+                out = seen.addcmul_(out.to(exact), (lse - whole).exp_()[..., None]).to(q.dtype)
+                lse = whole
+        ctx.save_for_backward(q, k, v, out, lse, *own)
+        ctx.queries, ctx.scale = queries, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse, *own), queries, scale = ctx.saved_tensors, ctx.queries, ctx.scale
+        exact, groups, Q = statistics_dtype(q.dtype), k.shape[1], queries.width
+        dq, dk, dv = _kernel_backward(grad, q, k, v, out, lse, queries, scale)
+        if not own:
+            return None, None, dq, dk, dv
+        if queries.alone is not None:
+            dq.masked_fill_(queries.alone[..., None], 0)
+        keys, values = (_joined(own[i::2], Q).to(exact) for i in (0, 1))
+        delta = (grad.to(exact) * out).sum(-1, keepdim=True)
+        query, grad, lse, delta = (
+            _per_block(x, groups, Q).to(exact) for x in (q, grad, lse[..., None], delta)
+        )
+        weights = _inside(query, keys, queries, scale).sub_(lse).exp_()  # [B, g, A, r·Q, K]
+        scores = (grad @ values.mT).sub_(delta).mul_(weights).mul_(scale)
+        dq = (dq + _per_query(scores @ keys, Q)).to(q.dtype)
+        of_own: list[Tensor] = []
+        of_keys, of_values = scores.mT @ query, weights.mT @ grad  # [B, g, A, K, d]
+        for pair in zip(of_keys.split(Q, dim=3), of_values.split(Q, dim=3)):
+            of_own += [x.flatten(2, 3).to(q.dtype) for x in pair]
+        return None, None, dq, dk, dv, *of_own
+
+
+def _joined(own: Sequence[Tensor], Q: int) -> Tensor:
+    """n tensors [B, g, A·Q, d] -> what each block reads of them [B, g, A, n·Q, d]."""
+    return torch.cat([x.unflatten(2, (-1, Q)) for x in own], dim=3)
+
+
+def _per_block(x: Tensor, groups: int, Q: int) -> Tensor:
+    """[B, g·r, A·Q, n] -> [B, g, A, r·Q, n]: the query heads of a group share the keys of a
+    block."""
+    return x.unflatten(1, (groups, -1)).unflatten(3, (-1, Q)).transpose(2, 3).flatten(3, 4)
+
+
+def _per_query(x: Tensor, Q: int) -> Tensor:
+    """The reverse."""
+    return x.unflatten(3, (-1, Q)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def _inside(query: Tensor, key: Tensor, queries: Queries, scale: float) -> Tensor:
+    """Scores of a block's queries and own keys [B, g, A, r·Q, K], of `_per_block`'s query and
+    `_joined` keys."""
+    scores = (query @ key.mT).to(statistics_dtype(query.dtype)).mul_(scale)
+    if (hidden := queries.own_hidden) is not None:
+        scores.unflatten(3, (-1, queries.width)).masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a softmax over scores of that dtype, and of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -69,202 +187,66 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
 
 
-class _Merged(torch.autograd.Function):
-    """Block and diagonals in one softmax; all tensors have the same last dimension d."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernel: Kernel,
-        queries: PackedQueries,
-        scale: float,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *own: Tensor,
-    ) -> Tensor:
-        """Weights of the diagonals are kept, one per query head, slot and depth."""
-        out, lse = kernel.forward(q, k, v, queries, scale)
-        weights = []
-        if own:
-            dtype, grouped = statistics_dtype(q.dtype), (k.shape[1], q.shape[1] // k.shape[1])
-            per_group = q.unflatten(1, grouped).to(dtype)  # [B, g, h/g, M, d]
-            scores = [
-                (per_group * key[:, :, None]).sum(-1).flatten(1, 2) * scale for key in own[0::2]
-            ]  # [B, h, M]
-            block, lse = lse, torch.stack([lse, *scores]).logsumexp(0)
-            weights = [(score - lse).exp_() for score in scores]
-            merged = (out * (block - lse).exp_()[..., None]).unflatten(1, grouped)
-            for weight, value in zip(weights, own[1::2]):
-                merged.addcmul_(
-                    weight.unflatten(1, grouped)[..., None], value[:, :, None].to(dtype)
-                )
-            out = merged.flatten(1, 2).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *weights, *own)
-        ctx.kernel, ctx.queries, ctx.scale = kernel, queries, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, lse, ctx.queries, ctx.scale)
-        weights, own = rest[: len(rest) // 3], rest[len(rest) // 3 :]
-        found: list[Tensor] = []
-        if own:
-            dtype, grouped = statistics_dtype(q.dtype), (k.shape[1], q.shape[1] // k.shape[1])
-            q, total, grad, out = (x.unflatten(1, grouped).to(dtype) for x in (q, dq, grad, out))
-            delta = (grad * out).sum(-1, keepdim=True)
-            for weight, key, value in zip(weights, own[0::2], own[1::2]):
-                key, value = (x[:, :, None].to(dtype) for x in (key, value))
-                weight = weight.unflatten(1, grouped)[..., None]
-                score = ((grad * value).sum(-1, keepdim=True) - delta).mul_(weight).mul_(ctx.scale)
-                total.addcmul_(score, key)
-                found += [
-                    over_group(score * q, 2).to(k.dtype),
-                    over_group(weight * grad, 2).to(v.dtype),
-                ]
-            dq = total.flatten(1, 2).to(dq.dtype)
-        return None, None, None, dq, dk, dv, *found
+# ------------------------------------------------------------------ the CPU's kernel, run by run
 
 
-def explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    diagonals: Pairs,
-    queries: PackedQueries,
-    scale: float,
-    chunk: int = QUERIES,
-) -> Tensor:
-    """The same by scores, of `chunk` queries at a time."""
-    (B, h, M), T = query.shape[:3], key.shape[2]
-    width = min(M, chunk, chunk_queries(B * h * T, query.device.type))
-    pieces = []
-    for start in range(0, M, width):
-        rows = slice(start, min(start + width, M))
-        keys = slice(0, T)
-        if queries.chosen is None:
-            keys = slice(
-                0 if queries.window is None else max(0, start - queries.window + 1), rows.stop
-            )
-        arguments: tuple[Any, ...] = (
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            queries,
-            (rows, keys),
-            scale,
-            *(t[:, :, rows] for pair in diagonals for t in pair),
+def _kernel_forward(
+    q: Tensor, k: Tensor, v: Tensor, queries: Queries, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [B, h, M, d] and log-sum-exp [B, h, M]; not defined for queries in no run."""
+    B, h, M, d = q.shape
+    out = q.new_empty(B, M, h, d).transpose(1, 2)
+    lse = q.new_empty(B, h, M, dtype=statistics_dtype(q.dtype))
+    for run in queries.runs:
+        tensors, mask = _of_run(run, queries, (q,), (k, v))
+        o, l = aten._scaled_dot_product_flash_attention_for_cpu(
+            *tensors, 0.0, run.causal, attn_mask=mask, scale=scale
         )
-        if torch.is_grad_enabled() and recomputes_scores(B, h, M, T):
-            pieces.append(checkpoint(_attend, *arguments, use_reentrant=False))
-        else:
-            pieces.append(_attend(*arguments))
-    return torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+        out[run.row, :, run.queries] = o.flatten(0, 1)
+        lse[run.row, :, run.queries] = l.flatten(0, 1)
+    return out, lse
 
 
-def chunk_queries(scores: int, device: str) -> int:
-    """Queries whose scores exist at once, each with `scores` of them, on a device of that kind."""
-    return max(16, SCORES.get(device, SCORES["cuda"]) // scores)
-
-
-def recomputes_scores(rows: int, heads: int, queries: int, keys: int) -> bool:
-    """True if the scores of a layer over `rows` rows are recomputed in the backward pass, being too
-    many to keep once per depth of an unroll."""
-    return rows * heads * queries * keys > KEPT_SCORES
-
-
-def _attend(
+def _kernel_backward(
+    grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: PackedQueries,
-    part: tuple[slice, slice],
+    out: Tensor,
+    lse: Tensor,
+    queries: Queries,
     scale: float,
-    *own: Tensor,
-) -> Tensor:
-    """One chunk of c queries over S keys of depth 0, and i own keys each. `part`: the queries, and
-    the slots."""
-    B, h, c, d = q.shape
-    g, S, repeat, width = k.shape[1], k.shape[2], h // k.shape[1], v.shape[-1]
-    q = q.reshape(B, g, repeat * c, d)  # query heads of one group share its keys
-    hidden, dtype = queries.hidden(*part), statistics_dtype(q.dtype)  # [B, c, S]
-    scores = (q @ k.transpose(-1, -2)).to(dtype).mul_(scale)  # [B, g, h/g·c, S]
-    scores = (
-        scores.view(B, g, repeat, c, S)
-        .masked_fill_(hidden[:, None, None], float("-inf"))
-        .view(B, g, -1, S)
-    )
-    keys, values = own[0::2], own[1::2]
-    if not keys:
-        return (scores.softmax(-1).to(v.dtype) @ v).reshape(B, h, c, width)
-    per_slot = [
-        (q * key.repeat(1, 1, repeat, 1)).to(dtype).sum(-1, keepdim=True) * scale for key in keys
-    ]
-    weights = torch.cat([scores, *per_slot], dim=-1).softmax(-1).to(v.dtype)  # [B, g, h/g·c, S + i]
-    out = weights[..., :S] @ v
-    for i, value in enumerate(values):
-        out = out + weights[..., S + i : S + i + 1] * value.repeat(1, 1, repeat, 1)
-    return out.reshape(B, h, c, width)
+) -> Gradients:
+    dq, exact = torch.empty_like(q), statistics_dtype(q.dtype)
+    dk, dv = (x.new_zeros(x.shape, dtype=exact) for x in (k, v))
+    for run in queries.runs:
+        (g, o, *tensors), mask = _of_run(run, queries, (grad, out, q), (k, v))
+        l = lse[run.row, :, run.queries].unflatten(0, tensors[0].shape[:2])
+        a, b, c = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, *tensors, o, l, 0.0, run.causal, attn_mask=mask, scale=scale
+        )
+        dq[run.row, :, run.queries] = a.flatten(0, 1)
+        dk[run.row, :, run.keys] += b.to(exact).sum(1)
+        dv[run.row, :, run.keys] += c.to(exact).sum(1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """One query per key head [B, h, 1, d], in arithmetic that a compiler makes into loops of its
-    own: on a CPU a third of the time of sdpa in bfloat16."""
-    dtype = statistics_dtype(q.dtype)
-    scores = (q.to(dtype) * k.to(dtype)).sum(-1) * scale  # [B, h, S]
-    if bias is not None:
-        scores = scores + bias[:, :, 0]
-    return (scores.softmax(-1)[..., None] * v.to(dtype)).sum(2, keepdim=True).to(v.dtype)
-
-
-def cached_attends(
-    view: Any, mask: Tensor | None, new_tokens: int, layers: int, first: int = 0
-) -> list[Attend]:
-    """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` a row; no
-    key before `first`.
-
-    mask: bool [b, 1, T, S], True = attend; None: causal, over rows of equal length that were empty
-    or add one token."""
-    causal = mask is None and new_tokens > 1
-    added: dict[
-        int, Tensor
-    ] = {}  # repeat -> the mask as what is added to the scores, which all layers share
-
-    def bias(like: Tensor, repeat: int) -> Tensor | None:
-        if mask is None:
-            return None
-        if repeat not in added:
-            whole = torch.where(
-                mask, torch.zeros((), dtype=like.dtype, device=like.device), float("-inf")
-            )
-            added[repeat] = repeat_mask(whole, repeat) if repeat > 1 else whole
-        return added[repeat]
-
-    def attend(layer: int) -> Callable:
-        def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            k, v = view.update(k, v, layer)
-            if not q.shape[2]:  # keys and values were all that is wanted
-                return q
-            if first:
-                k, v = k[:, :, first:], v[:, :, first:]
-            repeat = q.shape[1] // k.shape[1]
-            if (
-                repeat == q.shape[2] == 1
-                and q.device.type == "cpu"
-                and torch.compiler.is_compiling()
-            ):
-                return _attend_one(q, k, v, bias(q, 1), scale)
-            if repeat == 1 or causal or not shares_keys(q.shape[2], q.device):
-                if repeat > 1 and mask is not None:  # kernels that take masks know no groups
-                    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-                grouped = repeat > 1 and mask is None
-                return nn.functional.scaled_dot_product_attention(
-                    q, k, v, attn_mask=bias(q, 1), is_causal=causal, scale=scale, enable_gqa=grouped
-                )
-            return attend_grouped(q, k, v, bias(q, repeat), scale)
-
-        return inner
-
-    return [attend(layer) for layer in range(layers)]
+def _of_run(
+    run: Run, queries: Queries, per_query: tuple[Tensor, ...], per_key: tuple[Tensor, ...]
+) -> tuple[list[Tensor], Tensor | None]:
+    """The run's part of tensors [B, h, M, d] and [B, g, T, d], each [g, h/g, ·, d], and its mask.
+    Keys and values are repeated for the heads of a group without a copy."""
+    groups, given = per_key[0].shape[1], per_key[0].dtype
+    repeat = per_query[0].shape[1] // groups
+    short = run.queries.stop - run.queries.start < SHORT
+    dtype = statistics_dtype(given) if short else given
+    rows = [x[run.row, :, run.queries].to(dtype) for x in per_query]
+    keys = [x[run.row, :, run.keys].to(dtype) for x in per_key]
+    tensors = [x.unflatten(0, (groups, repeat)) for x in rows]
+    tensors += [x[:, None].expand(-1, repeat, -1, -1) for x in keys]
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    if run.causal:
+        return tensors, None
+    hidden = queries.hidden(run.queries, run.keys, slice(run.row, run.row + 1))
+    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return tensors, mask[:, None]

@@ -1,4 +1,4 @@
-"""Grouped-query attention of new tokens over a cache, for decoding.
+"""Attention of new tokens over a cache, for decoding: of targets and of heads.
 
 Under a mask, transformers' sdpa repeats keys and values for every query head, which costs several
 times the attention itself: of a few tokens on a CPU, of any number on a GPU. Here the query heads
@@ -7,14 +7,17 @@ with transformers as an attention implementation of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from speculators.layers.decoder import Attend
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison
@@ -71,6 +74,49 @@ def attend_grouped(
 def repeat_mask(mask: Tensor, repeat: int) -> Tensor:
     """[B, 1, T, S] -> [B, 1, r·T, S]."""
     return mask.repeat(1, 1, repeat, 1)
+
+
+def cached_attends(
+    view: Any, mask: Tensor | None, new_tokens: int, layers: int, first: int = 0
+) -> list[Attend]:
+    """An `Attend` for each layer, over the cache's `view` of one forward of `new_tokens` a row; no
+    key before `first`.
+
+    mask: bool [b, 1, T, S], True = attend; None: causal, over rows of equal length that were empty
+    or add one token."""
+    causal = mask is None and new_tokens > 1
+    # repeat -> the mask as what is added to the scores, which all layers share
+    added: dict[int, Tensor] = {}
+
+    def bias(like: Tensor, repeat: int) -> Tensor | None:
+        if mask is None:
+            return None
+        if repeat not in added:
+            zero = torch.zeros((), dtype=like.dtype, device=like.device)
+            whole = torch.where(mask, zero, float("-inf"))
+            added[repeat] = repeat_mask(whole, repeat) if repeat > 1 else whole
+        return added[repeat]
+
+    def attend(layer: int) -> Callable:
+        def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            k, v = view.update(k, v, layer)
+            if not q.shape[2]:  # keys and values were all that is wanted
+                return q
+            if first:
+                k, v = k[:, :, first:], v[:, :, first:]
+            repeat = q.shape[1] // k.shape[1]
+            if repeat > 1 and not causal and shares_keys(q.shape[2], q.device):
+                return attend_grouped(q, k, v, bias(q, repeat), scale)
+            grouped = repeat > 1 and mask is None
+            if repeat > 1 and not grouped:  # kernels that take masks know no groups
+                k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+            return nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias(q, 1), is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+
+        return inner
+
+    return [attend(layer) for layer in range(layers)]
 
 
 @contextmanager

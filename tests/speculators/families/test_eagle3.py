@@ -94,26 +94,3 @@ def test_published_heads_without_our_fields_are_read(make_drafter, all_cases, ti
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_drafter_config(folder, 3).tap_layers == tuple(default_tap_layers(3))
     assert default_tap_layers(32) == [2, 16, 29] and default_tap_layers(16) == [2, 8, 13]
-
-
-def test_kernels_and_chunks_of_scores_give_the_same_gradient(head, monkeypatch):
-    """Attention by a fused kernel, and by chunks of scores with recomputation."""
-    target, drafter = head
-    ids = torch.randint(3, 100, (1, 68), generator=torch.manual_seed(2))
-    segments = torch.tensor([[0] * 40 + [1] * 25 + [-1] * 3])
-    positions = torch.cat([torch.arange(n) for n in (40, 25, 3)])[None]
-    features = target.features(ids, positions, segments, segments >= 0)
-
-    def gradients() -> list[torch.Tensor]:
-        drafter.zero_grad()
-        sum(
-            drafter.head(s.hidden).float().logsumexp(-1).sum() for s in drafter.unroll(features, 3)
-        ).backward()
-        return [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
-
-    whole = gradients()
-    monkeypatch.setattr("speculators.layers.attention.KERNELS", {})
-    monkeypatch.setattr("speculators.layers.attention.KEPT_SCORES", 8)
-    monkeypatch.setattr("speculators.layers.attention.explicit_attention.__defaults__", (8,))
-    for a, b in zip(whole, gradients()):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
