@@ -139,26 +139,3 @@ class SpecDecodeCounters:
                 yield Metric(name, values=value)
             else:
                 yield Metric(name, value=value)
-
-
-@dataclass
-class EngineCounters(SpecDecodeCounters):
-    """An engine's totals: of drafting, and of prompts that were not computed again or were, for
-    want of memory.
-
-    prefix_cache_queries  prompt tokens of the requests that were admitted and may reuse what others
-                          computed
-    prefix_cache_hits     those of them whose keys and values were there already
-    num_preemptions       requests that gave their memory back and waited again
-    """
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-
-    def to_dict(self) -> dict[str, int | list[int]]:
-        return super().to_dict() | {
-            "vllm:prefix_cache_queries": self.prefix_cache_queries,
-            "vllm:prefix_cache_hits": self.prefix_cache_hits,
-            "vllm:num_preemptions": self.num_preemptions,
-        }

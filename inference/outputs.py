@@ -76,11 +76,7 @@ class CompletionOutput:
 class RequestOutput:
     """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the
     outputs are what is new, and `prompt_logprobs` (one entry per prompt token, None for the first)
-    come with the first output.
-
-    num_cached_tokens  prompt tokens that the first response found computed already; the others (n >
-                       1) share its prompt
-    """
+    come with the first output."""
 
     request_id: str
     prompt: str | None
@@ -88,7 +84,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
 
 

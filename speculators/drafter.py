@@ -285,11 +285,6 @@ class Drafter(nn.Module):
         """Number of cache positions that `slots` slots of a row may need."""
         return slots
 
-    def cache_positions(self, token_ids: Sequence[int]) -> int:
-        """Number of cache positions that the slots of these tokens fill, counted from the start of
-        a row."""
-        return len(token_ids)
-
     def start_terms(self, options: Any) -> int:
         """Number of terms that `initialise_from` needs features of; 0: none."""
         return 0

@@ -422,6 +422,7 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
         "max_memory_allocated": lambda *a: 0,
         "empty_cache": lambda: None,
         "memory_allocated": lambda *a: 0,
+        "mem_get_info": lambda *a: (1 << 40, 1 << 40),
         "reset_peak_memory_stats": lambda *a: None,
         "get_rng_state": lambda *a: torch.get_rng_state(),
         "set_rng_state": lambda *a: None,

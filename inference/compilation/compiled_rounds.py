@@ -21,13 +21,11 @@ from inference.compilation.cached_step import CachedStep
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows
 from inference.compilation.whole_chain import WholeChain, has_chain
-from inference.kv_cache.memory_limit import KVMemory
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.plain_decoder import TargetForward
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import HeadProposer
-from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
 
 if TYPE_CHECKING:
@@ -40,10 +38,7 @@ Report = Callable[[int, int], None]  # of graphs: how many there are, and how ma
 
 class CompiledRounds:
     """The compiled steps of an engine. Keys and values get all their memory at once, so that their
-    addresses are fixed.
-
-    ConfigError if a limit of memory does not hold that.
-    """
+    addresses are fixed."""
 
     def __init__(
         self,
@@ -53,16 +48,8 @@ class CompiledRounds:
         cache: RaggedCache,
         proposer: Proposer | None,
         max_model_len: int,
-        memory: KVMemory | None,
     ) -> None:
-        if memory is not None and not memory.fits(cache.max_rows, cache.max_len):
-            raise ConfigError(
-                f"kv_cache_memory_bytes={memory.limit}, but compiled rounds keep keys and values"
-                f" where they are: all {cache.max_rows} rows of {cache.max_len} positions from the"
-                f" start, {memory.bytes(cache.max_rows, cache.max_len)} bytes. Lower max_num_seqs"
-                " or max_model_len, raise the limit, or set enforce_eager=True"
-            )
-        cache.resize(cache.max_rows, cache.max_len)
+        cache.reserve_all()
         width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
         buckets = Buckets(cache.max_rows, width, cache.max_len, compilation.row_sizes)
 
@@ -89,7 +76,7 @@ class CompiledRounds:
         keys and values; `depth`: tokens of the longest chain."""
         if not has_chain(drafter):
             return drafter, None
-        cache.resize(cache.max_rows, cache.max_len)
+        cache.reserve_all()
         buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
         chain = WholeChain(drafter, cache, depth)
         name = f"the chain of the drafter ({type(drafter).__name__})"

@@ -51,14 +51,11 @@ def record_prompt_logprobs(
     to_logits: Callable[[Tensor], Tensor], request: Request, start: int, last_hidden: Tensor
 ) -> None:
     """last_hidden [n, H] of prompt positions start … start + n - 1 -> `request.prompt_logprobs`, if
-    the request asks.
-
-    Position p says what the model thought of token p + 1; a position that was recorded before is
-    passed over."""
+    the request asks. Position p says what the model thought of token p + 1."""
     if not request.wants_prompt_logprobs:
         return
     end = min(start + len(last_hidden), request.num_prompt_tokens - 1)
-    for first in range(max(start, len(request.prompt_logprobs)), end, PROMPT_CHUNK):
+    for first in range(start, end, PROMPT_CHUNK):
         last = min(first + PROMPT_CHUNK, end)
         logits = to_logits(last_hidden[first - start : last - start])
         following = request.token_ids[first + 1 : last + 1]

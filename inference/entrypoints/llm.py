@@ -11,6 +11,7 @@ Rounds are the engine's."""
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +45,7 @@ from inference.entrypoints.vllm_options import (
     read_options,
     warn_of_one_device,
 )
-from inference.metrics import EngineCounters
+from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import Request
@@ -59,6 +60,8 @@ from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
 
+logger = logging.getLogger(__name__)
+
 
 class LLM:
     """A target, optionally drafted for.
@@ -70,9 +73,6 @@ class LLM:
     max_model_len            longest prompt + response; None: the model's own limit, or its draft
                              model's if less
     max_num_batched_tokens   prompt tokens per prefill forward
-    enable_prefix_caching    prompts that begin alike are computed once (docs/batching.md)
-    kv_cache_memory_bytes    most memory for keys and values, head's included; None: what
-                             max_num_seqs rows need
     seed                     of the requests that bring none: each gets its own from this and its
                              number
     tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device,
@@ -98,8 +98,6 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
-        enable_prefix_caching: bool = True,
-        kv_cache_memory_bytes: int | None = None,
         device: str | torch.device | None = None,
         seed: int = 0,
         trust_remote_code: bool = False,
@@ -136,13 +134,12 @@ class LLM:
         target = load_target(model, dtype=dtype, device=place, **source)
         tokenizer = load_tokenizer(model, tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
+        length_given = max_model_len is not None
         max_model_len = model_limit(target, max_model_len, drafter)
         options = EngineOptions(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
             compilation=compilation,
             rejection_sample_method=config.rejection_sample_method,
             seed=seed,
@@ -152,6 +149,7 @@ class LLM:
         self._set_up(
             Engine(target, options, proposer=proposer, draft_length=length, on_round=on_round),
             tokenizer,
+            length_given=length_given,
         )
 
     @classmethod
@@ -176,6 +174,7 @@ class LLM:
             tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
         )
         target, options = load_target(target, taps), options or EngineOptions()
+        length_given = options.max_model_len is not None
         max_model_len = model_limit(target, options.max_model_len, drafter)
         options = replace(options, max_model_len=max_model_len)
         if drafter is not None:
@@ -189,10 +188,17 @@ class LLM:
                 target, options, proposer=proposer, draft_length=draft_length, on_round=on_round
             ),
             tokenizer,
+            length_given=length_given,
         )
         return llm
 
-    def _set_up(self, engine: Engine, tokenizer: Any) -> None:
+    def _set_up(self, engine: Engine, tokenizer: Any, *, length_given: bool) -> None:
+        """ConfigError if an accelerator's memory does not hold rows of the length that was given; a
+        warning, if it was not: few texts are as long as a model's own limit."""
+        if (fault := engine.memory_fault()) is not None:
+            if length_given:
+                raise ConfigError(fault)
+            logger.warning("%s, or expect to run out of memory in long texts", fault)
         self.engine, self._tokenizer = engine, tokenizer
         self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
         self._sampling = RequestSampling(tokenizer, engine.target.vocab_size, self._eos_token_ids)
@@ -298,7 +304,6 @@ class LLM:
             )  # what each step is given
         with torch.inference_mode():
             compiled.warm_up(report, limit_s)
-        self.engine.reset_prefix_cache()  # rows were written over
         self.reset_metrics()
         return compiled.num_graphs
 
@@ -310,7 +315,6 @@ class LLM:
         most_rows = self.engine.scheduler.max_num_seqs
         for rows in sorted({*(2**i for i in range(most_rows.bit_length())), most_rows}):
             self.generate([{"prompt_token_ids": [0]}] * rows, few, False)
-        self.engine.reset_prefix_cache()
         self.reset_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -320,15 +324,15 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self._tokenizer
 
-    def get_metrics(self) -> EngineCounters:
+    def get_metrics(self) -> SpecDecodeCounters:
         """Totals over all requests since the start or `reset_metrics`, under vLLM's metric names: a
         dict by `.to_dict()`, or one Metric after the other."""
         return copy.deepcopy(self.engine.counters)
 
     def reset_prefix_cache(self) -> None:
-        """No later request reuses what was computed before. Needed when somebody changes the
-        weights of a model."""
-        self.engine.reset_prefix_cache()
+        """As in vLLM. Here nothing is reused between requests; needed when somebody changes the
+        weights of the target in place."""
+        self.engine.read_weights()
 
     def reset_metrics(self) -> None:
         """Sets counters and phase timers to zero."""
@@ -437,10 +441,6 @@ class LLM:
                     f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the"
                     " model's?"
                 )
-            else:
-                longest = limit if each.max_tokens is None else min(limit, length + each.max_tokens)
-                if (refusal := self.engine.refusal(length, longest)) is not None:
-                    faults.append(f"prompt {i}: {refusal}")
             faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
         if faults:
             raise ConfigError("; ".join(faults))

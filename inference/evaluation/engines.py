@@ -213,12 +213,7 @@ class RuntimeEngine(MeasuredEngine):
 
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
-        # every pass computes its prompts, as the first one does
-        options = {
-            "enable_prefix_caching": False,
-            "max_num_seqs": drafting.rows,
-            "seed": drafting.seed,
-        }
+        options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
         # the rule is vLLM's, and the one that the replay expects exactly
         config = drafting.speculative_config | {"rejection_sample_method": "token"}
         self.llm = LLM(drafting.model, speculative_config=config, **(options | drafting.options))

@@ -1,5 +1,4 @@
-"""Keys and values: the ragged cache, prefixes taken over from other rows, a limit of memory.
+"""Keys and values: a cache whose rows differ in length.
 
-Rows and positions; of a drafter only the Protocol `DraftCache`.
-No sampling, no drafting and no verification belongs here.
+Rows and positions; no sampling, no drafting and no verification belongs here.
 """

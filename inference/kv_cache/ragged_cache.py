@@ -29,9 +29,9 @@ from speculators.target.recurrent import RecurrentLayers, RecurrentStates
 class RaggedCache:
     """Keys/values of at most `max_rows` rows, per layer [rows, kv_heads, capacity, head_dim].
 
-    All rows are allocated, unless `resize` says otherwise. Capacity starts at `initial_capacity`
-    positions and doubles when a view needs more, up to `max_len`. A round may write tokens that are
-    then rolled back, so `max_len` must hold the longest sequence plus the drafts of one round."""
+    All rows are allocated. Capacity starts at `initial_capacity` positions and doubles when a view
+    needs more, up to `max_len`. A round may write tokens that are then rolled back, so `max_len`
+    must hold the longest sequence plus the drafts of one round."""
 
     static = False  # its lengths are numbers of the host
 
@@ -48,7 +48,6 @@ class RaggedCache:
                 f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1"
             )
         self.max_rows, self.max_len = max_rows, max_len
-        self.rows = max_rows  # those that have memory
         self.capacity = max(1, min(initial_capacity, max_len))
         self.device = torch.device(device)
         self.lengths: list[int] = [0] * max_rows
@@ -71,9 +70,9 @@ class RaggedCache:
         The forward writes T tokens at each row's own length; the lengths themselves move only with
         `advance`, so a row that has fewer than T real tokens is padded and advanced by its real
         count."""
-        if not 0 <= start < stop <= self.rows:
+        if not 0 <= start < stop <= self.max_rows:
             raise ConfigError(
-                f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.rows} rows"
+                f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.max_rows} rows"
             )
         if num_new_tokens < 1:
             raise ConfigError(
@@ -171,7 +170,11 @@ class RaggedCache:
                 f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep"
                 f" {length}"
             )
-        self._refuse_part(row, length)
+        if self.states is not None and length != self.lengths[row]:
+            raise ConfigError(
+                f"RaggedCache.truncate: row {row} has the recurrent states after"
+                f" {self.lengths[row]} tokens, not those after {length}"
+            )
         self.lengths[row] = length
 
     def reset(self, row: int) -> None:
@@ -180,44 +183,23 @@ class RaggedCache:
         if self.states is not None:
             self.states.reset(row)
 
-    def swap(self, row: int, other: int) -> None:
-        """Two rows change places (to keep the rows in use contiguous)."""
-        mine, theirs = self.lengths[row], self.lengths[other]
+    def move(self, src_row: int, dst_row: int) -> None:
+        """The text of `src_row` goes on in `dst_row` (to keep the rows in use contiguous)."""
+        length = self.lengths[src_row]
         for tensor in self._tensors():
-            kept = tensor[row, :, :mine].clone()
-            tensor[row, :, :theirs].copy_(tensor[other, :, :theirs])
-            tensor[other, :, :mine].copy_(kept)
-        self.lengths[row], self.lengths[other] = theirs, mine
+            tensor[dst_row, :, :length] = tensor[src_row, :, :length]
+        self.lengths[dst_row], self.lengths[src_row] = length, 0
         if self.states is not None:
-            self.states.swap(row, other)
-
-    def copy_prefix(self, src_row: int, dst_row: int, length: int) -> None:
-        """`dst_row` becomes the first `length` tokens of `src_row`, which is left as it is (or
-        rolled back, if it is the same row)."""
-        if not 0 <= length <= self.lengths[src_row]:
-            raise ConfigError(
-                f"RaggedCache: row {src_row} holds {self.lengths[src_row]} tokens, not {length}"
-            )
-        self._refuse_part(src_row, length)
-        if src_row != dst_row:
-            for tensor in self._tensors():
-                tensor[dst_row, :, :length].copy_(tensor[src_row, :, :length])
-            if self.states is not None:
-                self.states.copy(src_row, dst_row)
-        self.lengths[dst_row] = length
-
-    def _refuse_part(self, row: int, length: int) -> None:
-        """Recurrent states are those of a row's last token."""
-        if self.states is not None and length != self.lengths[row]:
-            raise ConfigError(
-                f"RaggedCache: row {row} has the recurrent states after {self.lengths[row]} tokens,"
-                f" not those after {length}; compute them again from an empty row"
-            )
+            self.states.move(src_row, dst_row)
 
     def bytes(self) -> int:
         """Memory of keys and values held now, in bytes: all layers, all rows, the whole
         capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+
+    def full_bytes(self) -> int:
+        """What `bytes` will be at the full length. Something must have been written already."""
+        return self.bytes() // self.capacity * self.max_len
 
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the
@@ -235,30 +217,9 @@ class RaggedCache:
 
     # ------------------------------------------------------------------ memory
 
-    def resize(self, rows: int, capacity: int) -> None:
-        """Memory for `rows` rows of `capacity` positions; what has no place in it is dropped. While
-        it works, one layer's keys or values exist twice."""
-        if not (1 <= rows <= self.max_rows and 1 <= capacity <= self.max_len):
-            most = f"{self.max_rows} × {self.max_len}"
-            raise ConfigError(
-                f"RaggedCache.resize: {rows} rows × {capacity} positions; expected 1 × 1, at most"
-                f" {most}"
-            )
-        kept, self.rows, self.capacity = min(rows, self.rows), rows, capacity
-        if self.states is not None:
-            self.states.resize(rows)
-        self.lengths[:] = [
-            min(n, capacity) if row < kept else 0 for row, n in enumerate(self.lengths)
-        ]
-        used = max(self.lengths)
-        self._row_views.clear()
-        for tensors in (self._keys, self._values):
-            for i, old in enumerate(tensors):
-                if old is not None:
-                    new = tensors[i] = self._allocate(old)
-                    new[:kept, :, :used].copy_(old[:kept, :, :used])
-        with torch.inference_mode(False):
-            self._arange = torch.arange(capacity, device=self.device)
+    def reserve_all(self) -> None:
+        """Gives every row its full length now, for whoever needs memory that stays where it is."""
+        self._reserve(self.max_len)
 
     def _tensors(self) -> list[Tensor]:
         keys, values = self.memory()
@@ -275,13 +236,22 @@ class RaggedCache:
         capacity = self.capacity
         while capacity < length:
             capacity = min(2 * capacity, self.max_len)
-        self.resize(self.rows, capacity)
+        self.capacity = capacity
+        used = max(self.lengths)
+        self._row_views.clear()
+        for tensors in (self._keys, self._values):
+            for i, old in enumerate(tensors):
+                if old is not None:
+                    tensors[i] = self._allocate(old)
+                    tensors[i][:, :, :used] = old[:, :, :used]
+        with torch.inference_mode(False):
+            self._arange = torch.arange(capacity, device=self.device)
 
     def _allocate(self, like: Tensor) -> Tensor:
         """[rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still
         reach the output; and never an inference tensor, so that the cache may outlive the
         `inference_mode` block that filled it."""
-        shape = (self.rows, like.shape[1], self.capacity, like.shape[3])
+        shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
@@ -296,10 +266,6 @@ class RaggedCache:
             keys = self._keys[layer_idx] = self._allocate(key)
             values = self._values[layer_idx] = self._allocate(value)
         return keys, values
-
-    def repeat_layer(self, layer_idx: int) -> None:
-        """Allocates buffers of one more layer, in the shape of those of `layer_idx`."""
-        self._layer(len(self._keys), self._keys[layer_idx], self._values[layer_idx])
 
     def _layer_rows(
         self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor
@@ -385,7 +351,7 @@ class RaggedView(Cache):
         """Around the forward of a target with recurrent layers: they work on a copy of the rows'
         states."""
         cache = self.cache
-        cache.states = cache.states or RecurrentStates(layers, cache.rows)
+        cache.states = cache.states or RecurrentStates(layers, cache.max_rows)
         with cache.states.forward(
             self._start, self._stop, self._T, fresh=self._past == 0
         ) as self.layers:

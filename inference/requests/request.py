@@ -32,7 +32,6 @@ class Request:
     processors       what it changes in its logits
     logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's,
                      from the second on
-    may_reuse        whether keys and values that another request computed may stand for its own
     """
 
     def __init__(
@@ -76,16 +75,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.arrival = 0  # its place in the order in which requests came, given by the scheduler
-        self.may_reuse = not (
-            params.prompt_logprobs is not None and index == 0
-        )  # these need every position computed
-        self.num_cached_tokens = (
-            0  # of the prompt, whose keys and values were there when it was admitted
-        )
-        self.num_hidden_tokens = (
-            0  # 1 if the response ends with a stop token that its text does not show
-        )
+        # 1 if the response ends with a stop token that its text does not show
+        self.num_hidden_tokens = 0
         self.counters = SpecDecodeCounters()
         self.accepted_per_round: list[int] = []
         self.drafted_per_round: list[int] = []
@@ -96,12 +87,6 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens that a cache must hold before a round: the prompt; of one that was preempted, all
-        but the anchor."""
-        return max(self.num_prompt_tokens, len(self.token_ids) - 1)
 
     @property
     def output_token_ids(self) -> list[int]:

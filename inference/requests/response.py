@@ -78,7 +78,6 @@ class Response:
             completions,
             self.finished,
             _metrics(self.requests),
-            num_cached_tokens=self.requests[0].num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -1,14 +1,11 @@
 """Which request holds which row: continuous batching between rounds.
 
 The rows in use are always 0 .. len(running) - 1, so that a forward takes a contiguous slice of
-every cache. Knows no tensors and no memory: whoever owns rows of memory says how many requests
-there is room for, and moves rows as `release` and `preempt` say."""
+every cache. Knows no tensors: whoever owns rows of memory moves them as `release` says."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Sequence
 
 from inference.requests.request import Request
 from speculators.errors import ConfigError
@@ -16,10 +13,7 @@ from speculators.errors import ConfigError
 
 class Scheduler:
     """First come, first served; at most `max_num_seqs` rows. `running[row]` is the request in a
-    row.
-
-    Whoever runs came before everyone who waits: nobody is overtaken, and who came last gives way
-    first."""
+    row."""
 
     def __init__(self, max_num_seqs: int) -> None:
         if max_num_seqs < 1:
@@ -27,34 +21,22 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._arrivals = itertools.count()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        request.arrival = next(self._arrivals)
         self.waiting.append(request)
 
-    def candidates(self) -> list[Request]:
-        """Those who wait and for whom there are rows, in the order of their arrival."""
-        return list(itertools.islice(self.waiting, self.max_num_seqs - len(self.running)))
-
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Gives the next free rows to these, who were waiting."""
-        for request in requests:
-            self.waiting.remove(request)
-        self.running += requests
-
-    def youngest(self) -> int:
-        """The row of the request that came last."""
-        return max(range(len(self.running)), key=lambda row: self.running[row].arrival)
-
-    def preempt(self, row: int) -> int | None:
-        """Frees a row, as `release` does; its request waits again, before the others."""
-        self.waiting.appendleft(self.running[row])
-        return self.release(row)
+    def admit(self) -> list[Request]:
+        """Gives the free rows to those who wait longest; returns them in the order of their rows:
+        the longest prompt first, so that rows with tokens left to prefill are neighbours."""
+        free = min(self.max_num_seqs - len(self.running), len(self.waiting))
+        admitted = [self.waiting.popleft() for _ in range(free)]
+        admitted.sort(key=lambda request: -request.num_prompt_tokens)
+        self.running += admitted
+        return admitted
 
     def release(self, row: int) -> int | None:
         """Frees a row. The last row takes its place: returns that row's old number, or None if it

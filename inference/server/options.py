@@ -71,8 +71,6 @@ class EngineFlags(BaseModel):
     max_model_len: int | None = option(None, "longest prompt and response", ge=2)
     max_num_seqs: int = option(8, "responses generated at the same time", ge=1)
     max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward", ge=1)
-    kv_cache_memory_bytes: int | None = option(None, "most memory for keys and values")
-    enable_prefix_caching: bool = option(True, "reuse common prefixes")
     enforce_eager: bool | None = option(None, "no: compile rounds (docs/runtime.md)")
     compilation_config: Mode | None = option(None, "JSON, or a mode: how, as in vLLM")
     tensor_parallel_size: int = option(1, "accepted; one device is used")

@@ -185,30 +185,9 @@ class RecurrentStates:
         for held in self._held.values():
             held[row] = 0
 
-    def swap(self, row: int, other: int) -> None:
-        for held in self._held.values():
-            kept = held[row].clone()
-            held[row] = held[other]
-            held[other] = kept
-
-    def copy(self, src_row: int, dst_row: int) -> None:
+    def move(self, src_row: int, dst_row: int) -> None:
         for held in self._held.values():
             held[dst_row] = held[src_row]
-
-    def resize(self, rows: int) -> None:
-        """Memory for so many rows; what has no place in it is dropped."""
-        kept, self.rows = min(rows, self.rows), rows
-        for key, held in self._held.items():
-            self._held[key] = self._allocate(held)
-            self._held[key][:kept] = held[:kept]
-
-    def bytes_per_row(self) -> int:
-        """Of the states that are held, known from the first forward on; a forward, and rows that
-        keep a part of it, need the same again."""
-        made = dict(_states(self._forward.layers)) if self._forward is not None else {}
-        return sum(
-            state[0].numel() * state.element_size() for state in (self._held or made).values()
-        )
 
     # ------------------------------------------------------------------ memory
 

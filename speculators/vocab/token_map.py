@@ -7,7 +7,7 @@ its own tokens. Tokens are compared by their bytes (`token_bytes.py`)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -121,14 +121,6 @@ class TokenMap:
     def longest_row(self, tokens: int) -> int:
         """The most draft ids for this number of target tokens, with the opening."""
         return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
-
-    def row_length(self, token_ids: Sequence[int]) -> int:
-        """The number of draft ids for these target tokens, with the opening unless the row is
-        empty."""
-        if not token_ids:
-            return 0
-        ids = torch.tensor(list(token_ids), device=self.spelling_offsets.device)
-        return int(self.spelling_offsets.diff()[ids].sum()) + len(self.opening_ids)
 
     def coverage(self, counts: Tensor) -> float:
         """counts [V] of the target's tokens -> the fraction of its text that can be drafted."""

@@ -114,9 +114,6 @@ class FakeHead:
     def cache_length(self, slots):
         return slots
 
-    def cache_positions(self, token_ids):
-        return len(token_ids)
-
     def decode_with(self, forward_of) -> None:
         """It is no language model."""
 

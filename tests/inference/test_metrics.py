@@ -5,7 +5,6 @@ import math
 import pytest
 
 from inference.metrics import (
-    EngineCounters,
     SpecDecodeCounters,
     acceptance_length,
     conditional_rates,
@@ -78,7 +77,7 @@ def test_more_accepted_than_drafted_is_refused(wrong):
 
 
 def test_counters_are_listed_as_vllms_metrics():
-    counters = EngineCounters(2, 6, 3, [2, 1, 0])
+    counters = SpecDecodeCounters(2, 6, 3, [2, 1, 0])
     found = {m.name: m.values if m.value is None else m.value for m in counters}
     assert found == counters.to_dict()
     assert found["vllm:spec_decode_num_accepted_tokens_per_pos"] == [2, 1, 0]

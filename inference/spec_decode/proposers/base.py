@@ -1,8 +1,8 @@
 """Proposer: the interface that the engine gets drafts from. A proposer knows no verification rule
 and commits nothing.
 
-Its state is kept per row, in the engine's rows: `reset` or `copy_prefix` when a request enters a
-row, `move` when rows are compacted."""
+Its state is kept per row, in the engine's rows: `reset` when a request enters a row, `move` when
+rows are compacted."""
 
 from __future__ import annotations
 
@@ -96,19 +96,7 @@ class Proposer:
     def move(self, src_row: int, dst_row: int) -> None:
         """The request of `src_row` goes on in `dst_row`."""
 
-    def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
-        """Takes the place of `reset` where the text of `dst_row` begins with `prefix`, as that of
-        `src_row` does (the same row or another, whose request may have finished). Returns how many
-        positions need no features any more."""
-        self.reset(dst_row)
-        return 0 if self.reads_features else len(prefix)
-
     @property
     def cache(self) -> RaggedCache | None:
-        """Its own keys and values, which count towards a limit of memory; None without any."""
+        """Its own keys and values; None without any."""
         return None
-
-    def cache_length(self, positions: int) -> int:
-        """Positions of `cache` that a row may need while the target's cache has room for
-        `positions`."""
-        return positions

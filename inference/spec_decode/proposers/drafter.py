@@ -99,7 +99,11 @@ class HeadProposer(Proposer):
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
-        longest = self.cache_length(max_model_len + self.max_places)
+        # behind the text a round writes at most `room` padded true slots, and the speculative ones
+        speculative = depth if tree is None else tree.speculative_slots
+        longest = drafter.cache_length(
+            max_model_len + self._room + max(speculative, self.max_places)
+        )
         self._cache = RaggedCache(max_rows, longest, device=self._device)
         self._best_chain: BestChain | None = None
         self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
@@ -125,11 +129,9 @@ class HeadProposer(Proposer):
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
             row = start + i
             known.append(
-                min(count, request.num_prefill_tokens - self._drafter.first_token - self._seen[row])
+                min(count, request.num_prompt_tokens - self._drafter.first_token - self._seen[row])
             )
-            if (
-                known[i] < count
-            ):  # the last position: its next token is not sampled yet, or is the anchor
+            if known[i] < count:  # the last position: its next token is not sampled yet
                 place = slice(i, i + 1), slice(known[i], known[i] + 1)
                 self._hold(
                     row, [1], *(None if f is None else f[place] for f in (taps, last_hidden))
@@ -326,34 +328,16 @@ class HeadProposer(Proposer):
         self._seen[row] = self._held[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
-        self._cache.swap(src_row, dst_row)
+        self._cache.move(src_row, dst_row)
         for counts in (self._seen, self._held):
-            counts[dst_row], counts[src_row] = counts[src_row], counts[dst_row]
+            counts[dst_row] = counts[src_row]
         for buffer in (self._taps, self._last_hidden):
             if buffer is not None:
                 buffer[dst_row] = buffer[src_row]
 
-    def copy_prefix(self, src_row: int, dst_row: int, prefix: Sequence[int]) -> int:
-        """See `Proposer.copy_prefix`. The slots whose token is in the prefix are the same: their
-        features are of the positions before it."""
-        first = self._drafter.first_token
-        slots = max(0, min(len(prefix) - first, self._seen[src_row]))
-        self._cache.copy_prefix(
-            src_row, dst_row, self._drafter.cache_positions(prefix[first : first + slots])
-        )
-        self._seen[dst_row], self._held[dst_row] = slots, 0
-        return slots
-
     @property
     def cache(self) -> RaggedCache:
         return self._cache
-
-    def cache_length(self, positions: int) -> int:
-        # a round writes at most `room` padded true slots, and the speculative ones, behind the text
-        speculative = self._depth if self._tree is None else self._tree.speculative_slots
-        return self._drafter.cache_length(
-            positions + self._room + max(0, speculative - self.max_places)
-        )
 
 
 class _SampledChain:

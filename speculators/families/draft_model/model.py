@@ -302,10 +302,6 @@ class DraftModel(TokenDrafter):
         """See `Drafter.cache_length`: as if every token were the one with the longest spelling."""
         return slots if self.token_map is None else self.token_map.longest_row(slots)
 
-    def cache_positions(self, token_ids: Sequence[int]) -> int:
-        """See `Drafter.cache_positions`."""
-        return len(token_ids) if self.token_map is None else self.token_map.row_length(token_ids)
-
     @property
     def max_length(self) -> int | None:
         """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and

@@ -230,5 +230,4 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     later = begin(8)
     while llm.engine.has_unfinished:
         engine.round()
-    assert llm.engine.counters.prefix_cache_hits > 0
     assert [len(each.response.requests[0].output_token_ids) for each in first + later] == [30] * 12

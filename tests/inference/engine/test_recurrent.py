@@ -126,25 +126,6 @@ def test_joint_of_the_first_four_tokens(name, tiny_model) -> None:
     assert 60 < llm.get_metrics().num_accepted_tokens < llm.get_metrics().num_draft_tokens
 
 
-def test_a_limit_of_memory_counts_states_and_changes_no_text(asked, tiny_model) -> None:
-    target = FrozenTarget(tiny_model("falcon_h1"))
-    options = dict(max_model_len=64, max_num_seqs=5)
-    plain = make_llm(target, **options)
-    text, cache = write(plain, asked), plain.engine.rows.cache
-    per_row = cache.bytes() / (cache.rows * cache.capacity) * 20 + 3 * cache.states.bytes_per_row()
-    llm = make_llm(target, kv_cache_memory_bytes=int(2.5 * per_row), **options)
-    memory = llm.engine.rows.memory_limit
-    assert memory.bytes(2, 20) == 2 * per_row
-    assert write(llm, asked) == text and llm.engine.rows.cache.rows == 2
-
-
-def test_prompts_that_begin_alike_share_nothing_and_are_right(target, asked, alone) -> None:
-    llm = make_llm(target, max_model_len=200, max_num_seqs=2)
-    longest = asked[3]
-    assert write(llm, [longest, longest, longest]) == [alone[3]] * 3
-    assert llm.get_metrics().prefix_cache_hits == 0
-
-
 def test_trees_and_compiled_rounds_are_refused_by_name(tiny_model) -> None:
     target = FrozenTarget(tiny_model("lfm2"))
     lookahead = LookaheadProposer(

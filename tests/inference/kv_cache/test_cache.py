@@ -78,19 +78,18 @@ def test_rows_do_not_affect_one_another(tiny_model):
     check(results[0], results[1])
 
 
-def test_swap_and_reset(tiny_model):
+def test_move_and_reset(tiny_model):
     target, cache = FrozenTarget(tiny_model("gemma3")), RaggedCache(3, 32, initial_capacity=8)
     texts = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
     for row, tokens in enumerate(texts):
         step(target, cache, row, row + 1, torch.tensor([tokens]))
         cache.advance(row, len(tokens))
     cache.reset(0)
-    cache.swap(1, 0)
-    assert cache.lengths == [6, 0, 1]
-    cache.swap(2, 0)
-    assert cache.lengths == [1, 0, 6]
+    cache.move(1, 0)
+    cache.move(2, 1)
+    assert cache.lengths == [6, 1, 0]
     hidden = step(target, cache, 0, 3, torch.tensor([[20, 21], [22, 23], [24, 25]]))
-    for row, tokens in enumerate([texts[2] + [20, 21], [22, 23], texts[1] + [24, 25]]):
+    for row, tokens in enumerate([texts[1] + [20, 21], texts[2] + [22, 23], [24, 25]]):
         check(hidden[row], alone(target, tokens)[-2:])
 
 
@@ -164,26 +163,12 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     assert cache.lengths == [5, 0]
 
 
-def test_resized_caches_keep_what_has_a_place():
-    cache = RaggedCache(3, max_len=16, initial_capacity=4)
-    key = torch.arange(3 * 4).float().reshape(3, 1, 4, 1)
-    cache.view(0, 3, 4).update(key, -key, 0)
-    for row, length in enumerate((4, 2, 3)):
-        cache.advance(row, length)
-    cache.resize(2, 8)
-    assert cache.lengths == [4, 2, 0] and cache.bytes() == 2 * (2 * 8) * 4
-    assert cache.keys_of(0, 0, 2)[0, 0, :4, 0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="not within the 2 rows"):
-        cache.view(0, 3, 1)
-    cache.copy_prefix(0, 1, 3)
-    assert cache.lengths == [4, 3, 0] and cache.keys_of(0, 0, 2)[1, 0, :3, 0].tolist() == [0, 1, 2]
-    cache.resize(3, 2)
-    assert cache.lengths == [2, 2, 0]
-    with pytest.raises(ConfigError, match="holds 2 tokens, not 3"):
-        cache.copy_prefix(0, 1, 3)
-    for rows, capacity in ((0, 2), (4, 2), (2, 17)):
-        with pytest.raises(ConfigError, match=r"at most 3 × 16"):
-            cache.resize(rows, capacity)
+def test_the_full_length_at_once():
+    cache = RaggedCache(2, max_len=12, initial_capacity=4)
+    write(cache, 0, 1, 3, 1)
+    needed = cache.full_bytes()
+    cache.reserve_all()
+    assert cache.capacity == 12 and cache.bytes() == needed == 3 * (2 * (2 * 2 * 4 * 3) * 4)
 
 
 def test_room_can_be_reserved_without_keys():

@@ -1,4 +1,4 @@
-"""Who gets a row, and who gives it back."""
+"""Who gets a row, and who moves when one is freed."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ from inference.requests.request import Request
 from inference.requests.scheduler import Scheduler
 
 
-def test_scheduler_is_first_come_first_served():
-    def request(name):
-        return Request(name, 0, [1], SamplingParams(), generator=None, max_model_len=8)
+def test_first_come_first_served_and_rows_stay_contiguous():
+    def request(name, tokens):
+        prompt = [1] * tokens
+        return Request(name, 0, prompt, SamplingParams(), generator=None, max_model_len=8)
 
-    scheduler, (a, b, c, d) = Scheduler(3), [request(name) for name in "abcd"]
-    for each in (a, b, c, d):
-        scheduler.add(each)
-    assert scheduler.candidates() == [a, b, c]
-    scheduler.admit([b, a])
-    assert (
-        scheduler.running == [b, a]
-        and list(scheduler.waiting) == [c, d]
-        and scheduler.candidates() == [c]
-    )
-    scheduler.admit([c])
-    assert (
-        scheduler.youngest() == 2
-        and scheduler.preempt(2) is None
-        and list(scheduler.waiting) == [c, d]
-    )
-    assert scheduler.youngest() == 0 and scheduler.preempt(0) == 1
-    assert scheduler.running == [a] and list(scheduler.waiting) == [b, c, d]
+    scheduler = Scheduler(3)
+    a, b, c, d = (request(name, tokens) for name, tokens in zip("abcd", (2, 3, 2, 4), strict=True))
+    for waiting in (a, b, c, d):
+        scheduler.add(waiting)
+    # the longest prompt first, of those that came first
+    assert scheduler.admit() == [b, a, c] == scheduler.running
+    assert scheduler.admit() == [] and list(scheduler.waiting) == [d]
+    assert scheduler.release(0) == 2 and scheduler.running == [c, a]
+    assert scheduler.admit() == [d] and scheduler.running == [c, a, d]
+    assert scheduler.release(2) is None and scheduler.has_unfinished

@@ -70,11 +70,10 @@ def test_the_model_may_come_first():
             "b",
         ]
     )
-    assert (
-        flags.model == "target"
-        and flags.enable_prefix_caching is False
-        and others == {"async_scheduling": False}
-    )
+    assert flags.model == "target" and others == {
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+    }
     assert flags.served_model_name == ("a", "b")
     flags, others = read_flags(["--port", "1", "--block-size", "64", "target"])
     assert flags.model == "target" and others == {"block_size": 64}

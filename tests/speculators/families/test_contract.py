@@ -18,9 +18,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from inference import LLM, SamplingParams
+from inference import SamplingParams
 from inference.evaluation.expected_acceptance import expected_acceptance
-from inference.kv_cache import memory_limit as kv_memory
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.sampling.sampler import probabilities
 from inference.spec_decode.replay import ReplayResult
@@ -308,44 +307,6 @@ def assert_greedy(model: Any, prompt: list[int], written: list[int]) -> None:
     """Each of 12 tokens is the target's choice after those before it."""
     chosen = model(torch.tensor([[*prompt, *written]])).logits[0].argmax(-1).tolist()
     assert len(written) == 12 and written == chosen[len(prompt) - 1 : -1]
-
-
-@pytest.mark.slow
-def test_reuse_and_preemption_change_no_draft(case, make_drafter, tiny_model, monkeypatch) -> None:
-    model = tiny_model(case.architecture, max_position_embeddings=96)
-    monkeypatch.setattr(kv_memory, "STEP", 2)
-    assert_reuse_and_preemption_change_no_draft(model, make_drafter(case, model)[1])
-
-
-def assert_reuse_and_preemption_change_no_draft(model: Any, drafter: Drafter) -> None:
-    """Two conversations of two turns, two responses at a time: computed whole, reusing, and with
-    too little memory."""
-    model.generation_config.eos_token_id = None
-    drafter.freeze()
-
-    def written(**options: Any) -> tuple[list[Any], LLM]:
-        llm = make_llm(
-            model, drafter=drafter, num_speculative_tokens=DEPTHS, max_num_seqs=4, **options
-        )
-        params, found = SamplingParams(temperature=1, n=2, seed=3, max_tokens=8), []
-        histories = [[3 + (i * i + first) % 90 for i in range(12)] for first in (0, 40)]
-        for _ in range(2):
-            outputs = llm.generate(
-                [{"prompt_token_ids": list(history)} for history in histories], params, False
-            )
-            for history, output in zip(histories, outputs, strict=True):
-                found.append(
-                    ([o.token_ids for o in output.outputs], output.metrics.accepted_per_round)
-                )
-                history += [*output.outputs[1].token_ids, 5, 6]
-        return found, llm
-
-    expected, whole = written(enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30)
-    reused, llm = written()
-    assert reused == expected and llm.get_metrics().prefix_cache_hits > 2 * 9 + 2 * (9 + 13)
-    assert whole.engine.rows.memory_limit is not None
-    pressed, llm = written(kv_cache_memory_bytes=whole.engine.rows.memory_limit.bytes(2, 27))
-    assert pressed == expected and llm.get_metrics().num_preemptions > 0
 
 
 PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts

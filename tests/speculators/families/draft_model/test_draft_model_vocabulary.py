@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from inference import LLM, SamplingParams
-from inference.kv_cache import memory_limit as kv_memory
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError, ConfigError
@@ -25,7 +24,6 @@ from tests.speculators.families.test_contract import (
     VOCAB,
     assert_distributed_as_the_target,
     assert_ragged_rows_draft_as_alone,
-    assert_reuse_and_preemption_change_no_draft,
     assert_unroll_equals_draft,
     draft_logits,
     packed,
@@ -124,14 +122,6 @@ def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
 def test_sampled_text_is_distributed_as_the_targets(tiny_model, opening) -> None:
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64)
     assert_distributed_as_the_target(model, other_tokens(model, 9, opening)[1])
-
-
-@OPENINGS
-def test_reuse_and_preemption_change_no_draft(tiny_model, opening, monkeypatch) -> None:
-    """Rows of its cache are longer or shorter than the target's."""
-    model = tiny_model("llama", max_position_embeddings=96)
-    monkeypatch.setattr(kv_memory, "STEP", 2)
-    assert_reuse_and_preemption_change_no_draft(model, other_tokens(model, 90, opening)[1])
 
 
 def test_only_shared_tokens_are_drafted(tiny_model) -> None:
