@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,7 +54,6 @@ from inference.sampling_params import SamplingParams
 from inference.spec_decode.draft_length.policy import DraftLength
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
-from inference.spec_decode.verification.rejection_sampler import AUTO, is_lossless
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
@@ -121,12 +119,6 @@ class LLM:
         config = parse_speculative_config(
             complete(read_options(others, speculative_config), model, **source)
         )
-        if not is_lossless(config.rejection_sample_method):
-            warnings.warn(
-                f"rejection_sample_method={config.rejection_sample_method!r} does not preserve the"
-                f" target's distribution above temperature 0; {AUTO!r} does",
-                stacklevel=2,
-            )
         sizes = {"tensor_parallel_size": tensor_parallel_size} | {
             n: others[n] for n in PARALLEL_SIZES if n in others
         }

@@ -114,8 +114,7 @@ class Proposal:
         [row, j], counts[row]
         + 1 of them. The first is [], the place after the committed text."""
         found: list[list[int]] = [[]]
-        for place, token in enumerate(self.drafted[row][: self.counts[row]]):
-            parent = place - 1 if self.parents is None else self.parents[row][place]
+        for parent, token in zip(self.parents_of(row), self.drafted[row], strict=False):
             found.append([*found[parent + 1], token])
         return found
 
@@ -130,14 +129,17 @@ class Proposal:
             None if self.scaffold is None else [self.scaffold[row] for row in rows],
         )
 
+    def parents_of(self, row: int) -> list[int]:
+        """The parent of each judged place of the row: a place, or -1 for the root."""
+        count = self.counts[row]
+        return list(range(-1, count - 1)) if self.parents is None else self.parents[row][:count]
+
     def children(self, row: int) -> dict[int, list[int]]:
         """Maps every verified place that has drafts behind it, and -1, to the places of these
         drafts, in order."""
         found: dict[int, list[int]] = {}
-        for place in range(self.counts[row]):
-            found.setdefault(
-                place - 1 if self.parents is None else self.parents[row][place], []
-            ).append(place)
+        for place, parent in enumerate(self.parents_of(row)):
+            found.setdefault(parent, []).append(place)
         return found
 
     def depths(self) -> list[list[int]]:

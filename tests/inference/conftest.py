@@ -1,155 +1,13 @@
-"""Drafters made for testing the engine: stubs that are always right, wrong or random, a fake head,
-a byte tokenizer."""
+"""Fixtures of the runtime's tests: what tests/support makes, by name."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from inference import LLM
-from inference.sampling.sampler import check_drawn, inverse_cdf, uniforms
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.ngram import NgramProposer
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from speculators.drafter import DraftLogits
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm
+from tests.support import engines
+from tests.support.drafters import FakeHead, StubProposer, draw, random_eagle3
 
-
-class StubProposer(Proposer):
-    """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is,
-    `wrong` every token off by one, `random` something else each time; `sampled` draws from a random
-    dense q, `ragged` varies the count."""
-
-    def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
-        super().__init__(k)
-        self.kind, self.vocab_size, self.texts = kind, vocab_size, texts or {}
-
-    def propose(self, requests, limits) -> Proposal:
-        width = self.num_speculative_tokens
-        counts = [min(limit, width) for limit in limits]
-        if self.kind == "sampled":
-            return self._sampled(requests, counts, width)
-        tokens = torch.zeros(len(requests), width, dtype=torch.long)
-        for row, request in enumerate(requests):
-            if self.kind in ("random", "ragged"):
-                source = torch.Generator().manual_seed(
-                    1000 * sum(request.token_ids) + len(request.token_ids)
-                )
-                tokens[row] = torch.randint(self.vocab_size, (width,), generator=source)
-                if self.kind == "ragged":
-                    right = self._text(request)[: counts[row]]
-                    tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
-                    counts[row] = int(torch.randint(counts[row] + 1, (), generator=source))
-            else:
-                right = self._text(request)[:width]
-                tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
-                tokens[row] = (tokens[row] + (self.kind == "wrong")) % self.vocab_size
-        return Proposal(tokens, counts)
-
-    def _text(self, request) -> list[int]:
-        text = self.texts[tuple(request.token_ids[: request.num_prompt_tokens])]
-        return text[len(request.token_ids) - request.num_prompt_tokens :]
-
-    def _sampled(self, requests, counts, width) -> Proposal:
-        q = torch.zeros(len(requests), width, self.vocab_size)
-        tokens = torch.zeros(len(requests), width, dtype=torch.long)
-        for row, request in enumerate(requests):
-            last = request.token_ids[-1]
-            for k in range(counts[row]):
-                source = torch.Generator().manual_seed(97 * last + k)
-                q[row, k] = torch.softmax(2 * torch.randn(self.vocab_size, generator=source), -1)
-                last = int(draw(q[row, k : k + 1], [request.generator]))
-                tokens[row, k] = last
-        return Proposal(tokens, counts, q)
-
-
-def draw(p, generators):
-    """One token per row: p [B, V] -> token ids [B]. Takes one number from each row's generator."""
-    numbers = torch.tensor(
-        [uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64
-    )
-    token_ids = inverse_cdf(p, numbers)
-    check_drawn(token_ids.tolist(), p.shape[-1])
-    return token_ids
-
-
-class FakeHead:
-    """A head by the Drafter contract with maths of its own: its state is the mean of all slots it
-    may see, a slot is embedding of the token + projected features, and the state is fed back as
-    features. Keys hold the tokens."""
-
-    reads_taps, reads_last_hidden, first_token, max_length, width = True, True, 1, None, 8
-    whole_blocks = False
-
-    def __init__(
-        self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None
-    ) -> None:
-        source = torch.Generator().manual_seed(5)
-
-        def weights(*shape):
-            return torch.randn(shape, generator=source) / shape[0] ** 0.5
-
-        self.config = SimpleNamespace(tap_layers=tap_layers)
-        self.draft_to_target = None if draft_ids is None else torch.tensor(draft_ids)
-        self.embedding = weights(vocab_size, self.width) * vocab_size**0.5
-        self.project = weights((len(tap_layers) + 1) * hidden_size, self.width)
-        self.output = 2 * weights(self.width, vocab_size if draft_ids is None else len(draft_ids))
-
-    def attach(self, target):
-        return self
-
-    def require_depth(self, tokens, where):
-        """Any number of tokens."""
-
-    require_length = require_depth
-
-    def cache_length(self, slots):
-        return slots
-
-    def decode_with(self, forward_of) -> None:
-        """It is no language model."""
-
-    def append(self, inputs):
-        features = torch.cat([inputs.taps, inputs.last_hidden], -1) @ self.project
-        state = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, features)
-        for row, count in enumerate(inputs.counts, inputs.start):
-            inputs.cache.advance(row, count)
-        return torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(inputs.counts)])
-
-    def draft_steps(self, inputs, k):
-        cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        state = self.append(inputs)
-        lengths = cache.lengths[start:stop]
-        try:
-            token_ids = yield DraftLogits(state @ self.output)
-            for _ in range(k - 1):
-                state = self._extend(cache, start, stop, token_ids[:, None], state[:, None])[:, 0]
-                for row in range(start, stop):
-                    cache.advance(row, 1)
-                token_ids = yield DraftLogits(state @ self.output)
-        finally:
-            for row, length in enumerate(lengths, start):
-                cache.truncate(row, length)
-
-    def _extend(self, cache, start, stop, token_ids, features):
-        """features [b, M, D] -> states [b, M, D]."""
-        M = token_ids.shape[1]
-        slots = self.embedding[token_ids] + features
-        keys = token_ids[:, None, :, None].float().repeat(1, 1, 1, self.width)  # [b, 1, M, D]
-        mask = cache.mask(start, stop, M)
-        _, values = cache.view(start, stop, M).update(keys, slots[:, None], 0)
-        if mask is None:
-            mask = torch.ones(M, values.shape[2], dtype=torch.bool).tril(values.shape[2] - M)
-        visible = mask.expand(stop - start, 1, M, -1).to(values.dtype)
-        return ((visible @ values) / visible.sum(-1, keepdim=True))[:, 0]
+__all__ = ["StubProposer", "draw"]
 
 
 @pytest.fixture(scope="session")
@@ -164,70 +22,16 @@ def fake_head():
 
 @pytest.fixture(scope="session")
 def tiny_eagle3():
-    """tiny_eagle3(model, tap_layers): a random head of every other token of the vocabulary, of
-    three at least."""
-
-    def make(model, tap_layers) -> Eagle3:
-        target = FrozenTarget(model)
-        size = max(target.vocab_size // 2, 3)
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            drafter = Eagle3(
-                config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)
-            ).eval()
-        drafter.target_ids.copy_(torch.arange(size) * target.vocab_size // size)
-        return drafter
-
-    return make
+    """tiny_eagle3(model, tap_layers): a random head of half of the vocabulary."""
+    return random_eagle3
 
 
 @pytest.fixture(scope="session")
 def byte_tokenizer():
-    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take
-    several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
-    return fast
-
-
-TREES = {
-    "static": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "dynamic": DynamicTree(topk=3, depth=3, budget=7),
-}
+    return engines.byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def drafting_llm(byte_tokenizer, tiny_eagle3):
-    """drafting_llm(kind, model, texts, **options): an LLM over a model in memory that drafts as
-    `kind` says: "off", "ngram", "fake" (a head that can propose every other token), "static" or
-    "dynamic" (trees of such a head), or what StubProposer knows."""
-
-    def make(kind: str, model, texts: dict | None = None, **options) -> LLM:
-        options = {
-            "tokenizer": byte_tokenizer,
-            "max_num_batched_tokens": 16,
-            "num_speculative_tokens": 3,
-            **options,
-        }
-        vocab, size = model.config.vocab_size, model.config.hidden_size
-        if kind == "fake":
-            return make_llm(
-                model, drafter=FakeHead(vocab, (1, 2), size, range(1, vocab, 2)), **options
-            )
-        if kind in TREES:
-            return make_llm(model, drafter=tiny_eagle3(model, (1, 2)), tree=TREES[kind], **options)
-        k = options.pop("num_speculative_tokens")
-        proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
-            kind, lambda: StubProposer(kind, k, vocab, texts)
-        )
-        return make_llm(model, proposer=proposer(), **options)
-
-    return make
+def drafting_llm():
+    """drafting_llm(kind, model, texts, **options): see tests/support/engines.py."""
+    return engines.drafting_llm

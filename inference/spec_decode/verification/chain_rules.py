@@ -13,12 +13,11 @@ drawn from after j accepted drafts:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import argmax
 from inference.spec_decode.proposal import Proposal
 from speculators.errors import ConfigError
 from speculators.precision import on_device
@@ -34,7 +33,6 @@ class Verdict:
     p             [B, K+1, V] the target's distributions
     proposal      the drafts that were judged
     scale         [B, K+1] the s_j above; None is 1 everywhere
-    subtract      False: p_j itself after j accepted drafts, as lossy rules have it
     """
 
     accept_probs: Tensor
@@ -42,14 +40,6 @@ class Verdict:
     proposal: Proposal
     scale: Tensor | None = None
     first_rejection_ends: bool = True
-    subtract: bool = True
-
-    @property
-    def residual(self) -> Tensor:
-        """[B, K+1, V]: entry j is what the bonus token is drawn from if exactly j drafts are
-        accepted."""
-        rows, places = self.p.shape[:2]
-        return torch.stack([self.residual_at([j] * rows) for j in range(places)], dim=1)
 
     def residual_at(self, accepted: Sequence[int]) -> Tensor:
         """Drafts accepted per row -> [B, V], the one distribution each row needs; p from counts[b]
@@ -59,7 +49,7 @@ class Verdict:
         kept = on_device(accepted, self.p.device)
         p = self.p[rows, kept]  # [B, V]
         rejecting = [j < count for j, count in zip(accepted, proposal.counts, strict=True)]
-        if not (self.subtract and any(rejecting)):
+        if not any(rejecting):
             return p
         place = kept.clamp(max=width - 1)
         weights = p if self.scale is None else p * self.scale[rows, kept].unsqueeze(-1)
@@ -163,55 +153,9 @@ def block_rule(p: Tensor, proposal: Proposal) -> Verdict:
     )
 
 
-def typical_rule(
-    p: Tensor, proposal: Proposal, threshold: float = 0.09, alpha: float = 0.3
-) -> Verdict:
-    """Not lossless: keep every draft that the target finds likely enough, p(x) > min(threshold,
-    alpha exp(-H(p))).
-
-    Cai et al. 2401.10774, section 2.3.1, with the constants of their code. Preserves p at
-    temperature 0 only."""
-    before = p[:, : proposal.width]
-    floor = (
-        torch.exp(torch.special.entr(before).sum(-1).neg()).mul(alpha).clamp(max=threshold)
-    )  # [B, K]
-    likely = before.gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1) > floor
-    return Verdict(_only_drafted(likely.to(p.dtype), proposal), p, proposal, subtract=False)
-
-
-def greedy_rule(p: Tensor, proposal: Proposal) -> Verdict:
-    """Keep the longest prefix that equals argmax p, then emit argmax p. Preserves p at temperature
-    0 only."""
-    best = argmax(p)  # [B, K+1]
-    accept = (proposal.token_ids == best[:, : proposal.width]).to(p.dtype)
-    one_hot = torch.zeros_like(p).scatter_(-1, best.unsqueeze(-1), 1.0)
-    return Verdict(_only_drafted(accept, proposal), one_hot, replace(proposal, q=None))
-
-
-def verify_greedy(target_argmax: Tensor, proposal: Proposal) -> tuple[list[int], list[int]]:
-    """Temperature 0 without any distribution: target argmax [B, K+1] -> (accepted [B], bonus token
-    [B]).
-
-    What `verify` and `decide` answer for one-hot p under either rule, at a fraction of the cost.
-    """
-    accepted, bonus = [], []
-    for best, drafted, count in zip(
-        target_argmax.tolist(), proposal.drafted, proposal.counts, strict=True
-    ):
-        kept = 0
-        while kept < count and drafted[kept] == best[kept]:
-            kept += 1
-        accepted.append(kept)
-        bonus.append(best[kept])
-    return accepted, bonus
-
-
-LOSSY = "lossy:"  # how the name of a rule begins that does not preserve p
 RULES: dict[str, Callable[[Tensor, Proposal], Verdict]] = {
-    "greedy": greedy_rule,
     "token": token_rule,
     "block": block_rule,
-    f"{LOSSY}typical": typical_rule,
 }
 
 

@@ -6,9 +6,7 @@ stop strings and length limits are cut off later, by whoever commits the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,29 +19,13 @@ from inference.sampling.sampler import (
 )
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposal import Kept, Proposal
-from inference.spec_decode.verification.chain_rules import (
-    LOSSY,
-    RULES,
-    decide,
-    verify,
-    verify_greedy,
-)
-from inference.spec_decode.verification.tree_rules import (
-    TREE_RULES,
-    follow,
-    match_together,
-    traverse_together,
-    trees_of,
-    walk_together,
-)
+from inference.spec_decode.verification.chain_rules import RULES, decide, verify
+from inference.spec_decode.verification.tree_rules import follow, traverse
 from speculators.errors import ConfigError
 from speculators.precision import on_device
 
-AUTO = "auto"
-METHODS = (
-    AUTO,
-    *(name for name in {**RULES, **TREE_RULES} if name != "greedy"),
-)  # temperature 0 is greedy under any
+AUTO, SAMPLE_MATCH, TRAVERSAL = "auto", "sample_match", "traversal"
+METHODS = (AUTO, *RULES, SAMPLE_MATCH, TRAVERSAL)  # temperature 0 is greedy under any
 
 
 def rule_for(method: str, proposal: Proposal) -> str:
@@ -52,27 +34,22 @@ def rule_for(method: str, proposal: Proposal) -> str:
     asked for cannot judge such a proposal."""
     chain, sampled = proposal.parents is None, proposal.q is not None
     if method == AUTO:
-        return ("block" if chain else "traversal") if sampled else "sample_match"
-    if method not in RULES and method not in TREE_RULES:
+        return ("block" if chain else TRAVERSAL) if sampled else SAMPLE_MATCH
+    if method not in METHODS:
         raise ConfigError(
             f"rejection_sample_method={method!r}; expected one of {', '.join(METHODS)}"
         )
-    if not chain and method not in TREE_RULES:
+    if not chain and method in RULES:
         raise ConfigError(
             f"rejection_sample_method={method!r} judges chains, and the drafts are trees; use"
-            f" {AUTO}, or one of {', '.join(name for name in TREE_RULES if name != 'greedy')}"
+            f" {AUTO}, {TRAVERSAL} or {SAMPLE_MATCH}"
         )
-    if not sampled and method in ("recursive", "traversal") and any(proposal.counts):
+    if not sampled and method == TRAVERSAL and any(proposal.counts):
         raise ConfigError(
             f"rejection_sample_method={method!r} needs drafts that were sampled, and these are"
-            f" deterministic; use {AUTO} or sample_match"
+            f" deterministic; use {AUTO} or {SAMPLE_MATCH}"
         )
     return method
-
-
-def is_lossless(method: str) -> bool:
-    """True if a rule preserves the target's distribution."""
-    return not method.startswith(LOSSY)
 
 
 def verify_and_sample(
@@ -87,7 +64,7 @@ def verify_and_sample(
 
     Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and
     take the greedy path whatever the rule; how many numbers every other row takes from its
-    generator depends on that row alone."""
+    generator depends on that row alone. proposal.q may be overwritten."""
     rows = logits.shape[0]
     if not rows == proposal.num_rows == len(params) == len(generators):
         counts = rows, proposal.num_rows, len(params), len(generators)
@@ -110,13 +87,7 @@ def verify_and_sample(
 
 
 def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:
-    best = argmax(logits)
-    if proposal.parents is None:
-        return _chains(proposal, *verify_greedy(best, proposal))
-    walks = [
-        follow(wanted, tree) for wanted, tree in zip(best.tolist(), trees_of(proposal), strict=True)
-    ]
-    return _walked(proposal, walks)
+    return _kept(proposal, follow(proposal, argmax(logits)))
 
 
 def _sampled(
@@ -127,17 +98,28 @@ def _sampled(
     method: str,
 ) -> list[Kept]:
     rule = rule_for(method, proposal)
-    if rule == "greedy":
-        hot = [row_params.temperature for row_params in params]
-        raise ConfigError(
-            f"rule 'greedy' keeps p at temperature 0 only, and rows ask for {hot}; use rule"
-            f" {AUTO!r}"
-        )
     p = batch_probabilities(logits, params)  # [B, 1+K, V]
-    if rule in TREE_RULES:
-        return _walked(proposal, _walks(p, proposal, generators, rule))
+    if rule == SAMPLE_MATCH:
+        walks = _by_match(p, proposal, generators)
+    elif rule == TRAVERSAL:
+        walks = _by_traversal(p, proposal, generators)
+    else:
+        walks = _by_verdict(p, proposal, generators, rule)
+    check_drawn([token for _, token in walks], p.shape[-1])
+    return _kept(proposal, walks)
+
+
+# The ways to decide: p [B, 1+K, V], the proposal and a generator per row -> (accepted places, the
+# target's own token after them) of every row.
+
+_Walks = list[tuple[list[int], int]]
+
+
+def _by_verdict(
+    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
+) -> _Walks:
+    """A rule for chains: a row takes counts[b] numbers to accept with, and one for the bonus."""
     verdict = verify(p, proposal, rule)
-    # one call per row: counts[b] numbers to accept with, and one to draw the bonus
     noise = [
         uniforms(generator, count + 1)
         for generator, count in zip(generators, proposal.counts, strict=True)
@@ -146,15 +128,49 @@ def _sampled(
     accepted = decide(
         verdict, on_device(throws, p.device, torch.float64).view(len(throws), proposal.width)
     )
-    last = on_device([row[-1] for row in noise], p.device, torch.float64)
-    bonus = inverse_cdf(verdict.residual_at(accepted), last).tolist()
-    check_drawn(bonus, p.shape[-1])
-    return _chains(proposal, accepted, bonus)
+    bonus = _draw(verdict.residual_at(accepted), [row[-1] for row in noise])
+    return [(list(range(kept)), token) for kept, token in zip(accepted, bonus, strict=True)]
+
+
+def _by_match(
+    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None]
+) -> _Walks:
+    """The target draws its own token at every place; a row takes a number per token it commits."""
+    depths = [
+        [0, *row[:count]] + [0] * (proposal.width - count)
+        for row, count in zip(proposal.depths(), proposal.counts, strict=True)
+    ]  # [B, 1+K], how many tokens stand between the committed text and an entry
+    dice = [_Numbers(each, 1 + max(row)) for each, row in zip(generators, depths, strict=True)]
+    noise = [[each.taken[depth] for depth in row] for each, row in zip(dice, depths, strict=True)]
+    numbers = on_device(noise, p.device, torch.float64)
+    # row by row: cumulative sums over all places of all rows would take a batch's memory twice
+    walks = follow(proposal, torch.stack([inverse_cdf(*row) for row in zip(p, numbers)]))
+    for each, (path, _) in zip(dice, walks, strict=True):
+        each.give_back(1 + len(path))
+    return walks
+
+
+def _by_traversal(
+    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None]
+) -> _Walks:
+    """p and proposal.q are used up; a row takes a number per draft it tries, and one for the
+    token."""
+    dice = [
+        _Numbers(generator, 1 + count)
+        for generator, count in zip(generators, proposal.counts, strict=True)
+    ]
+    paths = traverse(p, proposal, [each.flip for each in dice])
+    ends = on_device([1 + path[-1] if path else 0 for path in paths], p.device)
+    weights = p[torch.arange(len(p), device=p.device), ends]  # [B, V]
+    tokens = _draw(weights, [each.number() for each in dice])
+    for each in dice:
+        each.give_back(each.used)
+    return list(zip(paths, tokens, strict=True))
 
 
 class _Numbers:
-    """Dice of one row: as many numbers of its generator as it may need, taken at once; `give_back`
-    leaves the generator as if those it has not used had never been taken."""
+    """As many numbers of a row's generator as it may need, taken at once; `give_back` leaves the
+    generator as if only the first `used` had been taken."""
 
     def __init__(self, generator: torch.Generator | None, most: int) -> None:
         self._generator = torch.default_generator if generator is None else generator
@@ -169,58 +185,18 @@ class _Numbers:
     def flip(self, probability: float) -> bool:
         return self.number() < probability
 
-    def give_back(self) -> None:
-        if self._before is not None and self.used < len(self.taken):
+    def give_back(self, used: int) -> None:
+        if self._before is not None and used < len(self.taken):
             self._generator.set_state(self._before)
-            uniforms(self._generator, self.used)
+            uniforms(self._generator, used)
 
 
-def _walks(
-    p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
-) -> list[tuple[list[int], int]]:
-    """p [B, 1+K, V], which is used up, and the proposal of every row -> places kept, and the
-    target's own token."""
-    most = [1 + count for count in proposal.counts]  # every draft is tried once
-    if rule == "sample_match":  # a number per token
-        depths = zip(proposal.depths(), proposal.counts, strict=True)
-        most = [1 + max(row[:count], default=0) for row, count in depths]
-    dice = [_Numbers(generator, count) for generator, count in zip(generators, most, strict=True)]
-    if rule in ("sample_match", "traversal"):
-        noise = [each.taken + [0.0] * (max(most) - len(each.taken)) for each in dice]
-        if (
-            rule == "sample_match" or not proposal.width
-        ):  # without drafts both rules draw one token from p
-            walks = match_together(p, proposal, on_device(noise, p.device, torch.float64))
-            used = [1 + len(path) for path, _ in walks]
-        else:
-            walks, used = traverse_together(p, proposal, np.array(noise))
-        check_drawn([token for _, token in walks], p.shape[-1])
-        for each, count in zip(dice, used, strict=True):
-            each.used = count
-    else:
-        rows = zip(p, trees_of(proposal, p), dice, strict=True)
-        walks = walk_together([TREE_RULES[rule](*row) for row in rows], partial(_draw, dice))
-    for each in dice:
-        each.give_back()
-    return walks
+def _draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
+    """A token per row: weights [B, V], not necessarily normalised."""
+    return inverse_cdf(weights, on_device(numbers, weights.device, torch.float64)).tolist()
 
 
-def _draw(dice: Sequence[_Numbers], rows: Sequence[int], weights: Tensor) -> list[int]:
-    """A token of each of some rows, weights [n, V]: a number of the row's generator each."""
-    numbers = on_device([dice[row].number() for row in rows], weights.device, torch.float64)
-    tokens = inverse_cdf(weights, numbers).tolist()
-    check_drawn(tokens, weights.shape[-1])
-    return tokens
-
-
-def _chains(proposal: Proposal, accepted: list[int], bonus: list[int]) -> list[Kept]:
-    return [
-        Kept(list(range(kept)), [*row[:kept], token])
-        for row, kept, token in zip(proposal.drafted, accepted, bonus, strict=True)
-    ]
-
-
-def _walked(proposal: Proposal, walks: list[tuple[list[int], int]]) -> list[Kept]:
+def _kept(proposal: Proposal, walks: _Walks) -> list[Kept]:
     return [
         Kept(path, [*(row[place] for place in path), token])
         for row, (path, token) in zip(proposal.drafted, walks, strict=True)

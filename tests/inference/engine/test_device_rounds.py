@@ -81,7 +81,6 @@ WAYS = {
         "other_tokens", 4 + 2 * K, HOT
     ),  # how long drafts are in its tokens
     "eagle3, token": Way("eagle3", 4, FILTERED, {"rejection_sample_method": "token"}),
-    "eagle3, typical": Way("eagle3", 4, HOT, {"rejection_sample_method": "lossy:typical"}),
     "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
     # a tree is read once; what of it is refused is asked for in as many steps as the row has that
     # refuses most
@@ -92,9 +91,6 @@ WAYS = {
     "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
     "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
     "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
-    "eagle3, tree, recursive": Way(
-        "eagle3", 4 + 2, HOT, {"tree": STATIC, "rejection_sample_method": "recursive"}
-    ),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
     "adaptive": Way("adaptive", 3, COLD),
     "adaptive, blocks": Way("adaptive dspark", 3, COLD),

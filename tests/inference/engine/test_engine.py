@@ -22,10 +22,6 @@ VARIANTS = {  # what follows the kind of drafter
     "static": {"tree": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])},
     "dynamic": {"tree": DynamicTree(topk=3, depth=3, budget=7)},
     **{rule: {"rejection_sample_method": rule} for rule in ("token", "sample_match")},
-    "recursive": {
-        "rejection_sample_method": "recursive",
-        "tree": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0)]),
-    },
     "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
 }
 PROPOSERS = [

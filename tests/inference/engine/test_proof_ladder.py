@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "token": {"rejection_sample_method": "token"},
     "block": {"rejection_sample_method": "block"},
     "sample_match": {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy"},
-    "recursive": {"rejection_sample_method": "recursive", "tree": STATIC},
     "traversal": {"rejection_sample_method": "traversal", "tree": STATIC},
     "traversal, grown": {"rejection_sample_method": "traversal", "tree": DYNAMIC},
     "sample_match, tree": {

@@ -138,10 +138,3 @@ WRONG_OPTIONS += [(dict(speculative_config=config), message) for config, message
 def test_wrong_options_are_refused(options, message, model):
     with pytest.raises(ConfigError, match=message):
         LLM(model, **options)
-
-
-def test_a_lossy_rule_says_so(model):
-    with pytest.warns(
-        UserWarning, match="lossy:typical' does not preserve the target's distribution"
-    ):
-        LLM(model, speculative_config=NGRAM | {"rejection_sample_method": "lossy:typical"})

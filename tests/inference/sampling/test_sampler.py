@@ -13,7 +13,7 @@ from inference.sampling.sampler import (
 )
 from inference.sampling_params import SamplingParams
 from speculators.errors import DraftsmithError
-from tests.inference.conftest import draw
+from tests.support.drafters import draw
 
 
 @pytest.fixture(autouse=True)

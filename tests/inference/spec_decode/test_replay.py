@@ -11,6 +11,7 @@ import torch
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.replay import ReplayResult, replay
 from inference.spec_decode.verification.chain_rules import verify
+from tests.lossless.enumeration import residuals
 
 
 class Toy:
@@ -64,7 +65,7 @@ class Toy:
             np.stack([[self.q[k, row[k]] for k in range(self.depth)] for row in before])
         )
         verdict = verify(p, Proposal(torch.tensor(drafts), [self.depth] * len(drafts), q), "token")
-        accept, residual = verdict.accept_probs.numpy(), verdict.residual.numpy()
+        accept, residual = verdict.accept_probs.numpy(), residuals(verdict).numpy()
         total = np.zeros(1 + self.depth + self.depth + 1)
         for b, draft in enumerate(drafts):
             drawn = math.prod(float(q[b, k, token]) for k, token in enumerate(draft))

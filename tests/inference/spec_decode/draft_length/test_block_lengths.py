@@ -43,11 +43,12 @@ from tests.inference.spec_decode.draft_length.test_draft_length import (
     planned_counts,
     trained_estimator,
 )
-from tests.inference.spec_decode.verification.test_verification import (
-    Models,
+from tests.lossless.enumeration import (
+    World,
     assert_lossless,
+    chain,
     enumerate_rule,
-    random_tables,
+    random_table,
 )
 from tests.speculators.families.conftest import Case, make
 
@@ -184,9 +185,9 @@ def test_no_more_is_verified_than_any_row_may_have(family, model, monkeypatch):
 def test_lengths_of_drafted_blocks_are_lossless_by_enumeration(seed, rule):
     """Confidences that depend on the drafts before theirs, shown depth by depth, under both rules
     for chains."""
-    p, q = random_tables(seed), random_tables(seed + 50)
+    p, q = random_table(seed), random_table(seed + 50)
     counts = planned_counts(q, lambda q, x: float(q.max()), True)
-    models = Models(K, p, q, told_counts=counts)
+    models = World(chain(K), p, q, given_counts=counts)
     assert len({counts(draft) for draft in models.drafts()[0]}) > 1
     assert_lossless(models, rule)
 
@@ -200,13 +201,13 @@ def plan_of(estimator: AcceptanceEstimator, verify, rows: int = 1) -> RoundPlan:
 
 def test_the_enumeration_notices_confidences_of_drafts_shown_all_at_once():
     """They are known before the first draft is drawn only where no draft changes them."""
-    q, estimator = random_tables(51), trained_estimator()
+    q, estimator = random_table(51), trained_estimator()
 
     def counts(draft: tuple) -> int:
         shown = [[float(q(draft[:k]).max())] for k in range(K)]
         return plan_of(estimator, [10, 13, 13.1, 13.2]).decide_all(shown)
 
-    models = Models(K, random_tables(1), q, told_counts=counts)
+    models = World(chain(K), random_table(1), q, given_counts=counts)
     assert len({counts(draft) for draft in models.drafts()[0]}) > 1
     assert enumerate_rule(models, "token")[0] > 1e-3
 

@@ -45,12 +45,13 @@ from tests.inference.engine.test_engine import (  # noqa: F401 (fixtures among t
     token_prompts,
 )
 from tests.inference.modules import make_llm as llm_of
-from tests.inference.spec_decode.verification.test_verification import (
+from tests.lossless.enumeration import (
     LOSSLESS,
-    Models,
+    World,
     assert_lossless,
+    chain,
     enumerate_rule,
-    random_tables,
+    random_table,
 )
 
 CHEAP = {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]}
@@ -136,7 +137,7 @@ def test_a_request_of_another_kind_is_noticed_among_others():
 
 
 def planned_counts(q, confidence, drafted):
-    """Models.told_counts by a plan that is shown `confidence(q(prefix), x)` of every draft."""
+    """World.given_counts by a plan that is shown `confidence(q(prefix), x)` of every draft."""
     estimator = trained_estimator()
     costs = RoundCosts.given({"verify": [10, 11.5, 13, 14.5], "draft": [0.3, 0.6, 0.9]}, K).of([])
 
@@ -155,21 +156,24 @@ def planned_counts(q, confidence, drafted):
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_lengths_of_a_plan_are_lossless_by_enumeration(seed, drafted):
-    p, q = random_tables(seed), random_tables(seed + 50)
+    p, q = random_table(seed), random_table(seed + 50)
     counts = planned_counts(q, lambda q, x: float(q.max()), drafted)
-    models = Models(K, p, q, told_counts=counts)
+    models = World(chain(K), p, q, given_counts=counts)
     assert len({counts(draft) for draft in models.drafts()[0]}) > 1
     assert_lossless(models, "token")
 
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_the_enumeration_notices_a_plan_that_sees_the_draft(drafted):
-    q = random_tables(51)
-    models = Models(
-        K, random_tables(1), q, told_counts=planned_counts(q, lambda q, x: float(q[x]), drafted)
+    q = random_table(51)
+    models = World(
+        chain(K),
+        random_table(1),
+        q,
+        given_counts=planned_counts(q, lambda q, x: float(q[x]), drafted),
     )
     assert enumerate_rule(models, "token")[0] > 1e-3
-    assert enumerate_rule(replace(models, told_counts=None), "token")[0] <= LOSSLESS
+    assert enumerate_rule(replace(models, given_counts=None), "token")[0] <= LOSSLESS
 
 
 def test_answers_do_not_depend_on_what_is_shown_later():

@@ -1,0 +1,322 @@
+"""Each known bug, put in, is noticed: a check that cannot fail proves nothing.
+
+Bugs of a rule by the enumeration of test_chain_rules.py and test_tree_rules.py, bugs of the dice
+and of what the sampler is given by the χ² of test_sampled_text.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.sampling.sampler import uniforms
+from inference.sampling_params import SamplingParams
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
+from inference.spec_decode.verification.chain_rules import RULES, Verdict
+from tests.lossless.enumeration import (
+    VOCAB,
+    Table,
+    World,
+    assert_lossless,
+    chain,
+    enumerate_rule,
+    one_hot,
+    random_table,
+)
+from tests.lossless.markov import (
+    CLASSES,
+    WIDTH,
+    Chains,
+    Trees,
+    assert_written_by_target,
+    make_world,
+)
+
+EVERY_RULE = pytest.mark.parametrize("rule", RULES)
+
+
+def not_lossless() -> pytest.RaisesExc:
+    return pytest.raises(AssertionError, match=r"total variation \d")
+
+
+def not_the_targets() -> pytest.RaisesExc:
+    return pytest.raises(AssertionError, match=r"χ² p-value \d")
+
+
+# ---------------------------------------------------------------------- what a rule is given
+
+TRUTH = World(chain(2), random_table(20), random_table(21))
+LONGER = World(chain(3), random_table(1), random_table(51))
+PAIRS = World((-1, -1, 0, 0, 1, 1), random_table(20), random_table(21))
+
+
+def sharpened(table: Table) -> Table:
+    return lambda prefix: table(prefix) ** 2 / (table(prefix) ** 2).sum()
+
+
+def without_least(table: Table) -> Table:
+    def cut(prefix: tuple) -> Tensor:
+        p = table(prefix)
+        p = torch.where(p > p.min(), p, 0.0)
+        return p / p.sum()
+
+    return cut
+
+
+def reduced(prefix: tuple) -> Tensor:
+    """A drafter over two tokens of three: draft token 0 is token 2, draft token 1 is token 0."""
+    return torch.tensor([0.6, 0.0, 0.4], dtype=torch.float64)
+
+
+INPUT_BUGS = {
+    "argmax p above temperature 0": replace(TRUTH, given_p=one_hot(TRUTH.p)),
+    "p before temperature": replace(TRUTH, p=sharpened(TRUTH.p), given_p=TRUTH.p),
+    "p before top-p": replace(TRUTH, p=without_least(TRUTH.p), given_p=TRUTH.p),
+    "q before temperature": replace(TRUTH, q=sharpened(TRUTH.q), given_q=TRUTH.q),
+    "q before top-p": replace(TRUTH, q=without_least(TRUTH.q), given_q=TRUTH.q),
+    "q rounded": replace(TRUTH, given_q=lambda prefix: TRUTH.q(prefix).bfloat16().double()),
+    "q not scattered to the full vocabulary": replace(
+        TRUTH, q=reduced, given_q=lambda prefix: torch.tensor([0.4, 0.6, 0.0], dtype=torch.float64)
+    ),
+    "length chosen after looking": replace(
+        TRUTH, given_counts=lambda draft: 2 if draft[0] == 0 else 0
+    ),
+    "length chosen after looking at the last token": replace(
+        TRUTH, given_counts=lambda draft: 1 + (draft[1] == 1)
+    ),
+}
+
+
+@EVERY_RULE
+@pytest.mark.parametrize("bug", INPUT_BUGS)
+def test_input_of_a_chain_rule(bug, rule):
+    assert_lossless(INPUT_BUGS[bug].honest(), rule)
+    with not_lossless():
+        assert_lossless(INPUT_BUGS[bug], rule)
+
+
+def test_choosing_the_length_after_looking_gives_the_known_bias():
+    """p = (.7, .3), q = (.5, .5), verified only if the draft is token 0: the output is (.85,
+    .15)."""
+    p, q = torch.tensor([[0.7, 0.3, 0], [0.5, 0.5, 0]], dtype=torch.float64)
+    biased = World(chain(1), lambda _: p, lambda _: q, given_counts=lambda draft: draft[0] == 0)
+    assert enumerate_rule(biased, "token")[0] == pytest.approx(0.15, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        replace(PAIRS, given_q=sharpened(PAIRS.q)),
+        replace(PAIRS, given_p=sharpened(PAIRS.p)),
+    ],
+    ids=["q before temperature", "p before temperature"],
+)
+def test_input_of_traversal(world):
+    with not_lossless():
+        assert_lossless(world, "traversal")
+
+
+# ---------------------------------------------------------------------- rules
+
+
+class BadVerdict(Verdict):
+    """A wrong distribution after a rejection; `residual_at` is asked for the same place of all
+    rows."""
+
+    wrong: Callable[[Tensor, Tensor], Tensor]
+
+    def residual_at(self, accepted):
+        (j,) = set(accepted)
+        p, proposal = self.p[:, j], self.proposal
+        if j == proposal.width:
+            return p
+        q = (
+            torch.nn.functional.one_hot(proposal.token_ids[:, j], VOCAB)
+            if proposal.q is None
+            else proposal.q[:, j]
+        )
+        weights = type(self).wrong(p, q)
+        total = weights.sum(-1, keepdim=True)
+        return torch.where(total > 0, weights / total, 1 / VOCAB)
+
+
+WRONG_RESIDUALS = {
+    "p itself": lambda p, q: p,
+    "not clamped": lambda p, q: (p - q).abs(),
+    "of a scalar q = 1": lambda p, q: (p - 1).clamp(min=0),
+    "of a scalar q, that of the draft": (
+        lambda p, q: (p - q.max(-1, keepdim=True).values).clamp(min=0)
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bug", WRONG_RESIDUALS)
+def test_residual_of_the_token_rule(bug, deterministic, monkeypatch):
+    monkeypatch.setattr(BadVerdict, "wrong", staticmethod(WRONG_RESIDUALS[bug]), raising=False)
+    monkeypatch.setattr(chain_rules, "Verdict", BadVerdict)
+    with not_lossless():
+        assert_lossless(replace(TRUTH, deterministic=deterministic), "token")
+
+
+def accepted_as_one_hot(p: Tensor, proposal: Proposal) -> Verdict:
+    """p(x) / 1 goes with the residual of one-hot q only."""
+    verdict = chain_rules.token_rule(p, replace(proposal, q=None))
+    return replace(verdict, proposal=proposal)
+
+
+def accepted_if_likely_enough(p: Tensor, proposal: Proposal) -> Verdict:
+    """ "Typical acceptance" (2401.10774): keeps what the target finds likely, whatever q."""
+    verdict = chain_rules.token_rule(p, proposal)
+    likely = p[:, : proposal.width].gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1) > 0.09
+    return replace(verdict, accept_probs=likely.to(p.dtype), scale=None)
+
+
+def block_with_the_token_residual(p: Tensor, proposal: Proposal) -> Verdict:
+    return replace(chain_rules.block_rule(p, proposal), scale=None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [accepted_as_one_hot, accepted_if_likely_enough, block_with_the_token_residual]
+)
+def test_rule_for_chains(wrong, monkeypatch):
+    monkeypatch.setitem(RULES, "token", wrong)
+    with not_lossless():
+        assert_lossless(LONGER, "token")
+
+
+def put_back(q: Tensor, tokens: Tensor) -> Tensor:
+    return q
+
+
+def not_renormalised(q: Tensor, tokens: Tensor) -> Tensor:
+    return q.scatter(1, tokens, 0.0)
+
+
+def not_clamped(p: Tensor, q: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    left = (rates * p - q).abs()
+    mass = left.sum(-1, keepdim=True)
+    return left / mass, mass
+
+
+TRAVERSAL_BUGS: dict[str, tuple[str, Callable]] = {
+    "a sibling put back": ("_without", put_back),
+    "siblings not renormalised": ("_without", not_renormalised),
+    "p itself after a rejection": ("_residual", lambda p, q, rates: (p, rates)),
+    "nothing left over is not clamped": ("_residual", not_clamped),
+    "the rate of the parent left out": (
+        "_residual",
+        lambda p, q, rates, right=tree_rules._residual: right(p, q, torch.ones_like(rates)),
+    ),
+    "acceptance without q": ("_ratio", lambda p, q: p),
+}
+
+
+@pytest.mark.parametrize("bug", TRAVERSAL_BUGS)
+def test_traversal(bug, monkeypatch):
+    assert_lossless(PAIRS, "traversal")
+    monkeypatch.setattr(tree_rules, *TRAVERSAL_BUGS[bug])
+    with not_lossless():
+        assert_lossless(PAIRS, "traversal")
+
+
+# ------------------------------------------------------- the sampler: dice, and what it is given
+
+
+class SharedNoise(Chains):
+    """The verifier throws the dice that the drafter has already used."""
+
+    def round(self, last, generators):
+        before = [generator.get_state() for generator in generators]
+        proposal = self.draft(last, generators)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        return self.verify(last, proposal, generators)
+
+
+class RawTarget(Chains):
+    """p before temperature and top-p."""
+
+    def params(self):
+        return SamplingParams()
+
+
+class RawDrafter(Chains):
+    """q before its processors."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        context = torch.cat([last.unsqueeze(1), proposal.token_ids[:, :-1]], 1)
+        proposal.q = torch.softmax(self.world.drafter_logits, -1)[context % CLASSES]
+        return proposal
+
+
+class NotScattered(Chains):
+    """q left in the order of a draft vocabulary of its own."""
+
+    def given_q(self, q):
+        return q.flip(-1)
+
+
+class LengthAfterLooking(Chains):
+    """Only drafts that look good are verified."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        q = self.world.q[last % CLASSES].gather(-1, proposal.token_ids[:, :1]).squeeze(-1)
+        proposal.counts = [WIDTH if likely else 0 for likely in (q > 0.2).tolist()]
+        return proposal
+
+
+@pytest.mark.slow
+@EVERY_RULE
+@pytest.mark.parametrize(
+    "bug", [SharedNoise, RawTarget, RawDrafter, NotScattered, LengthAfterLooking]
+)
+def test_sampler_of_chains(bug, rule):
+    with not_the_targets():
+        assert_written_by_target(bug(make_world(16), rule=rule), rows=4_000)
+
+
+class SecondIsTheBest(Trees):
+    """The rule is told that both siblings were drawn, but the second one is the likeliest that was
+    left."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        left = proposal.q[:, 1].scatter(-1, proposal.token_ids[:, :1], 0.0)
+        proposal.token_ids[:, 1] = left.argmax(-1)
+        return proposal
+
+
+class PrunedAfterLooking(Trees):
+    """Trees that begin with an unlikely draft are not verified."""
+
+    def draft(self, last, generators):
+        proposal = super().draft(last, generators)
+        likely = proposal.q[:, 0].gather(-1, proposal.token_ids[:, :1]).squeeze(-1) > 0.2
+        proposal.counts = [6 if ok else 0 for ok in likely.tolist()]
+        proposal.parents = [list(self.parents[:count]) for count in proposal.counts]
+        return proposal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [SecondIsTheBest, PrunedAfterLooking])
+def test_sampler_of_trees(bug):
+    with not_the_targets():
+        assert_written_by_target(bug(make_world(16), rule="traversal"), rows=4_000)
+
+
+@pytest.mark.slow
+def test_noise_shared_between_acceptance_and_residual(monkeypatch):
+    def repeated(generator, n):
+        numbers = uniforms(generator, n)
+        return [*numbers[:-1], numbers[0]]
+
+    monkeypatch.setattr(rejection_sampler, "uniforms", repeated)
+    with not_the_targets():
+        assert_written_by_target(Chains(make_world(16)), rows=5_000)

@@ -1,0 +1,79 @@
+"""LLMs of modules in memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from inference import LLM
+from inference.engine.engine import EngineOptions
+from inference.spec_decode.proposers.drafter import DraftOptions
+from inference.spec_decode.proposers.ngram import NgramProposer
+from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
+
+
+def make_llm(model: Any, **options: Any) -> LLM:
+    """`options`: fields of EngineOptions and DraftOptions, and what `LLM.from_modules` takes beside
+    them."""
+
+    def taken(kind: type) -> Any:
+        return kind(
+            **{
+                field.name: options.pop(field.name)
+                for field in fields(kind)
+                if field.name in options
+            }
+        )
+
+    return LLM.from_modules(
+        model, options=taken(EngineOptions), drafting=taken(DraftOptions), **options
+    )
+
+
+def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: Any) -> LLM:
+    """An LLM over a model in memory that drafts as `kind` says: "off", "ngram", "fake" (a head
+    that can propose every other token), "static" or "dynamic" (trees of an EAGLE-3 head), or what
+    StubProposer knows."""
+    options = {
+        "tokenizer": byte_tokenizer(),
+        "max_num_batched_tokens": 16,
+        "num_speculative_tokens": 3,
+        **options,
+    }
+    vocab, size = model.config.vocab_size, model.config.hidden_size
+    if kind == "fake":
+        head = FakeHead(vocab, (1, 2), size, range(1, vocab, 2))
+        return make_llm(model, drafter=head, **options)
+    if kind in TREES:
+        return make_llm(model, drafter=random_eagle3(model, (1, 2)), tree=TREES[kind], **options)
+    k = options.pop("num_speculative_tokens")
+    proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
+        kind, lambda: StubProposer(kind, k, vocab, texts)
+    )
+    return make_llm(model, proposer=proposer(), **options)
+
+
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take
+    several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
+    return fast
+
+
+def ids_of(outputs) -> list[list[int]]:
+    """The tokens of the first response of each output."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
