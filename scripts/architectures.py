@@ -30,7 +30,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from inference import LLM, SamplingParams
-from inference.engine.engine import EngineOptions
+from inference.engine_options import EngineOptions
 from inference.plain_decoder import plain_decoder
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from inference.compilation.config import Compilation
 from inference.engine.logprobs import record_logprobs, record_prompt_logprobs
+from inference.engine_options import EngineOptions
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.metrics import SpecDecodeCounters
 from inference.plain_decoder import TargetForward
@@ -48,29 +48,6 @@ logger = logging.getLogger(__name__)
 PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How an engine runs, whatever it drafts with. The names are those of `LLM`.
-
-    max_num_seqs            rows: responses written at the same time
-    max_model_len           longest prompt + response; None: the model's own limit, or its draft
-                            model's if less
-    max_num_batched_tokens  tokens of one prefill forward; admitted prompts are prefilled whole
-                            before the next round
-    compilation             how rounds are compiled (docs/runtime.md); None: they run eager
-    rejection_sample_method  the verification rule at temperature > 0
-    seed                    of the requests that bring none: each gets its own from this and its
-                            number
-    """
-
-    max_num_seqs: int = 8
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 512
-    compilation: Compilation | None = None
-    rejection_sample_method: str = AUTO
-    seed: int = 0
-
-
 class Engine:
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from
     one thread.
@@ -79,7 +56,9 @@ class Engine:
     seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision
     what to keep; prefill includes the drafter's share of it. On a GPU a phase that only launches
     work is charged to the next one that waits for it (sample, as a rule). `counters`: totals of
-    drafting since then. `drafting`: the proposer, None while speculation is off."""
+    drafting since then. `drafting`: the proposer, None while speculation is off. `compilation`: how
+    rounds are compiled (docs/runtime.md); None: they run eager. `rejection_sample_method`: the
+    verification rule at temperature > 0."""
 
     def __init__(
         self,
@@ -89,14 +68,12 @@ class Engine:
         proposer: Proposer | None = None,
         draft_length: DraftLength | None = None,
         on_round: OnRound | None = None,
+        compilation: Compilation | None = None,
+        rejection_sample_method: str = AUTO,
     ) -> None:
-        if options.max_num_batched_tokens < 1:
-            raise ConfigError(
-                f"max_num_batched_tokens={options.max_num_batched_tokens}; expected at least 1"
-            )
         if options.max_model_len is None:
             raise ConfigError("EngineOptions: an engine needs max_model_len")
-        _require_abilities(target, options, proposer)
+        _require_abilities(target, compilation, proposer)
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
         self.proposer, self.drafting, self.on_round = proposer, proposer, on_round
         self.scheduler = Scheduler(options.max_num_seqs)
@@ -112,14 +89,15 @@ class Engine:
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
         self.compiled: CompiledRounds | None = None
-        if options.compilation is not None and not options.compilation.when_warm:
-            self.compiled = self._compiled_rounds(options.compilation)
+        self._compilation, self._rejection_sample_method = compilation, rejection_sample_method
+        if compilation is not None and not compilation.when_warm:
+            self.compiled = self._compiled_rounds(compilation)
 
     def start_graphs(self) -> None:
         """From here on rounds run as CUDA graphs where that is the default and waited for this;
         they stay eager, with a warning, if the device has no room for all keys and values at once.
         While no row holds anything."""
-        compilation = self.options.compilation
+        compilation = self._compilation
         if self.compiled is not None or compilation is None:
             return
         if (fault := self.memory_fault()) is not None:
@@ -383,14 +361,14 @@ class Engine:
         params = [request.params for request in rows]
         generators = [request.generator for request in rows]
         kept = verify_and_sample(
-            processed, proposal, params, generators, self.options.rejection_sample_method
+            processed, proposal, params, generators, self._rejection_sample_method
         )
         record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
         return kept
 
 
 def _require_abilities(
-    target: FrozenTarget, options: EngineOptions, proposer: Proposer | None
+    target: FrozenTarget, compilation: Compilation | None, proposer: Proposer | None
 ) -> None:
     """UnsupportedTarget for what cannot be decoded; ConfigError for options that recurrent layers
     rule out."""
@@ -403,7 +381,7 @@ def _require_abilities(
             f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no"
             " tree)"
         )
-    if options.compilation is not None:
+    if compilation is not None:
         raise ConfigError(
             f"{layers} are copied around every forward, which is not compiled; set"
             " enforce_eager=True"

@@ -14,7 +14,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from inference.compilation.config import read_compilation
-from inference.engine.engine import Engine, EngineOptions, OnRound
+from inference.engine.engine import Engine, OnRound
+from inference.engine_options import EngineOptions
 from inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
@@ -37,13 +37,7 @@ from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from inference.entrypoints.sampling import RequestSampling
 from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.entrypoints.speculative_defaults import complete
-from inference.entrypoints.vllm_options import (
-    PARALLEL_SIZES,
-    drafts_eagerly,
-    known_device,
-    read_options,
-    warn_of_one_device,
-)
+from inference.entrypoints.vllm_options import read_options, read_speculative_config
 from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.requests.detokenizer import Detokenizer
@@ -51,7 +45,6 @@ from inference.requests.request import Request
 from inference.requests.response import Response
 from inference.sampling.sampler import make_generator
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.draft_length.policy import DraftLength
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from speculators.drafter import Drafter
@@ -64,26 +57,12 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A target, optionally drafted for.
 
-    model                    folder or repository id; or a loaded FrozenTarget or PreTrainedModel
-    tokenizer                folder, repository id or tokenizer object; None: the model's own
-    speculative_config       see SpeculativeConfig; None: drafting off
-    max_num_seqs             responses written at the same time
-    max_model_len            longest prompt + response; None: the model's own limit, or its draft
-                             model's if less
-    max_num_batched_tokens   prompt tokens per prefill forward
-    seed                     of the requests that bring none: each gets its own from this and its
-                             number
-    tensor_parallel_size     accepted with a warning if not 1: the target is kept on one device,
-                             which changes no output
-    enforce_eager            False: rounds run compiled, at static shapes (docs/runtime.md); None:
-                             as compilation_config says; where it says nothing eager, but on CUDA
-                             graphs from `warm_up` on (up to 8 rows)
-    compilation_config       how; see CompilationConfig
-    on_round                 called after every verification with what was drafted and kept (see
-                             Engine)
-
-    `others`: options of vLLM that change no output, and those of its older versions
-    (inference/entrypoints/vllm_options.py).
+    model      folder or repository id; or a loaded FrozenTarget or PreTrainedModel
+    tokenizer  folder, repository id or tokenizer object; None: the model's own
+    on_round   called after every verification with what was drafted and kept (see Engine)
+    options    those of EngineOptions (inference/engine_options.py), and options of vLLM that change
+               no output, today's and those of its older versions
+               (inference/entrypoints/vllm_options.py)
     """
 
     def __init__(
@@ -91,58 +70,40 @@ class LLM:
         model: str | FrozenTarget | PreTrainedModel,
         tokenizer: Any = None,
         *,
-        dtype: str | torch.dtype = "auto",
-        speculative_config: dict[str, Any] | None = None,
-        max_num_seqs: int = 8,
-        max_model_len: int | None = None,
-        max_num_batched_tokens: int = 512,
-        device: str | torch.device | None = None,
-        seed: int = 0,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool | None = None,
-        compilation_config: dict[str, Any] | int | None = None,
         on_round: OnRound | None = None,
-        **others: Any,
+        **options: Any,
     ) -> None:
-        device = known_device(device)
-        eager_drafter, place = drafts_eagerly(speculative_config), default_device(device)
+        given = read_options({**options, "tokenizer": tokenizer})
+        drafting = given.speculative_config
+        device = default_device(given.device)
         compilation = read_compilation(
-            enforce_eager,
-            compilation_config,
-            place,
-            eager_drafter=eager_drafter,
-            max_num_seqs=max_num_seqs,
+            given.enforce_eager,
+            given.compilation_config,
+            device,
+            eager_drafter=drafting is not None and drafting.get("enforce_eager") is True,
+            max_num_seqs=given.max_num_seqs,
         )
-        source: dict[str, Any] = dict(trust_remote_code=trust_remote_code, revision=revision)
-        config = parse_speculative_config(
-            complete(read_options(others, speculative_config), model, **source)
-        )
-        sizes = {"tensor_parallel_size": tensor_parallel_size} | {
-            n: others[n] for n in PARALLEL_SIZES if n in others
+        source: dict[str, Any] = {
+            "trust_remote_code": given.trust_remote_code,
+            "revision": given.revision,
         }
-        warn_of_one_device(sizes, place)
-        target = load_target(model, dtype=dtype, device=place, **source)
-        tokenizer = load_tokenizer(model, tokenizer, **source)
+        config = parse_speculative_config(
+            complete(read_speculative_config(drafting), model, **source)
+        )
+        target = load_target(model, dtype=given.dtype, device=device, **source)
+        tokenizer = load_tokenizer(model, given.tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
-        length_given = max_model_len is not None
-        max_model_len = model_limit(target, max_model_len, drafter)
-        options = EngineOptions(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
+        limit = model_limit(target, given.max_model_len, drafter)
+        engine = Engine(
+            target,
+            given.model_copy(update={"max_model_len": limit}),
+            proposer=make_proposer(config, target, drafter, given.max_num_seqs, limit),
+            draft_length=make_draft_length(config),
+            on_round=on_round,
             compilation=compilation,
             rejection_sample_method=config.rejection_sample_method,
-            seed=seed,
         )
-        proposer = make_proposer(config, target, drafter, max_num_seqs, max_model_len)
-        length = make_draft_length(config)
-        self._set_up(
-            Engine(target, options, proposer=proposer, draft_length=length, on_round=on_round),
-            tokenizer,
-            length_given=length_given,
-        )
+        self._set_up(engine, tokenizer, length_given=options.get("max_model_len") is not None)
 
     @classmethod
     def from_modules(
@@ -152,33 +113,31 @@ class LLM:
         drafter: Drafter | None = None,
         drafting: DraftOptions | None = None,
         proposer: Proposer | None = None,
-        draft_length: DraftLength | None = None,
         tokenizer: Any = None,
-        on_round: OnRound | None = None,
         options: EngineOptions | None = None,
+        **engine: Any,
     ) -> LLM:
         """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a
         proposer.
 
-        `drafting`: how the drafter drafts. For measurements during training and tests; what is
-        reported is measured on an export."""
+        `drafting`: how the drafter drafts. `options`: those of the engine; nothing is loaded by
+        them. `engine`: further arguments of Engine. For measurements during training and tests;
+        what is reported is measured on an export."""
         taps = (
             tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
         )
         target, options = load_target(target, taps), options or EngineOptions()
         length_given = options.max_model_len is not None
-        max_model_len = model_limit(target, options.max_model_len, drafter)
-        options = replace(options, max_model_len=max_model_len)
+        limit = model_limit(target, options.max_model_len, drafter)
+        options = options.model_copy(update={"max_model_len": limit})
         if drafter is not None:
-            sizes = options.max_num_seqs, max_model_len
+            sizes = options.max_num_seqs, limit
             proposer = HeadProposer(
                 drafter.attach(target), target, drafting or DraftOptions(), *sizes
             )
         llm = cls.__new__(cls)
         llm._set_up(
-            Engine(
-                target, options, proposer=proposer, draft_length=draft_length, on_round=on_round
-            ),
+            Engine(target, options, proposer=proposer, **engine),
             tokenizer,
             length_given=length_given,
         )

@@ -1,22 +1,22 @@
 """vLLM's options, read as this runtime means them, so that a snippet written for vLLM runs as it
 is.
 
-Three kinds: options of older versions, rewritten with a warning that shows today's form; options
-that say where or how a model runs and so cannot change what it says, accepted without effect; and
-the sizes of a group of devices, of which there is one here. Everything else is an error that names
-the option. Knows no drafter and runs no model."""
+Options of older versions are rewritten, with a warning that shows today's form; options that say
+where or how a model runs change no output and are accepted without effect; everything else is an
+error that names the option. Knows no drafter and runs no model."""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from inference.entrypoints.loading import default_device
+from inference.engine_options import EngineOptions
 from inference.entrypoints.speculative_config import known_options
-from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import ConfigError
 from speculators.hub import with_revision
 
@@ -26,26 +26,12 @@ Accepted = tuple[Any, ...] | None  # the values that mean what is done here anyw
 
 # Options of LLM that change no output: how memory is kept, how steps are launched, what is logged.
 ANY_VALUE = (
-    "async_scheduling",
-    "block_size",
-    "cpu_offload_gb",
-    "disable_custom_all_reduce",
-    "disable_log_requests",
-    "disable_log_stats",
-    "distributed_executor_backend",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "max_parallel_loading_workers",
-    "max_seq_len_to_capture",
-    "num_gpu_blocks_override",
-    "num_lookahead_slots",
-    "num_scheduler_steps",
-    "served_model_name",
-    "swap_space",
-    "use_v2_block_manager",
-)
+    "async_scheduling block_size cpu_offload_gb disable_custom_all_reduce disable_log_requests"
+    " disable_log_stats distributed_executor_backend enable_chunked_prefill enable_prefix_caching"
+    " gpu_memory_utilization kv_cache_memory_bytes max_parallel_loading_workers"
+    " max_seq_len_to_capture num_gpu_blocks_override num_lookahead_slots num_scheduler_steps"
+    " served_model_name swap_space use_v2_block_manager"
+).split()
 ENGINE_OPTIONS: dict[str, Accepted] = {
     **dict.fromkeys(ANY_VALUE),
     # these would change outputs, or what is loaded, at any other value
@@ -68,18 +54,10 @@ ENGINE_OPTIONS: dict[str, Accepted] = {
 # Options of speculative_config that change no output. Which texts are drafted for changes none
 # either: it is lossless.
 ANY_SPECULATIVE_VALUE = (
-    "attention_backend",
-    "disable_by_batch_size",
-    "disable_logprobs",
-    "disable_mqa_scorer",
-    "disable_padded_drafter_batch",
-    "draft_tensor_parallel_size",
-    "enforce_eager",
-    "max_model_len",
-    "moe_backend",
-    "tensor_parallel_size",
-    "use_local_argmax_reduction",
-)
+    "attention_backend disable_by_batch_size disable_logprobs disable_mqa_scorer"
+    " disable_padded_drafter_batch draft_tensor_parallel_size enforce_eager max_model_len"
+    " moe_backend tensor_parallel_size use_local_argmax_reduction"
+).split()
 SPECULATIVE_OPTIONS: dict[str, Accepted] = {
     **dict.fromkeys(ANY_SPECULATIVE_VALUE),
     "acceptance_method": (None, "rejection_sampler"),
@@ -118,57 +96,81 @@ NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-def read_options(
-    others: dict[str, Any],
-    speculative_config: dict[str, Any] | MethodOptions | None,
-    *,
-    stacklevel: int = 3,
-) -> dict[str, Any] | MethodOptions | None:
-    """The speculative_config that is meant, in this runtime's names. `others`: options of LLM that
-    it has no name for.
+def read_options(given: Mapping[str, Any], *, stacklevel: int = 3) -> EngineOptions:
+    """The keyword arguments of `LLM`, among them those of vLLM's that have no name here.
 
-    DeprecationWarning, at `stacklevel` calls up, for options of older versions. ConfigError names
-    every option that would change something and is not known."""
-    old = {
-        name: value for name, value in others.items() if name in DEPRECATED and value is not None
-    }
-    rest = {
-        name: value for name, value in others.items() if name not in (*DEPRECATED, *PARALLEL_SIZES)
-    }
-    ignored = _without_effect("LLM", rest, ENGINE_OPTIONS)
-    if unknown := sorted(set(rest) - set(ignored)):
+    Warnings, at `stacklevel` calls up, for options of older versions, for a device that torch does
+    not know and for several devices. ConfigError names every option that is wrong, or would change
+    something and is not known."""
+    options = {name: value for name, value in given.items() if name not in DEPRECATED}
+    old = {n: v for n, v in given.items() if n in DEPRECATED and v is not None}
+    ignored = _without_effect("LLM", options, ENGINE_OPTIONS)
+    for name in ignored:
+        del options[name]
+    if ignored:
+        logger.info("accepted without effect here: %s", ", ".join(sorted(ignored)))
+    if unknown := sorted(set(options) - set(EngineOptions.model_fields)):
         raise ConfigError(
             f"LLM: unknown options {', '.join(unknown)}; they would change nothing. Remove them "
             f"(accepted for vLLM's sake, without effect: {', '.join(sorted(ENGINE_OPTIONS))})"
         )
+    if old and options.get("speculative_config") is not None:
+        raise ConfigError(
+            f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone"
+        )
     if old:
-        if speculative_config is not None:
-            raise ConfigError(
-                f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone"
-            )
-        speculative_config = from_old_options(old)
+        config = options["speculative_config"] = from_old_options(old)
         warnings.warn(
-            f"{', '.join(old)}: deprecated in vLLM; write LLM(...,"
-            f" speculative_config={speculative_config})",
+            f"{', '.join(old)}: deprecated in vLLM; write LLM(..., speculative_config={config})",
             DeprecationWarning,
             stacklevel=stacklevel,
         )
-    if not isinstance(speculative_config, dict):
-        return speculative_config
+    try:
+        read = EngineOptions.model_validate(options)
+    except ValidationError as error:
+        faults = [
+            f"{each['loc'][0]}={given.get(each['loc'][0])!r}: {each['msg']}"
+            for each in error.errors()
+        ]
+        raise ConfigError(f"LLM: {'; '.join(faults)}") from error
+    if not known_device(read.device):
+        warnings.warn(
+            f"device={read.device!r}: torch knows no such device here; the default one is used",
+            stacklevel=stacklevel,
+        )
+        read = read.model_copy(update={"device": None})
+    sizes = {name: getattr(read, name) for name in PARALLEL_SIZES}
+    if asked := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
+        warnings.warn(
+            f"LLM: {asked}: this runtime keeps the whole target on one device; outputs are the"
+            " same",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
+    return read
+
+
+def known_device(device: str | None) -> bool:
+    """False for the kind of another build of vLLM, which torch does not know: where a model runs
+    changes no output beyond rounding, so the default device does what was asked for."""
+    try:
+        return device is None or torch.device(device) is not None
+    except RuntimeError:
+        return False
+
+
+def read_speculative_config(options: Any) -> Any:
+    """`options` under this runtime's names, without those that have no effect; what is no dict
+    comes back as it is. Which options there are is checked by `parse_speculative_config`."""
+    if not isinstance(options, dict):
+        return options
     known = known_options()
-    foreign = {name: value for name, value in speculative_config.items() if name not in known}
+    foreign = {name: value for name, value in options.items() if name not in known}
     dropped = _without_effect("speculative_config", foreign, SPECULATIVE_OPTIONS)
-    if ignored or dropped:
-        names = sorted([*ignored, *(f"speculative_config.{name}" for name in dropped)])
-        logger.info("accepted without effect here: %s", ", ".join(names))
-    return _renamed(
-        {name: value for name, value in speculative_config.items() if name not in dropped}
-    )
-
-
-def drafts_eagerly(speculative_config: Any) -> bool:
-    """True if the drafter alone runs eager and the target is compiled."""
-    return isinstance(speculative_config, dict) and speculative_config.get("enforce_eager") is True
+    if dropped:
+        names = ", ".join(sorted(dropped))
+        logger.info("speculative_config: accepted without effect here: %s", names)
+    return _renamed({name: value for name, value in options.items() if name not in dropped})
 
 
 def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
@@ -180,45 +182,10 @@ def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
     return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
 
 
-def known_device(
-    device: str | torch.device | None, *, stacklevel: int = 3
-) -> str | torch.device | None:
-    """The device, or None with a warning, at `stacklevel` calls up, for the kind of another build
-    of vLLM that torch does not know: where a model runs changes no output beyond rounding, so the
-    snippet's result is as asked for."""
-    try:
-        return device if device is None else torch.device(device)
-    except RuntimeError:
-        here = default_device(None)
-        message = f"device={device!r}: torch knows no such device here; the target runs on {here}"
-        warnings.warn(message, stacklevel=stacklevel)
-        return None
-
-
-def warn_of_one_device(sizes: dict[str, Any], device: torch.device, *, stacklevel: int = 3) -> None:
-    """Warns, at `stacklevel` calls up, that a model asked for on several devices is kept on one:
-    how a model is split changes no output. `sizes`: those of PARALLEL_SIZES that were given."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                f"LLM: {name}={size!r}; expected a whole number, 1 or more (one is used)"
-            )
-    asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-    if asked:
-        warnings.warn(
-            f"LLM: {asked}: this runtime keeps the whole target on one device ({device}); outputs"
-            " are the same",
-            UserWarning,
-            stacklevel=stacklevel,
-        )
-
-
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """Methods under this runtime's names, and a revision beside its repository."""
     if options.get("model") in NGRAM:
-        options = {"method": "ngram"} | {
-            name: value for name, value in options.items() if name != "model"
-        }
+        options = {"method": "ngram"} | {n: v for n, v in options.items() if n != "model"}
     if options.get("model") and options.get("revision"):
         options = options | {"model": with_revision(options["model"], options["revision"])}
     options = {name: value for name, value in options.items() if name != "revision"}
@@ -230,13 +197,12 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted]) -> list[str]:
     """The options given that the table accepts. ConfigError for a value that it does not."""
-    found = [name for name in given if name in table]
-    for name in found:
-        accepted = table[name]
-        if accepted is not None and given[name] not in accepted:
+    accepted = [name for name in given if name in table]
+    for name in accepted:
+        values = table[name]
+        if values is not None and given[name] not in values:
             raise ConfigError(
                 f"{where}: {name}={given[name]!r} would change what is loaded or written, and this"
-                " runtime does not do it; leave it out (accepted:"
-                f" {', '.join(map(repr, accepted))})"
+                f" runtime does not do it; leave it out (accepted: {', '.join(map(repr, values))})"
             )
-    return found
+    return accepted

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from inference import console
-from inference.server.options import LLM_OPTIONS, SAMPLING_FIELDS, ServeFlags, read_flags
+from inference.engine_options import EngineOptions
+from inference.server.options import SAMPLING_FIELDS, ServeFlags, read_flags
 from inference.server.real_vllm import speculative_config, vllm_command, wants_vllm
 from speculators.errors import ConfigError
 
@@ -89,7 +90,8 @@ def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
     from inference.entrypoints.llm import LLM
     from inference.entrypoints.vllm_options import DEPRECATED
 
-    given = {name: getattr(flags, name) for name in LLM_OPTIONS if name in flags.model_fields_set}
+    names = flags.model_fields_set & set(EngineOptions.model_fields)
+    given = {name: getattr(flags, name) for name in names}
     older = {name: others.pop(name) for name in DEPRECATED if name in others}
     if (config := speculative_config(flags, older)) is not None:
         given["speculative_config"] = config

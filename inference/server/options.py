@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from inference import flags as reading
-from inference.flags import FlagParser, JsonObject, Mode, json_or_text
+from inference.engine_options import EngineOptions, option
+from inference.flags import FlagParser, JsonObject, json_or_text
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
@@ -21,10 +22,6 @@ GROUPS = {  # in --help, by their first option
     "tokenizer": "target and drafter",
     "model": "serve",
 }
-
-
-def option(default: Any, description: str = "", **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
 
 
 def _template(given: str | None) -> str | None:
@@ -58,25 +55,7 @@ class ServerOptions(BaseModel):
     per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each answer")
 
 
-class EngineFlags(BaseModel):
-    """Options of LLM."""
-
-    tokenizer: str | None = option(None, "folder or repository id; default: the model's")
-    dtype: str = option("auto", "precision of the target")
-    device: str | None = option(None, "cpu, cuda, cuda:1, …; cuda if there is one")
-    revision: str | None = option(None, "of the repository")
-    trust_remote_code: bool = option(False, "run the repository's code")
-    speculative_config: JsonObject | None = option(None, "JSON: how to draft, as in vLLM")
-    seed: int = option(0, "for requests without a seed")
-    max_model_len: int | None = option(None, "longest prompt and response", ge=2)
-    max_num_seqs: int = option(8, "responses generated at the same time", ge=1)
-    max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward", ge=1)
-    enforce_eager: bool | None = option(None, "no: compile rounds (docs/runtime.md)")
-    compilation_config: Mode | None = option(None, "JSON, or a mode: how, as in vLLM")
-    tensor_parallel_size: int = option(1, "accepted; one device is used")
-
-
-class ServeFlags(EngineFlags, ServerOptions):
+class ServeFlags(EngineOptions, ServerOptions):
     """All flags of `serve`: those of the routes, of LLM, and of the process."""
 
     served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
@@ -91,9 +70,6 @@ class ServeFlags(EngineFlags, ServerOptions):
         "auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder"
     )
     override_generation_config: JsonObject = option({}, "JSON, in place of single defaults")
-
-
-LLM_OPTIONS = tuple(EngineFlags.model_fields)  # passed to LLM
 
 
 def parser() -> FlagParser:

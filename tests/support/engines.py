@@ -10,27 +10,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference import LLM
-from inference.engine.engine import EngineOptions
+from inference.engine_options import EngineOptions
 from inference.spec_decode.proposers.drafter import DraftOptions
 from inference.spec_decode.proposers.ngram import NgramProposer
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
+
+ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}
 
 
 def make_llm(model: Any, **options: Any) -> LLM:
     """`options`: fields of EngineOptions and DraftOptions, and what `LLM.from_modules` takes beside
     them."""
-
-    def taken(kind: type) -> Any:
-        return kind(
-            **{
-                field.name: options.pop(field.name)
-                for field in fields(kind)
-                if field.name in options
-            }
-        )
-
+    engine = {name: options.pop(name) for name in ENGINE & set(options)}
+    drafting = {field.name for field in fields(DraftOptions)} & set(options)
     return LLM.from_modules(
-        model, options=taken(EngineOptions), drafting=taken(DraftOptions), **options
+        model,
+        options=EngineOptions(**engine),
+        drafting=DraftOptions(**{name: options.pop(name) for name in drafting}),
+        **options,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference import LLM, SamplingParams
-from inference.engine.engine import EngineOptions
+from inference.engine_options import EngineOptions
 from inference.spec_decode.proposers.drafter import DraftOptions
 from speculators.drafter import Drafter
 from speculators.target.frozen_target import FrozenTarget

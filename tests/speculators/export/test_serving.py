@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.entrypoints.vllm_options import read_options
+from inference.entrypoints.vllm_options import read_speculative_config
 from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.errors import ConfigError
 from speculators.export.formats import FAMILIES
@@ -51,7 +51,7 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(tiny_model, fami
         "peagle",
         "dflash2",
     ):  # vLLM names another method, and reads the family from the export
-        assert parse_speculative_config(read_options({}, theirs)).method == family
+        assert parse_speculative_config(read_speculative_config(theirs)).method == family
     assert "head" in ways["vLLM"].command and " T " in ways["vLLM"].command
 
 
@@ -65,7 +65,9 @@ def test_training_free_methods(method) -> None:
     ways = by_engine(method, tokens=4, training_free=own)
     assert parse_speculative_config(ways["Draftsmith"].options).method == method
     if (options := ways["vLLM"].options) is not None:
-        assert parse_speculative_config(read_options({}, options)).num_speculative_tokens == 4
+        assert (
+            parse_speculative_config(read_speculative_config(options)).num_speculative_tokens == 4
+        )
     assert all(way.command or way.note for way in ways.values())
     assert (ways["SGLang"].options is not None) == (method == "ngram")
 
