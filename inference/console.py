@@ -27,13 +27,36 @@ def print_error(error: DraftsmithError) -> None:
     Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
 
 
-def run(app: Callable[[], object]) -> None:
-    """Runs a command line; anything but a DraftsmithError is a bug and shows its traceback."""
+# The extra of this project that installs a module which some commands need.
+EXTRAS = {
+    "matplotlib": "report",
+    **dict.fromkeys(("accelerate", "datasets", "peft", "psutil", "pyarrow", "ruamel"), "train"),
+    **dict.fromkeys(("openai", "prometheus_client", "starlette", "uvicorn"), "serve"),
+}
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A DraftsmithError, or a missing module of an extra, is printed and becomes exit code 2; any
+    other error is a bug and shows its traceback."""
     try:
-        app()
+        yield
     except DraftsmithError as error:
         print_error(error)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        install = f"pip install 'draftsmith[{extra}]'"
+        print_error(ConfigError(f"this needs the package {error.name}: {install}"))
+        sys.exit(2)
+
+
+def run(app: Callable[[], object]) -> None:
+    """Runs a command line."""
+    with user_errors():
+        app()
 
 
 def json_option(name: str, text: str) -> dict[str, Any] | None:

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from inference.console import json_option, print_error
+from inference.console import json_option, user_errors
 from inference.server import command as serve
-from speculators.errors import ConfigError, DraftsmithError
+from speculators.errors import ConfigError
 from train.commands import artefact
 from train.commands import bench as bench_command
 from train.commands.evaluate import evaluate
@@ -63,11 +63,8 @@ class Commands(TyperGroup):
         return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with user_errors():
             return super().invoke(ctx)
-        except DraftsmithError as error:
-            print_error(error)
-            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

@@ -109,6 +109,40 @@ def test_starts_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+WITHOUT_EXTRAS = """
+import sys
+from inference.console import EXTRAS
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in EXTRAS:
+            return self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+from inference import LLM
+from train.cli import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments, code, text",
+    [
+        (["inspect", "ngram"], 0, "draftsmith generate"),
+        (["train", "recipes/quickstart/mlp.yaml"], 2, "pip install 'draftsmith[train]'"),
+        (["serve", "--model", "recipes/quickstart/target"], 2, "pip install 'draftsmith[serve]'"),
+    ],
+)
+def test_commands_without_the_extras_run_or_name_the_extra(arguments, code, text):
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr
+
+
 def test_help_names_every_command():
     code, output = call("--help")
     assert code == 0

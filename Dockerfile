@@ -1,0 +1,12 @@
+# Trains and measures drafters on NVIDIA GPUs:
+#   docker build -t draftsmith .
+#   docker run --gpus all -v "$PWD/runs:/draftsmith/runs" draftsmith train recipes/quickstart/eagle3.yaml
+FROM nvidia/cuda:12.9.1-runtime-ubuntu24.04
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv git && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
+RUN python3 -m venv "$VIRTUAL_ENV"
+WORKDIR /draftsmith
+COPY . .
+RUN pip install -e '.[train,serve,wandb]'
+ENTRYPOINT ["draftsmith"]
+CMD ["--help"]
