@@ -53,15 +53,24 @@ class RequestSampling:
                     f"bad_words are written with token ids {beyond}, beyond"
                     f" 0..{self._vocab_size - 1}"
                 )
-        if params.allowed_token_ids is not None and not self._left(params):
-            faults.append("allowed_token_ids: bad_words and min_tokens forbid all of them")
+        if self._may_forbid_all(params):
+            faults.append(
+                "allowed_token_ids, bad_words and min_tokens may leave no token at some place;"
+                " allow one that no bad word ends with"
+            )
         return faults
 
-    def _left(self, params: SamplingParams) -> set[int]:
-        """The tokens that the first one may be, where only some are allowed."""
-        left = set(params.allowed_token_ids or ())
+    def _may_forbid_all(self, params: SamplingParams) -> bool:
+        """Whether every token is not allowed, the last of a bad word, or a stop that comes too
+        early."""
+        forbidden: set[int] = set()
         if params.bad_words and self._tokenizer is not None:
-            left -= {ids[0] for ids in self._bad_words(params.bad_words) if len(ids) == 1}
+            forbidden |= {ids[-1] for ids in self._bad_words(params.bad_words)}
         if params.min_tokens:
-            left -= {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
-        return left
+            forbidden |= {
+                *params.stop_token_ids,
+                *(() if params.ignore_eos else self._eos_token_ids),
+            }
+        if params.allowed_token_ids is not None:
+            return forbidden.issuperset(params.allowed_token_ids)
+        return len(forbidden) >= self._vocab_size

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.sampling.penalties import TokenCounts, penalise
+from inference.sampling.penalties import Penalties
 from inference.sampling_params import SamplingParams
 from speculators.precision import on_device
 
-FORBIDDEN = -torch.inf
+# No probability beside any other token, and yet a number: a drafter that can propose forbidden
+# tokens alone has a distribution, too. Requests that forbid every token are refused before.
+FORBIDDEN = -1e30
 
 
 class RequestProcessors:
@@ -38,22 +40,12 @@ class RequestProcessors:
         self.params = params
         self._start = len(prompt_token_ids)
         self._stop_ids = sorted(stop_ids) if params.min_tokens else []
-        self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
-        self._bad_sequences = [list(word) for word in bad_words if len(word) > 1]
-        penalised = (
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        ) != (1, 0, 0)
-        self.counts = (
-            TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else [])
-            if penalised
-            else None
-        )
-        self._counted = self._start  # tokens of the text that are in the counts
-        self.forbids = bool(params.allowed_token_ids or bad_words)  # perhaps every token
-        self._always = bool(self.forbids or params.logit_bias or penalised)
-        self._tensors: _Tensors | None = None
+        self._bad_words = [list(word) for word in bad_words]
+        self._bias: Tensor | None = None  # [V], from the first round on; forbidden tokens as well
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._penalties = Penalties(params, prompt_token_ids) if penalties != (1, 0, 0) else None
+        self._biased = bool(params.allowed_token_ids or params.logit_bias)
+        self._always = self._biased or bool(bad_words) or self._penalties is not None
 
     def active(self, length: int) -> bool:
         """True if logits after a text of so many tokens are changed."""
@@ -61,101 +53,63 @@ class RequestProcessors:
             bool(self._stop_ids) and length < self._start + self.params.min_tokens
         )
 
-    def mask_and_bias(
+    def apply(
         self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> None:
-        """Changes logits [P, V] in place by everything but penalties. Waits for no device."""
-        if self._tensors is None:
-            self._tensors = _Tensors(self.params, logits.shape[-1], logits.device)
-        self._mask(logits, token_ids, paths, self._tensors.not_allowed)
-        if self.params.logit_bias:
-            logits[:, self._tensors.biased] += self._tensors.biases
+        """Changes float32 logits [P, V] in place: place j follows the committed text and the
+        drafted tokens paths[j]. Waits for no device."""
+        forbidden = [*self._ends_of_bad_words(token_ids, paths), *self._early(token_ids, paths)]
+        if forbidden:
+            logits[on_device(forbidden, logits.device).unbind(1)] = FORBIDDEN
+        if self._biased:
+            if self._bias is None:
+                self._bias = self._bias_of(logits.shape[1], logits.device)
+            logits += self._bias
+        if self._penalties is not None:
+            self._penalties.apply(logits, token_ids, paths)
 
-    def token_counts(self, token_ids: Sequence[int]) -> TokenCounts | None:
-        """Counts of the committed text, which has grown to `token_ids`; None without penalties."""
-        if self.counts is not None and len(token_ids) > self._counted:
-            self.counts.add(token_ids[self._counted :])
-            self._counted = len(token_ids)
-        return self.counts
+    def _bias_of(self, vocab_size: int, device: torch.device) -> Tensor:
+        bias, added = torch.zeros(vocab_size, device=device), self.params.logit_bias or {}
+        if self.params.allowed_token_ids:
+            bias.fill_(FORBIDDEN)
+            bias[on_device(list(self.params.allowed_token_ids), device)] = 0.0
+        bias[on_device(list(added), device)] += on_device(
+            list(added.values()), device, torch.float32
+        )
+        return bias
 
-    def _mask(
-        self,
-        logits: Tensor,
-        token_ids: Sequence[int],
-        paths: Sequence[Sequence[int]],
-        not_allowed: Tensor | None,
-    ) -> None:
-        """Whatever forbids a token writes the same value, so that order does not matter among
-        these."""
-        if not_allowed is not None:
-            logits.masked_fill_(not_allowed, FORBIDDEN)
-        one_by_one = [(place, token) for place in range(len(paths)) for token in self._bad_tokens]
-        if self._bad_sequences:
-            one_by_one += self._last_tokens(token_ids, paths)
-        if self._stop_ids:
-            still = self._start + self.params.min_tokens - len(token_ids)
-            early = [place for place, path in enumerate(paths) if len(path) < still]
-            one_by_one += [(place, token) for place in early for token in self._stop_ids]
-        if one_by_one:
-            logits[on_device(one_by_one, logits.device).unbind(1)] = FORBIDDEN
-
-    def _last_tokens(
+    def _early(
         self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, int]]:
-        """(place, token) of each bad sequence whose beginning ends the output."""
-        longest = max(len(word) for word in self._bad_sequences) - 1
+        """(place, token) of each stop token where min_tokens are not written yet."""
+        left = self._start + self.params.min_tokens - len(token_ids)
+        for place, path in enumerate(paths):
+            if len(path) < left:
+                yield from ((place, token) for token in self._stop_ids)
+
+    def _ends_of_bad_words(
+        self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int]]:
+        """(place, token) of each bad word whose beginning ends the output."""
+        longest = max((len(word) - 1 for word in self._bad_words), default=0)
         written = list(token_ids[max(self._start, len(token_ids) - longest) :])
         for place, path in enumerate(paths):
             tail = written + list(path)
-            for *beginning, last in self._bad_sequences:
-                if tail[-len(beginning) :] == beginning:
+            for *beginning, last in self._bad_words:
+                if tail[len(tail) - len(beginning) :] == beginning:
                     yield place, last
-
-
-class _Tensors:
-    """A request's own tensors, on the device of its logits from the first round on."""
-
-    def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
-        bias = params.logit_bias or {}
-        self.not_allowed: Tensor | None = None  # [V]
-        if params.allowed_token_ids:
-            self.not_allowed = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self.not_allowed[on_device(list(params.allowed_token_ids), device)] = False
-        self.biased = on_device(list(bias), device)
-        self.biases = on_device(list(bias.values()), device, torch.float32)
-
-
-def apply_processors(
-    logits: Tensor,
-    rows: Sequence[int],
-    processors: Sequence[RequestProcessors],
-    texts: Sequence[Sequence[int]],
-    paths: Sequence[Sequence[Sequence[int]]],
-) -> None:
-    """Changes logits [B, T, V] in place: place j of row rows[i] follows the committed text texts[i]
-    and paths[i][j].
-
-    Places beyond len(paths[i]) stay as they are. Waits for no device.
-    """
-    penalised = []
-    for i, row in enumerate(rows):
-        processors[i].mask_and_bias(logits[row, : len(paths[i])], texts[i], paths[i])
-        if (counts := processors[i].token_counts(texts[i])) is not None:
-            penalised.append((row, processors[i].params, counts, paths[i]))
-    if penalised:
-        penalise(logits, *zip(*penalised, strict=True))
 
 
 def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Each word as the tokens it is written with: at the start of a text, and after a blank where
     that is as long and begins with another token (vLLM's rule)."""
-    found: list[list[int]] = []
+    spellings: list[list[int]] = []
     for word in words:
         bare, spaced = (
             list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids)
             for prefix in ("", " ")
         )
-        found += [bare] if bare else []
+        spellings += [bare] if bare else []
         if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
-            found.append(spaced)
-    return found
+            spellings.append(spaced)
+    return spellings
