@@ -20,7 +20,6 @@ from rich.text import Text
 
 from speculators.errors import ConfigError, DataError
 from train.commands.options import Overrides, RecipeFile
-from train.data.bad_rows import REASONS, BadRow
 
 if TYPE_CHECKING:
     from train.data.loss_mask import ConversationTokenizer, TokenRow
@@ -28,14 +27,10 @@ if TYPE_CHECKING:
     from train.data.sources import Example
     from train.recipe.recipe import Recipe
 
-BUCKETS = 8  # of a histogram of lengths
-BLOCKS = "▁▂▃▄▅▆▇█"
 ELIDED = 300  # characters shown at either end of a long stretch without supervision
 FIRST = 120  # characters shown of the first row left out for a reason
-LEFT_OUT = {
-    "duplicate": "asks what an earlier example asks",
-    "contaminated": "asks what the evaluation asks",
-}
+QUANTILES = {"min": 0, "median": 50, "p90": 90, "p99": 99, "max": 100}
+CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: "␡"}
 
 
 def prepare(
@@ -58,14 +53,14 @@ def prepare(
     checked = load_recipe(recipe, overrides or ())
     if validation and not checked.data.validation:
         raise ConfigError(f"{recipe}: data.validation is empty; there is nothing to look at")
-    folder, stage = Path(checked.output_dir), "validation" if validation else ""
-    bad = bad_rows(checked.data, folder, stage)
+    folder = Path(checked.output_dir)
+    bad = bad_rows(checked.data, folder, "validation" if validation else "")
+    bad.stop = False  # all are shown; a run may stop at the first
     with Console(stderr=True).status("reading and tokenising"):
-        prepared = (
-            validation_examples(checked, bad)
-            if validation
-            else training_examples(checked, bad, folder)
-        )
+        if validation:
+            prepared = validation_examples(checked, bad)
+        else:
+            prepared = training_examples(checked, bad, folder)
         tokenizer = conversation_tokenizer(checked.data, checked.target.load_tokenizer())
         report = make_report(checked, prepared, tokenizer)
     if sample >= len(prepared.examples):
@@ -76,11 +71,10 @@ def prepare(
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         console = Console()
-        _print(console, report, regenerated=checked.regenerate.enabled)
-        _print_sample(
-            console, prepared.examples[sample], tokenizer, regenerated=checked.regenerate.enabled
-        )
-    bad.finish()
+        _print(console, report)
+        _print_sample(console, prepared.examples[sample], tokenizer)
+    if bad.reasons and checked.data.on_bad_row == "error":
+        raise DataError(f"data.on_bad_row: error stops the run: {bad}; drop leaves them out")
 
 
 def make_report(
@@ -91,6 +85,7 @@ def make_report(
 
     Where the target rewrites the responses, those of the data are an indication only, and need not
     be there."""
+    from train.data.bad_rows import BadRow
     from train.data.packing import tokenise
 
     data, regenerated, bad = recipe.data, recipe.regenerate.enabled, prepared.bad
@@ -108,30 +103,27 @@ def make_report(
             bad.refuse(error)
             continue
         times = uses[id(example)]
+        found = [] if isinstance(tokenised, BadRow) else tokenised
         if asked is not None:
             written = asked.rows(example, times)
             if written is None:
                 continue
-            tokenised = written
+            found = written
         examples[example.workload] += times
         prompt_tokens[example.workload] += times * prompt
-        rows.setdefault(example.workload, []).extend(
-            [] if isinstance(tokenised, BadRow) else tokenised * times
-        )
+        rows.setdefault(example.workload, []).extend(found * times)
     if not examples or not (regenerated or any(rows.values())):
-        raise DataError(f"no row is left: {bad}; the first is {bad.first()}")
+        raise DataError(f"no row is left: {bad}")
     everything = [row for workload in rows.values() for row in workload]
     overall = _lengths(everything, data.max_length, examples.total(), prompt_tokens.total())
-    choices = Counter(item.why for item in prepared.left_out)
+    left_out = Counter(item.why for item in prepared.left_out)
     first = {item.why: f"{item.origin}: like {item.like}" for item in reversed(prepared.left_out)}
-    left_out = [(why, count, bad.first(why)) for why, count in bad.by_reason().items()]
-    left_out += [(why, count, first[why]) for why, count in choices.items()]
-    left_out += [(why, count, "") for why, count in asked.left_out.items()] if asked else []
+    if bad.reasons:
+        left_out["bad"], first["bad"] = len(bad.reasons), bad.first()
+    left_out.update(asked.account.left_out if asked else {})
     if overall["dropped_cut"]:
-        left_out.append(
-            (f"no response within {data.max_length} tokens", overall["dropped_cut"], "")
-        )
-    lists = [(bad.path, bad.count()), (prepared.listed_in, len(prepared.left_out))]
+        left_out[f"no response within {data.max_length} tokens"] = overall["dropped_cut"]
+    lists = {bad.path: bad.reasons, prepared.listed_in: prepared.left_out}
     return {
         "use": bad.use,
         "max_length": data.max_length,
@@ -143,9 +135,10 @@ def make_report(
             for name, own in rows.items()
         },
         "left_out": [
-            {"why": why, "count": count, "first": example} for why, count, example in left_out
+            {"why": why, "count": count, "first": first.get(why, "")}
+            for why, count in left_out.items()
         ],
-        "lists": [str(path) for path, count in lists if path and count],
+        "lists": [str(path) for path, listed in lists.items() if path and listed],
         **tokenizer.template_facts(),
     }
 
@@ -160,24 +153,17 @@ class _Asked:
 
         facts = facts_of(recipe, tokenizer.tokenizer)
         facts = replace(facts, max_model_len=min(recipe.data.max_length, facts.max_model_len))
-        self.tokenizer, self.section, self.account = tokenizer, recipe.regenerate, Account()
-        self.rules = ConversationRules(self.section, tokenizer, self.account, facts)
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        return dict(self.account.left_out)
+        self.tokenizer, self.account = tokenizer, Account()
+        self.rules = ConversationRules(recipe.regenerate, tokenizer, self.account, facts)
 
     def rows(self, example: Example, times: int) -> list[TokenRow] | None:
         """The rows of an example that is used `times` times; None if it is left out."""
         from train.data.loss_mask import TokenRow
         from train.regeneration.conversations import Conversation
 
-        before = self.account.earlier
-        ask = Conversation(0, example, 0.0, self.rules).ask()
-        self.account.earlier += (times - 1) * (self.account.earlier - before)
+        for _ in range(times):
+            ask = Conversation(0, example, 0.0, self.rules).ask()
         if ask is None:
-            for why in self.left_out:
-                self.account.left_out[why] += times - 1
             return None
         turn = len(ask.example.messages)
         if example.prompt is not None or turn >= len(example.messages):
@@ -191,147 +177,90 @@ class _Asked:
 def _lengths(
     rows: list[TokenRow], max_length: int, examples: int, prompt_tokens: int
 ) -> dict[str, Any]:
-    """Counts, quantiles and a histogram of the rows' tokens, as they are trained on."""
+    """Counts and quantiles of the rows' tokens, as they are trained on."""
     import numpy as np
 
     from train.data.packing import fit_rows
 
     kept, statistics = fit_rows(rows, max_length)
     statistics.examples = examples
-    lengths = np.array([len(row) for row in kept], int)
-    edges = np.unique(np.linspace(0, max_length, BUCKETS + 1).round().astype(int)).tolist()
-    buckets = np.bincount(
-        np.searchsorted(edges[1:], lengths), minlength=len(edges) - 1
-    ).tolist()  # (low, high]
-    names = {"min": 0, "median": 50, "p90": 90, "p99": 99, "max": 100}
-    quantiles = (
-        np.percentile(lengths, list(names.values()), method="inverted_cdf").tolist() if kept else []
-    )
+    lengths, shares = [len(row) for row in kept] or [0], list(QUANTILES.values())
+    quantiles = np.percentile(lengths, shares, method="inverted_cdf").astype(int).tolist()
     return {
         "examples": examples,
         "prompt_tokens": prompt_tokens,
         **statistics.to_dict(),
-        "lengths": dict(zip(names, map(int, quantiles))),
-        "histogram": [
-            {"from": low + 1, "to": high, "rows": count}
-            for low, high, count in zip(edges, edges[1:], buckets)
-        ],
+        "lengths": dict(zip(QUANTILES, quantiles)) if kept else {},
     }
 
 
-def _print(console: Console, report: dict[str, Any], *, regenerated: bool) -> None:
-    console.print(_counts(report))
-    if regenerated:
+def _print(console: Console, report: dict[str, Any]) -> None:
+    numbers = ("examples", "prompt", "rows", "tokens", "superv.", "cut")
+    table = _table("", "workload", *numbers, right=numbers)
+    groups = [*report["workloads"].items(), ("all", report["all"])]
+    for name, counts in groups if len(groups) > 2 else groups[:1]:
+        cells = [f"{counts['examples']:,}"]
+        cells.append(f"{counts['prompt_tokens'] / max(counts['examples'], 1):.0f}")
+        if counts["rows"]:
+            cells += [f"{counts[key]:,}" for key in ("rows", "tokens")]
+            cells += [f"{counts['supervised_share']:.0%}", f"{counts['truncated']:,}"]
+        else:
+            cells.append("to be written")
+        table.add_row(*map(Text, [name, *cells]), style="bold" if name == "all" else "")
+    console.print(table)
+    if lengths := report["all"]["lengths"]:
+        quantiles = ", ".join(f"{name} {value:,}" for name, value in lengths.items())
+        console.print(f"Tokens per row: {quantiles}", highlight=False)
+    if report["responses"] == "to be rewritten by the target":
         console.print(
             "The run has the target write the responses anew; rows show the data's own, cut at"
-            " max_new_tokens.\n",
+            " max_new_tokens.",
             style="dim",
         )
     if earlier := report["earlier_turns"]:
         console.print(
-            f"{earlier:,} conversations: an earlier turn, as the last prompt leaves no room\n",
+            f"{earlier:,} conversations: an earlier turn, as the last prompt leaves no room",
             style="dim",
         )
-    if report["all"]["rows"]:
-        quantiles = ", ".join(
-            f"{name} {value:,}" for name, value in report["all"]["lengths"].items()
-        )
-        console.print(Text("Tokens per row", style="bold"), Text(quantiles, style="dim"))
-    if not report["left_out"]:
-        return
-    table = _table("Left out", "why", "rows", "the first", right=("rows",))
-    for item in report["left_out"]:
-        why, first = item["why"], item["first"]
-        words = REASONS.get(why) or LEFT_OUT.get(why) or why
-        shown = first if len(first) <= FIRST else first[: FIRST - 3] + "..."
-        table.add_row(Text(words), f"{item['count']:,}", Text(shown, style="dim"))
-    console.print(table)
+    if report["left_out"]:
+        table = _table("Left out", "why", "rows", "the first", right=("rows",))
+        for item in report["left_out"]:
+            first = item["first"]
+            shown = first if len(first) <= FIRST else first[: FIRST - 3] + "..."
+            table.add_row(Text(item["why"]), f"{item['count']:,}", Text(shown, style="dim"))
+        console.print(table)
     for path in report["lists"]:
         console.print(f"{path} lists them.", style="dim", highlight=False, soft_wrap=True)
-    console.print()
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-    )
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
 
 
-def _counts(report: dict[str, Any]) -> Table:
-    numbers = ("examples", "prompt", "rows", "tokens", "superv.", "cut")
-    table = _table("", "workload", *numbers, f"1 … {report['max_length']}", right=numbers)
-    groups = list(report["workloads"].items())
-    for name, counts in [*groups, ("all", report["all"])] if len(groups) > 1 else groups:
-        cells = [
-            name,
-            f"{counts['examples']:,}",
-            f"{counts['prompt_tokens'] / max(counts['examples'], 1):.0f}",
-        ]
-        if counts["rows"]:
-            cells += [
-                f"{counts['rows']:,}",
-                f"{counts['tokens']:,}",
-                f"{counts['supervised_share']:.0%}",
-            ]
-            cells += [
-                f"{counts['truncated']:,}",
-                _sparkline([bucket["rows"] for bucket in counts["histogram"]]),
-            ]
-        else:
-            cells += ["to be written", "-", "-", "-", "-"]
-        table.add_row(*map(Text, cells), style="bold" if counts is report["all"] else "")
-    return table
-
-
-def _sparkline(counts: list[int]) -> str:
-    """One character per bucket, its height relative to the fullest; a space for an empty one."""
-    top = max(counts)
-    return "".join(BLOCKS[round((len(BLOCKS) - 1) * n / top)] if n else " " for n in counts)
-
-
-def _print_sample(
-    console: Console, example: Example, tokenizer: ConversationTokenizer, *, regenerated: bool
-) -> None:
-    """The rows of an example, supervised text green and the rest dim; the prompt alone if its
-    response is missing."""
+def _print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer) -> None:
+    """The rows of an example, supervised text green and the rest dim; the prompt alone if it has no
+    row."""
     import numpy as np
+
+    from train.data.bad_rows import BadRow
 
     try:
         rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]
     except BadRow:
-        if not regenerated:
-            raise
         ids = np.asarray(tokenizer.prompt_ids(example))
         rows = [(ids, np.zeros(len(ids), dtype=bool))]
     console.print(Text(f"{example.origin}, {example.workload}", style="bold"))
     for ids, mask in rows:
         text = Text()
         for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
-            words, supervised = (
-                str(tokenizer.tokenizer.decode(ids[part], skip_special_tokens=False)),
-                mask[part[0]],
-            )
+            words, supervised = str(tokenizer.tokenizer.decode(ids[part])), mask[part[0]]
             if not supervised and len(words) > 2 * ELIDED:
                 words = f"{words[:ELIDED]} […] {words[-ELIDED:]}"
-            text.append(_visible(words), style="green" if supervised else "dim")
+            # control characters as pictures, so that a terminal obeys none
+            text.append(words.translate(CONTROL), style="green" if supervised else "dim")
         console.print(text)
-        console.print(
-            f"{mask.sum()} of {len(ids)} tokens are supervised (green)",
-            style="dim",
-            highlight=False,
-        )
-
-
-def _visible(words: str) -> str:
-    """Control characters as pictures, so that a terminal shows them and obeys none."""
-    pictures: dict[int, Any] = {
-        code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"
-    }
-    return words.translate(pictures | {127: "␡"})
+        count = f"{mask.sum()} of {len(ids)} tokens are supervised (green)"
+        console.print(count, style="dim", highlight=False)

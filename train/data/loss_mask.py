@@ -157,7 +157,6 @@ class ConversationTokenizer:
         if not spoken:
             raise BadRow(
                 example.origin,
-                "no_response",
                 "the conversation has no assistant turn to learn from; turn regenerate on to have"
                 " the target answer it",
             )
@@ -197,13 +196,11 @@ class ConversationTokenizer:
         refusal = partial(_refusal, example, messages, index)
         if not says_something(messages[index]):
             raise refusal(
-                "empty_turn",
                 "it is empty, so there is nothing to learn; turn regenerate on to have it written",
             )
         if missing := _not_shown(messages[index], tail_text[_common(head_text, tail_text) :]):
             advice = "set data.reasoning: drop, " if missing in REASONING_FIELDS else ""
             raise refusal(
-                "not_shown",
                 f"the chat template does not show its {missing}; {advice}use a template that does, "
                 "or turn regenerate on",
             )
@@ -212,7 +209,6 @@ class ConversationTokenizer:
         alone, joined = self._decode(head[common:]), self._decode(ids[common : common + 8])
         if common < len(head) and tail_text.startswith(head_text):
             raise refusal(
-                "boundary",
                 f"it changes the tokens of the prompt before it, which alone ends in {alone!r} but"
                 f" is followed up as {joined!r}; strip the turn's leading whitespace",
             )
@@ -220,7 +216,6 @@ class ConversationTokenizer:
             mask = self._marked_mask(example, messages, index)
             if len(mask) != len(ids):
                 raise refusal(
-                    "no_mask",
                     "two renderings of it differ; the template must not depend on time or chance",
                 )
             mask[:common] = False
@@ -228,14 +223,13 @@ class ConversationTokenizer:
             mask = np.arange(len(ids)) >= common
         else:
             raise refusal(
-                "unlike_prompt",
                 f"the template renders it unlike its own generation prompt, which ends in {alone!r}"
                 f" where the turn has {joined!r} (thoughts dropped?); turn regenerate on, which"
                 " needs no mask, or give data.chat_template a template with generation markers",
             )
         mask = self._close(ids, mask)
         if not mask.any():
-            raise refusal("no_mask", "its mask is empty: the template renders no token of it")
+            raise refusal("its mask is empty: the template renders no token of it")
         end = int(np.flatnonzero(mask)[-1]) + 1
         return Turn(ids[:end], mask[:end])
 
@@ -289,7 +283,6 @@ class ConversationTokenizer:
             if self._decode(split) != self._decode(joint):
                 raise BadRow(
                     example.origin,
-                    "boundary",
                     "the prompt's tokens change when the completion is added, and the two do not"
                     f" join: the prompt ends in {example.prompt[-40:]!r}",
                 )
@@ -297,7 +290,6 @@ class ConversationTokenizer:
         if len(joint) == len(prompt):
             raise BadRow(
                 example.origin,
-                "no_response",
                 "the completion is empty, so there is nothing to learn; turn regenerate on to have"
                 " the target write it",
             )
@@ -307,7 +299,7 @@ class ConversationTokenizer:
         """The messages as templates expect them: one spelling of reasoning, or none of it."""
         if example.messages[0]["role"] == "assistant":
             why = "no turn comes before it, so nothing prompts it; drop it or put a user turn first"
-            raise _refusal(example, list(example.messages), 0, "assistant_first", why)
+            raise _refusal(example, list(example.messages), 0, why)
         messages = []
         for message in example.messages:
             rest = {key: value for key, value in message.items() if key not in REASONING_FIELDS}
@@ -329,7 +321,7 @@ class ConversationTokenizer:
                     "the tokenizer has no chat template; give one with data.chat_template"
                 ) from None
             why = f"the chat template refuses it: {error}"
-            raise _refusal(example, messages, end - 1, "template_refuses", why) from None
+            raise _refusal(example, messages, end - 1, why) from None
 
     def _apply_template(self, example: Example, messages: list[Message], **options: Any) -> Any:
         tools, template = list(example.tools) or None, self.chat_template
@@ -383,11 +375,9 @@ def _not_shown(message: Message, text: str) -> str | None:
     )
 
 
-def _refusal(
-    example: Example, messages: list[Message], index: int, reason: str, what: str
-) -> BadRow:
+def _refusal(example: Example, messages: list[Message], index: int, what: str) -> BadRow:
     message = messages[index]
     words = message["content"]
     quoted = repr(words if len(words) <= 100 else words[:97] + "...")
     where = f"turn {index + 1} of {len(messages)} ({message['role']}: {quoted})"
-    return BadRow(example.origin, reason, f"{where}: {what}")
+    return BadRow(example.origin, f"{where}: {what}")

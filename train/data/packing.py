@@ -41,9 +41,7 @@ class RowStatistics:
     supervised: int = 0
     truncated: int = 0  # rows cut at max_length and kept
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
-    dropped_bad: int = (
-        0  # examples that are damaged, or whose mask cannot be proved (data.on_bad_row: drop)
-    )
+    dropped_bad: int = 0  # examples whose mask cannot be proved
     rows_by_workload: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -119,9 +117,8 @@ def prepare_rows(
     if not kept:
         first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {len(dropped)} are damaged or have no"
-            f" provable mask{first}, {statistics.dropped_cut} have no response within"
-            f" max_length={max_length}"
+            f"no row is left of {len(examples)} examples: {len(dropped)} have no provable"
+            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}"
         )
     return kept, statistics
 

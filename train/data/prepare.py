@@ -1,5 +1,5 @@
-"""From a recipe to the examples it trains on: read, fanned out, without duplicates and evaluation
-prompts, mixed.
+"""From a recipe to the examples it trains on: read, without duplicates and evaluation prompts,
+mixed.
 
 A run and `draftsmith prepare` share these functions, so that the examples that are shown are those
 that are trained on. Examples that are left out are listed in the run's folder."""
@@ -16,9 +16,9 @@ from inference.evaluation.suites import load_suite
 from speculators.errors import DataError
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer
-from train.data.selection import LeftOut, decontaminate, deduplicate, fan_out
+from train.data.selection import LeftOut, decontaminate, deduplicate
 from train.data.sources import Example, load_sources, mix, read_sources
-from train.recipe.data_sections import DataSection, Source
+from train.recipe.data_sections import DataSection
 from train.recipe.recipe import Recipe
 
 NGRAM = 13  # words of a run that makes a prompt one of the evaluation
@@ -47,12 +47,7 @@ def bad_rows(section: DataSection, folder: Path | None = None, stage: str = "") 
     """The collector that a recipe's `data` section asks for; it lists bad rows in `folder`, if
     there is one."""
     path = None if folder is None else folder / _stage_file(BAD_ROWS, stage)
-    return BadRows(
-        path,
-        on_bad_row=section.on_bad_row,
-        max_rows=section.max_bad_rows,
-        max_share=section.max_bad_share,
-    )
+    return BadRows(path, stop=section.on_bad_row == "error")
 
 
 def training_examples(
@@ -62,29 +57,21 @@ def training_examples(
     nothing is left."""
     data = recipe.data
     lists = read_sources(data.train, bad=bad.begin("train"))
-    if data.fan_out:
-        lists = [[one for example in some for one in fan_out(example)] for some in lists]
-    read, left_out = sum(map(len, lists)), list[LeftOut]()
-    if data.deduplicate != "off":
-        lists, repeated = deduplicate(lists, responses=not recipe.regenerate.enabled)
-        left_out += repeated
+    read = sum(map(len, lists))
+    lists, left_out = deduplicate(lists, responses=not recipe.regenerate.enabled)
     if data.decontaminate != "off" and recipe.measured:
         # the evaluation itself says which of its rows are bad
-        prompts = load_sources(_held_out_sources(recipe), bad=BadRows())
+        held_out = load_sources(
+            [*recipe.evaluation.prompts, *recipe.data.validation], bad=BadRows()
+        )
         ngram = NGRAM if data.decontaminate == "ngram" else None
         lists, contaminated = decontaminate(
-            lists, prompts, ngram=ngram, questions=suite_turns(recipe)
+            lists, held_out, ngram=ngram, questions=suite_turns(recipe)
         )
         left_out += contaminated
     path = None if folder is None else folder / _stage_file(LEFT_OUT, stage)
     if path is not None:
         _list_left_out(path, left_out)
-    for source, some in zip(data.train, lists):
-        if source.share is not None and not some:
-            raise DataError(
-                f"{source.label}: nothing is left of it, so it cannot have a share of"
-                f" {source.share:g}"
-            )
     prepared = Prepared(mix(data.train, lists), bad, left_out, read, path)
     if not prepared.examples:
         raise DataError(f"data.train: no example is left: {prepared}")
@@ -93,19 +80,8 @@ def training_examples(
 
 def validation_examples(recipe: Recipe, bad: BadRows) -> Prepared:
     """The examples of `data.validation`, of which none is left out by choice."""
-    sources = recipe.data.validation
-    examples = load_sources(sources, bad=bad.begin("validation"))
+    examples = load_sources(recipe.data.validation, bad=bad.begin("validation"))
     return Prepared(examples, bad, read=len(examples))
-
-
-def _held_out_sources(recipe: Recipe) -> list[Source]:
-    """The sources that are measured on, each once."""
-    sources = [*recipe.evaluation.prompts, *recipe.data.validation]
-    return [
-        source.model_copy(update={"share": None})
-        for i, source in enumerate(sources)
-        if source not in sources[:i]
-    ]
 
 
 def suite_turns(recipe: Recipe) -> list[Example]:
@@ -133,10 +109,7 @@ def askable(
         else:
             usable.append(example)
     if not usable:
-        raise DataError(
-            f"no prompt can be made of any of {len(examples)} examples: {bad}; the first is"
-            f" {bad.first()}"
-        )
+        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
     return usable
 
 
@@ -150,7 +123,5 @@ def _list_left_out(path: Path, left_out: Sequence[LeftOut]) -> None:
         path.unlink(missing_ok=True)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out),
-        encoding="utf-8",
-    )
+    lines = (json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -1,5 +1,4 @@
-"""Selects the examples that are trained on: one per turn where wanted, none twice, none with an
-evaluation prompt.
+"""Selects the examples that are trained on: none twice, none with an evaluation prompt.
 
 Pure functions over lists of examples, one list per source; examples that are left out are listed
 with the reason."""
@@ -10,7 +9,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from train.data.sources import Example, Message
 
@@ -29,21 +28,6 @@ class LeftOut:
     why: str
     like: str
     detail: str = ""
-
-
-def fan_out(example: Example) -> list[Example]:
-    """One example per assistant turn, each ending with it, and one for a last question that is
-    still open."""
-    turns = example.messages
-    ends = [i + 1 for i, message in enumerate(turns) if message["role"] == "assistant" and i]
-    if not ends or ends[-1] < len(turns):
-        ends.append(len(turns))
-    if len(ends) == 1:
-        return [example]
-    return [
-        replace(example, origin=f"{example.origin}, turn {end}", messages=turns[:end])
-        for end in ends
-    ]
 
 
 def deduplicate(

@@ -278,7 +278,6 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
     examples = load_sources(sources, seed=seed, bad=bad)
     for example in askable(examples, tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
-    bad.finish()
     chosen = {}
     for name, prompts in by_workload.items():
         fitting = [

@@ -184,8 +184,7 @@ class DataStage:
         return askable(examples, self.tokenizer, self.bad)
 
     def _report_bad(self) -> None:
-        """Says which rows were bad; DataError if they are more than the recipe allows."""
-        self.bad.finish()
+        """Says which rows were bad."""
         self._say(str(self.bad))
 
     def _say(self, text: str) -> None:

@@ -125,7 +125,7 @@ def _recipe(
                 "name": "evaluation",
                 "output_dir": str(out),
                 "target": {"model": model},
-                "data": dict(data),
+                "data": {"on_bad_row": "drop", **data},
                 "evaluation": dict(evaluation),
             }
         )

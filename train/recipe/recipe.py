@@ -205,16 +205,6 @@ class Recipe(Section):
                 f"on_policy.written_by: a drafter of family {self.family} writes no text of its own"
                 " in the target's tokens; let the target write (target), with the drafter drafting"
             )
-        if self.data.fan_out and not self.regenerate.enabled:
-            raise ValueError(
-                "data.fan_out: without regeneration every assistant turn is learnt already, in one"
-                " row; leave it out"
-            )
-        if self.data.fan_out and self.regenerate.turns == "all":
-            raise ValueError(
-                "data.fan_out: with regenerate.turns: all every turn is written anew already, each"
-                " after those before; leave one of the two out"
-            )
         compared = [
             temperature
             for temperature, figure in map(split_gate, self.gates)

@@ -14,7 +14,7 @@ from inference.evaluation.suites import SUITES, default_path
 from speculators.errors import ConfigError
 from speculators.hub import is_repository_id, split_revision
 from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.recipe.data_sections import Dtype, Sources
+from train.recipe.data_sections import Dtype, Source
 
 if TYPE_CHECKING:
     import torch
@@ -386,7 +386,7 @@ class VllmSection(Section):
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
-    prompts: Sources = Field(
+    prompts: list[Source] = Field(
         [], description="sources of the prompts, grouped by workload; empty: data.validation"
     )
     suites: dict[Text, Text | None] = Field(

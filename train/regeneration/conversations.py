@@ -16,6 +16,7 @@ from train.data.sources import Example
 from train.recipe.data_sections import RegenerateSection
 from train.regeneration.store import Response, digest
 
+SEED = 0  # of the sampling, with the conversation and the turn
 LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of
 CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
 LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
@@ -149,7 +150,7 @@ class Conversation:
 
     def _make_ask(self, so_far: Example, prompt: tuple[int, ...]) -> Ask:
         section = self._rules.section
-        text = f"{section.seed}/{self.number}" + (f"/{self._next}" if self._next else "")
+        text = f"{SEED}/{self.number}" + (f"/{self._next}" if self._next else "")
         params = SamplingParams(
             temperature=self.temperature,
             top_p=section.top_p,

@@ -24,7 +24,7 @@ from train.regeneration.conversations import Account, Conversation, Conversation
 from train.regeneration.store import Record, Response, ResponseStore, digest
 from train.regeneration.writers import LocalWriter, Writer
 
-SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "seed", "turns"}
+SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "turns"}
 Progress = Callable[[int, int, str], None]  # done, total, a note
 Say = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def regenerate(
         for i, (example, temperature) in enumerate(zip(examples, temperatures, strict=True))
         if i % part[1] == part[0]
     ]
-    settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens", "seed"})
+    settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
     name = digest({"target": target_hash, **settings}, 16)
     store, writer = ResponseStore(folder, name), _writer(llm, rules, say)
     try:

@@ -58,14 +58,13 @@ class Server:
     async def check(self) -> None:
         """EndpointError unless it serves the target, with its tokenizer and room for its texts."""
         cards = (await self.client.models.list()).data
-        name = self.section.model or self.facts.name
+        name = self.facts.name
         fitting = [card for card in cards if name in (card.id, getattr(card, "root", None))]
-        if not fitting and self.section.model is None:
-            fitting = cards
+        fitting = fitting or cards
         if len(fitting) != 1:
             raise EndpointError(
                 f"{self.url}: serves {', '.join(card.id for card in cards)}; which of them is"
-                f" {name}? Name it: regenerate.endpoints: [{{url: {self.url}, model: …}}]"
+                f" {name}? Serve the target alone, or under that name"
             )
         self.model, self.engine = fitting[0].id, fitting[0].owned_by
         limit = getattr(fitting[0], "max_model_len", None) or self.facts.max_model_len

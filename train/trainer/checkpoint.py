@@ -206,7 +206,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
     A checkpoint continues only a training of the same fingerprint."""
     left_out = {
         **dict.fromkeys(NOT_IN_FINGERPRINT, True),
-        "regenerate": set(recipe.regenerate.operational),
+        "regenerate": {"endpoints"},  # who writes, not what
         # how numbers are computed or shown, not what they are
         "training": {"activation_checkpointing"},
         "target": {"sharding"},

@@ -18,7 +18,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from speculators.errors import DataError
-from tests.quickstart_data import source as quickstart
 from train.data.bad_rows import BadRow, BadRows
 from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import (
@@ -29,8 +28,8 @@ from train.data.packing import (
     pack,
     prepare_rows,
 )
-from train.data.sources import Example, load_sources, parse_row
-from train.recipe.data_sections import DataSection, Source
+from train.data.sources import Example, parse_row
+from train.recipe.data_sections import DataSection
 
 SPECIAL = [
     "<|im_start|>",
@@ -220,32 +219,6 @@ def test_prompt_ids_are_what_the_row_begins_with(tokenizer):
     )
 
 
-def test_tools_and_tool_calls(tokenizer):
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
-    }
-    row = {
-        "tools": json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}]),
-        "messages": [
-            {"role": "user", "content": "1 + 2?", "tool_calls": None},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "3", "tool_calls": None},
-            {"role": "assistant", "content": "It is 3.", "tool_calls": None},
-        ],
-    }
-    example = parse_row(row, origin="x")
-    (found,) = rows_of(tokenizer, LLAMA3, example)
-    called = '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>'
-    assert supervised(tokenizer, found) == [called, "It is 3.<|eot_id|>"]
-    assert tokenizer.decode(found.input_ids).count('"add"') == 2, (
-        "the schema of the tool is in the prompt"
-    )
-    with pytest.raises(DataError, match=r"turn 2 of 4 .*does not show its tool call add"):
-        rows_of(tokenizer, CHATML, example)
-
-
 # ------------------------------------------------------------------------------------------
 # rewritten history
 
@@ -420,6 +393,8 @@ def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(token
         "serving sends the calls and their results"
     )
     assert not row.loss_mask[: len(prompt)][-10:].any()
+    with pytest.raises(DataError, match=r"turn 2 of 4 .*does not show its"):
+        rows_of(tokenizer, CHATML, example)
 
 
 def test_the_template_and_its_thinking_mode_are_told(tokenizer):
@@ -542,14 +517,6 @@ def test_processes_give_the_same_rows(tokenizer):
     assert [r.loss_mask.tolist() for r in shared] == [r.loss_mask.tolist() for r in alone]
 
 
-def test_response_tokens_need_no_template():
-    row = TokenRow.from_response([5, 6], [7, 8, 9], "chat")
-    assert row.input_ids.tolist() == [5, 6, 7, 8, 9]
-    assert row.loss_mask.tolist() == [False, False, True, True, True]
-    with pytest.raises(DataError, match="one mask value per token"):
-        TokenRow([1, 2], [True])
-
-
 def test_section_reads_its_template_file(tokenizer, tmp_path):
     (tmp_path / "t.jinja").write_text(CHATML)
     section = {"train": [{"path": "chats.jsonl"}], "chat_template": str(tmp_path / "t.jinja")}
@@ -558,114 +525,6 @@ def test_section_reads_its_template_file(tokenizer, tmp_path):
     elsewhere = DataSection.model_validate({**section, "chat_template": "nowhere.jinja"})
     with pytest.raises(DataError, match=r"data.chat_template: no such file"):
         conversation_tokenizer(elsewhere, tokenizer)
-
-
-# ------------------------------------------------------------------------------------------ sources
-
-
-def test_sharegpt_is_read_as_messages():
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    messages = parse_row({"conversations": turns, "system": "s"}, origin="x").messages
-    assert [(m["role"], m["content"]) for m in messages] == [
-        ("system", "s"),
-        ("user", "a"),
-        ("assistant", "b"),
-    ]
-
-
-BAD_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"text": "a"},
-            r"f:1: the row has no messages, conversations or prompt; its keys are text",
-        ),
-        (["a"], r"f:1: expected a mapping"),
-        ({"messages": []}, r"f:1: expected messages to be a non-empty list"),
-        (
-            {"messages": [{"role": "boss", "content": "a"}]},
-            r"f:1: turn 1 of 1: unknown role 'boss'",
-        ),
-        (
-            {"conversations": [{"from": "human"}]},
-            r"turn 1 of 1 \(user\): expected text in 'value', got None",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "a"}], "tools": "{"},
-            r"f:1: tools are not JSON",
-        ),
-        ({"prompt": "a", "completion": 3}, r"f:1: expected prompt and completion as text"),
-        ({"messages": [BAD_CALL]}, r"turn 1 of 1: the arguments of f are not JSON"),
-    ],
-)
-def test_malformed_rows_say_what_and_where(row, message):
-    with pytest.raises(DataError, match=message):
-        parse_row(row, origin="f:1")
-
-
-def test_files_limits_weights_and_labels(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    rows = []
-    for i in range(10):
-        turns = [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
-        rows.append({"messages": turns, **({"workload": "odd"} if i % 2 else {})})
-    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
-    examples = load_sources([Source(path=str(path))])
-    assert [e.workload for e in examples] == ["chats", "odd"] * 5
-    assert examples[1].origin == f"{path}:3", "the line in the file, blank ones counted"
-    assert {e.workload for e in load_sources([Source(path=str(path), workload="mine")])} == {"mine"}
-    weighted = load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
-    assert len(weighted) == 10
-    assert weighted == load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
-    (tmp_path / "chats.json").write_text(json.dumps(rows))
-    again = load_sources([Source(path=str(tmp_path / "chats.json"))])
-    assert [e.messages for e in again] == [e.messages for e in examples]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"messages": 1}\n', r"chats.jsonl:1: expected messages to be"),
-        ('\n{"messages\n', r"chats.jsonl:2: not JSON \(column \d+\): "),
-        ("", r"chats.jsonl: the source holds no examples"),
-        ('{"a": 1, "a": 2}\n', r"chats.jsonl:1: the key 'a' is given twice"),
-    ],
-)
-def test_malformed_files_name_the_line(tmp_path, text, message):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        load_sources([Source(path=str(path))])
-
-
-@pytest.mark.parametrize("path", ["nowhere.jsonl", "nowhere.parquet", "nowhere"])
-def test_missing_files_are_named(path):
-    with pytest.raises(DataError, match=f"{path}: no such file"):
-        load_sources([Source(path=path)])
-
-
-def test_parquet_loses_the_nulls_that_arrow_adds(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    turns = [{"role": "user", "content": "a", "name": "me"}, {"role": "assistant", "content": "b"}]
-    parquet.write_table(pyarrow.Table.from_pylist([{"messages": turns}]), tmp_path / "rows.parquet")
-    (example,) = load_sources([Source(path=str(tmp_path / "rows.parquet"))])
-    assert list(example.messages) == turns
-    assert example.workload == "rows"
-
-
-@pytest.mark.slow
-def test_the_sources_of_the_quickstart():
-    chats = load_sources([Source.model_validate(quickstart("validation", 6))])
-    assert [e.workload for e in chats] == ["math", "python", "json", "rewrite", "table", "chat"]
-    assert all(e.messages[-1]["role"] == "assistant" for e in chats)
-    code = load_sources([Source.model_validate(quickstart("code-validation", 3))])
-    assert [e.workload for e in code] == ["code"] * 3
-    assert all(e.prompt and e.completion for e in code)
 
 
 # ------------------------------------------------------------------------------------------ packing

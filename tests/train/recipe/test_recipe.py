@@ -59,7 +59,7 @@ def test_minimal_recipe_has_the_published_defaults(recipe_file):
         2,
     )
     assert recipe.training.steps is None
-    assert [(t.temperature, t.share) for t in recipe.regenerate.temperatures] == [(1.0, 1.0)]
+    assert recipe.regenerate.temperatures == {1.0: 1.0}
     assert recipe.loss == {"forward_kl": 1.0}
     assert recipe.gates == {}
     assert recipe.trackers == []
@@ -123,10 +123,7 @@ def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
     assert recipe.gates["t0.acceptance_length"].min == 2
     assert recipe.gates["t1.efficiency"].max == 1.5
     assert recipe.loss == {"jsd": {"weight": 1.0, "beta": 0.4}, "tv": 0.5}
-    assert [(t.temperature, t.share) for t in recipe.regenerate.temperatures] == [
-        (0, 0.25),
-        (1.0, 0.75),
-    ]
+    assert recipe.regenerate.temperatures == {0: 0.25, 1: 0.75}
     assert recipe.drafter.init_from is None
     assert recipe.trackers == ["tensorboard"]
 
@@ -185,7 +182,7 @@ def test_wrong_stages_are_named(recipe_file, stages, said):
 
 def test_temperatures_in_a_list_share_equally(recipe_file):
     recipe = load_recipe(recipe_file(MINIMAL), ["regenerate.temperatures=[0.0, 0.7, 1.0]"])
-    assert math.isclose(sum(entry.share for entry in recipe.regenerate.temperatures), 1)
+    assert math.isclose(sum(recipe.regenerate.temperatures.values()), 1)
 
 
 def test_a_recipe_does_not_change_after_loading(recipe_file):
@@ -240,7 +237,7 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     own."""
     base = MINIMAL + (
         "loss: {forward_kl: 1.0}\ntraining: {steps: 9, seed: 3}\n"
-        "regenerate: {temperatures: {0.0: 0.5, 1.0: 0.5}, seed: 4}\n"
+        "regenerate: {temperatures: {0.0: 0.5, 1.0: 0.5}, top_k: 4}\n"
     )
     (tmp_path / "base.yaml").write_text(base)
     path = recipe_file(
@@ -251,8 +248,8 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     assert (recipe.name, recipe.target.model, recipe.loss) == ("mine", "some/target", {"tv": 1.0})
     t = recipe.training
     assert (t.steps, t.seed, t.batch_size) == (5, 3, 2)
-    assert [share.temperature for share in recipe.regenerate.temperatures] == [1.0]
-    assert recipe.regenerate.seed == 4
+    assert recipe.regenerate.temperatures == {1.0: 1.0}
+    assert recipe.regenerate.top_k == 4
     assert [source.path for source in recipe.data.train] == ["mine.jsonl"]
     assert recipe.data.validation[0].path == "held-out.jsonl"
     for text, words in (
@@ -302,7 +299,7 @@ MALFORMED = {
     "evaluation: {suites: [mbpp, mbpp]}": "evaluation.suites",
     "data: {train: []}": "data.train",
     "data: {train: [{path: a.jsonl, name: b/c}]}": "data.train.0",
-    "data: {train: [{path: a.jsonl, revision: main}]}": "data.train.0",
+    "data: {train: [{path: a.jsonl, config: main}]}": "data.train.0",
     "data: {}": "data.train",
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
     "regenerate: {top_p: 0}": "regenerate.top_p",
@@ -313,7 +310,6 @@ MALFORMED = {
     "trackers: [mlflow]": "trackers.0",
     "features: {encoding: rotated9}": "features.encoding",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
-    "data: {train: [{path: chats.jsonl}], fan_out: true}\nregenerate: {turns: all}": "data.fan_out",
     "position_weights: {gamma: 0}": "position_weights.gamma",
     "name: ../escape": "name",
 }

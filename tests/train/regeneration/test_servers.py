@@ -211,8 +211,11 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
     fakes[B].model, fakes[B].reads = "", [1, 2, 3]
     with pytest.raises(EndpointError, match=f"{B}: reads .* tokenizer"):
         write(A, B)
-    with pytest.raises(EndpointError, match="which of them is other"):
-        write(endpoints=[{"url": A, "model": "other"}])
+    cards = [{"id": i, "object": "model", "created": 0, "owned_by": "x"} for i in ("c", "d")]
+    answer = httpx.Response(200, json={"object": "list", "data": cards})
+    fakes[A].fail = lambda request, body: answer if request.method == "GET" else None
+    with pytest.raises(EndpointError, match="serves c, d; which of them is target"):
+        write(A)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         write(endpoints=[{"url": A, "api_key_env": "NO_SUCH_KEY"}])
 
