@@ -95,22 +95,16 @@ class FrozenTarget(nn.Module):
         self._tapped = bool(self.tap_layers)
         self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
         self.recurrent: RecurrentLayers | None = None  # what its layers keep beside keys and values
-        self.decoding_refusal: str | None = (
-            None  # why drafts cannot be verified with it here; None: they can
-        )
+        # why drafts cannot be verified with it here; None: they can
+        self.decoding_refusal: str | None = None
         with torch.no_grad():
             self._confirm(self._parts)
 
     def _confirm(self, parts: Parts) -> None:
-        """Probes the model; of weights without memory it believes the config."""
+        """Probes the model."""
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
-        self._passes_gradients = True
-        if not parts.has_values:
-            self.head_to_logits = nn.Identity()
-            self.vocab_size: int = parts.lm_head.weight.shape[0]  # type: ignore[assignment,index]
-            return
         self.head_to_logits, self.vocab_size = confirm_logits(parts)
         self._passes_gradients = confirm_gradient(parts)
         confirm_causal(parts)
@@ -146,15 +140,12 @@ class FrozenTarget(nn.Module):
         revision: str | None = None,
         on_host: bool = False,
     ) -> FrozenTarget:
-        """Loads safetensors weights strictly.
+        """Loads safetensors weights strictly. Errors: CheckpointError, UnsupportedTarget.
 
-        dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`)
+        dtype: "auto" is the checkpoint's own, where the device computes in it (`running_dtype`).
         attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the
-        architecture's attention,
-            else eager: sinks, soft caps)
-        on_host: stay in the host's memory, to be moved to `device` later
-        Errors: CheckpointError, UnsupportedTarget.
-        """
+        architecture's attention, else eager). on_host: stay in the host's memory, to be moved to
+        `device` later."""
         if attn_implementation not in ("auto", *ATTENTION):
             raise ConfigError(
                 f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or"
@@ -163,29 +154,24 @@ class FrozenTarget(nn.Module):
         if dtype != "auto":
             as_dtype(dtype)
         name, revision = split_revision(path_or_id, revision)
+        source = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
             require_reachable(name, revision)
-            model, info = auto_class_of(
-                name, revision=revision, trust_remote_code=trust_remote_code
-            ).from_pretrained(
+            model, info = auto_class_of(name, **source).from_pretrained(
                 name,
+                **source,
                 dtype=dtype,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
-                trust_remote_code=trust_remote_code,
-                revision=revision,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
             )
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"target {path_or_id}: the weights could not be loaded:"
-                f" {hub_trouble(error) or error}"
-            ) from error
+            why = hub_trouble(error) or error
+            raise CheckpointError(f"target {path_or_id}: cannot load the weights: {why}") from error
         except (ValueError, KeyError, ImportError) as error:
-            raise UnsupportedTarget(
-                f"target {path_or_id}: transformers cannot build it: {error}"
-            ) from error
+            why = f"transformers cannot build it: {error}"
+            raise UnsupportedTarget(f"target {path_or_id}: {why}") from error
         refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
@@ -232,10 +218,8 @@ class FrozenTarget(nn.Module):
         if self.decoding_refusal is not None:
             raise UnsupportedTarget(
                 f"{what}: needs a target whose rows can be decoded and rolled back here."
-                f" {self.decoding_refusal}. Its features need none of this: train, cache and export"
-                " with it, write responses at endpoints (regenerate.endpoints) or leave"
-                " data.validation out, and evaluate by real vLLM (evaluation.engines: [vllm], or"
-                " --engine vllm)"
+                f" {self.decoding_refusal}. Train on its features, write responses at endpoints"
+                " (regenerate.endpoints) and evaluate by real vLLM (evaluation.engines: [vllm])"
             )
 
     @property
@@ -263,22 +247,16 @@ class FrozenTarget(nn.Module):
             return self.lm_head.weight.float()  # type: ignore[operator,return-value]
         with torch.no_grad():
             units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-            return (
-                (self.lm_head(units) - self.lm_head(torch.zeros_like(units[:1])))
-                .T.float()
-                .contiguous()
-            )
+            bias = self.lm_head(torch.zeros_like(units[:1]))
+            return (self.lm_head(units) - bias).T.float().contiguous()
 
     @property
     def final_norm_weight(self) -> Tensor | None:
         """[H] scale of the norm before the head, where the decoder has a plain RMS norm called
         `norm`; else None."""
         weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
-        return (
-            weight.float()
-            if weight is not None and self.config.model_type not in _SHIFTED_NORMS
-            else None
-        )
+        plain = weight is not None and self.config.model_type not in _SHIFTED_NORMS
+        return weight.float() if plain else None
 
     def train(self, mode: bool = True) -> FrozenTarget:
         """A frozen target has no training mode."""
@@ -321,15 +299,12 @@ class FrozenTarget(nn.Module):
         self.require_rollback("a forward with a cache or a mask")
         if past_key_values is not None:
             past = past_key_values.get_seq_length()
-            if any(past_key_values.is_sliding):
+            states = self.recurrent is None or hasattr(past_key_values, "recurrent")
+            if any(past_key_values.is_sliding) or not states:
                 raise ConfigError(
-                    "target: past_key_values drops positions in its sliding layers; pass a cache"
-                    " that keeps them all (RaggedCache, or DynamicCache() without a config)"
-                )
-            if self.recurrent is not None and not hasattr(past_key_values, "recurrent"):
-                raise ConfigError(
-                    "target: past_key_values rolls no recurrent states back; pass a RaggedCache's"
-                    " view"
+                    "target: past_key_values drops positions in its sliding layers, or rolls no"
+                    " recurrent states back; pass a cache that keeps them all (RaggedCache's view,"
+                    " or DynamicCache() without a config)"
                 )
         places = (position_ids, key_position_ids)
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
@@ -343,15 +318,12 @@ class FrozenTarget(nn.Module):
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft
         cap."""
         if not self._passes_gradients and last_hidden.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedTarget(
-                f"target {self.name_or_path}: no gradient passes through its quantised output head"
+            raise self._parts.refusal(
+                f"no gradient passes through its quantised output head"
                 f" ({type(self.lm_head).__name__}), which this drafter shares; train a family with"
-                " a head of its own (eagle3, medusa), or use a checkpoint whose lm_head is not"
-                " quantised"
+                " a head of its own (eagle3, medusa)"
             )
-        return self.head_to_logits(
-            self._parts.lm_head(last_hidden)
-        )  # whose output it scales and caps
+        return self.head_to_logits(self._parts.lm_head(last_hidden))  # scaled and capped
 
     def final_norm(self, residual: Tensor) -> Tensor:
         """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [...,
@@ -378,30 +350,25 @@ class FrozenTarget(nn.Module):
         weights of the model. `autocast`: run under the active one, instead of in the model's
         precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
+        long = input_ids.shape[1] >= LONG_ROW and self._attends_by_name
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
-                taps, last_hidden = self._run_texts(input_ids, segment_ids)
-                return TargetFeatures(
-                    input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden
-                )
-            long = input_ids.shape[1] >= LONG_ROW and self._attends_by_name
-            spans = text_spans(segment_ids) if long else None
-            if spans is not None:
-                taps, last_hidden = self._run_long(input_ids, position_ids, spans)
+                states = self._run_texts(input_ids, segment_ids)
+            elif long and (spans := text_spans(segment_ids)) is not None:
+                states = self._run_long(input_ids, position_ids, spans)
             else:
                 mask = packed_mask(segment_ids)
                 places = (None, None) if mask is None else (position_ids, position_ids)
-                taps, last_hidden = self._run(input_ids, position_ids, mask, places, 0, None)
-        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, taps, last_hidden)
+                states = self._run(input_ids, position_ids, mask, places, 0, None)
+        return TargetFeatures(input_ids, position_ids, segment_ids, loss_mask, *states)
 
     def _confirm_taps(self, parts: Parts) -> None:
         ids = torch.arange(3, device=parts.device)[None]
         taps, expected = self._decode(ids)[0], (*ids.shape, len(self.tap_layers) * self.hidden_size)
         if taps is not None and taps.shape != expected:
-            raise UnsupportedTarget(
-                f"target {self.name_or_path}: its layers pass on {tuple(taps.shape)} instead of"
-                f" [batch, tokens, hidden size] {expected}; a drafter cannot tap several residual"
-                " streams"
+            raise parts.refusal(
+                f"its layers pass on {tuple(taps.shape)} instead of [batch, tokens, hidden size]"
+                f" {expected}; a drafter cannot tap several residual streams"
             )
 
     def _probe_packed(self, *packed: Tensor) -> Tensor:
@@ -415,8 +382,8 @@ class FrozenTarget(nn.Module):
         assert spans is not None, "packed rows hold each text in one piece"
         T, size = input_ids.shape[1], input_ids.numel()
         known = (on_host(segment_ids) >= 0).tolist()
-        texts = [
-            (row * T + start, end - start)  # its place in the flat batch, and its length
+        texts = [  # place in the flat batch, and length
+            (row * T + start, end - start)
             for row, found in enumerate(spans)
             for start, end in found
             if known[row][start]
@@ -425,34 +392,23 @@ class FrozenTarget(nn.Module):
         index: list[Tensor] = []  # the places of the tokens of each batch of texts
         outputs: list[tuple[Tensor | None, Tensor]] = []
         while texts:
-            batch, texts = (
-                texts[: max(size // texts[0][1], 1)],
-                texts[max(size // texts[0][1], 1) :],
-            )
+            count = max(size // texts[0][1], 1)
+            batch, texts = texts[:count], texts[count:]
             first, lengths = torch.tensor(batch).unbind(1)  # [n]
             slots = torch.arange(batch[0][1])
             inside = slots < lengths[:, None]  # [n, L]
             places = (first[:, None] + slots).clamp(max=size - 1)
-            kept = to_device(
-                inside.flatten().nonzero().flatten(), self._device
-            )  # tokens of the flat [n·L]
+            kept = to_device(inside.flatten().nonzero().flatten(), self._device)  # of the flat n·L
             index.append(to_device(places[inside], self._device))
             places, inside = (to_device(each, self._device) for each in (places, inside))
-            taps, last_hidden = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
-            outputs.append(
-                (
-                    None if taps is None else taps.flatten(0, 1)[kept],
-                    last_hidden.flatten(0, 1)[kept],
-                )
-            )
+            found = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
+            taps, last = (None if x is None else x.flatten(0, 1)[kept] for x in found)
+            outputs.append((taps, last))
 
         def whole(parts: list[Tensor]) -> Tensor:
             """[n, D] of each batch -> [B, T, D]."""
-            flat = (
-                parts[0]
-                .new_zeros(size, parts[0].shape[1])
-                .index_copy(0, torch.cat(index), torch.cat(parts))
-            )
+            flat = parts[0].new_zeros(size, parts[0].shape[1])
+            flat = flat.index_copy(0, torch.cat(index), torch.cat(parts))
             return flat.view(*input_ids.shape, -1)
 
         found_taps = [taps for taps, _ in outputs if taps is not None]
@@ -476,29 +432,20 @@ class FrozenTarget(nn.Module):
         if self.recurrent is not None and past_key_values is not None:
             with past_key_values.recurrent(self.recurrent):
                 return self._decode(input_ids, position_ids, masks, past_key_values)
-        with decoding(
-            self.config, self._attends_by_name and worthwhile(self._device, past_key_values)
-        ):
+        grouped = self._attends_by_name and worthwhile(self._device, past_key_values)
+        with decoding(self.config, grouped):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
     def _decode(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        masks=None,
-        cache: Cache | None = None,
+        self, input_ids: Tensor, position_ids: Tensor | None = None, masks=None, cache=None
     ) -> tuple[Tensor | None, Tensor]:
         self._collected = {}
         try:
             output = self._parts.decode(input_ids, cache, position_ids, masks)
-            taps = (
-                torch.cat([self._collected[i] for i in self.tap_layers], dim=-1)
-                if self._tapped
-                else None
-            )
+            collected = [self._collected[i] for i in self.tap_layers] if self._tapped else []
         finally:
             self._collected = None
-        return taps, output.last_hidden_state
+        return torch.cat(collected, dim=-1) if collected else None, output.last_hidden_state
 
     def _masks(
         self,
@@ -555,11 +502,9 @@ class FrozenTarget(nn.Module):
 
 def _check_taps(tap_layers: Sequence[int], n: int, name: str) -> tuple[int, ...]:
     bad = [tap for tap in tap_layers if not isinstance(tap, int) or not 0 <= tap <= n]
-    if bad:
+    if bad or len(set(tap_layers)) != len(tap_layers):
         raise ConfigError(
-            f"target {name}: tap_layers={list(tap_layers)}: {bad} outside the valid range 0..{n} "
+            f"target {name}: tap_layers={list(tap_layers)}: expected distinct numbers in 0..{n} "
             f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)"
         )
-    if len(set(tap_layers)) != len(tap_layers):
-        raise ConfigError(f"target {name}: tap_layers={list(tap_layers)} names a layer twice")
     return tuple(sorted(tap_layers))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +32,14 @@ from speculators.target.recurrent import RecurrentLayers, RecurrentStates, State
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
 FULL, SLIDING = "full_attention", "sliding_attention"
 STATES = "states"  # a layer without keys and values: recurrent, or without memory of the text
-_RECURRENT_LAYERS = ("linear", "mamba", "ssm", "conv", "recurrent", "rwkv", "hybrid", "gated_delta")
+_RECURRENT_LAYERS = "linear mamba ssm conv recurrent rwkv hybrid gated_delta".split()
 _RECURRENT_FIELDS = (
-    "mamba_d_state",
-    "ssm_state_size",
-    "ssm_cfg",
-    "lru_width",
-    "linear_conv_kernel_dim",
-    "conv_L_cache",
+    "mamba_d_state ssm_state_size ssm_cfg lru_width linear_conv_kernel_dim conv_L_cache".split()
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_PROBE_ERRORS = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    NotImplementedError,
-)
+_PROBE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 _PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
 
@@ -67,20 +55,15 @@ class Parts:
     layers: nn.ModuleList
     embed_tokens: nn.Module
     lm_head: nn.Module
-    kinds: tuple[
-        str, ...
-    ]  # per layer FULL, SLIDING or STATES, or a name of the config's that is none of them
+    kinds: tuple[str, ...]  # per layer FULL, SLIDING, STATES, or another name of the config's
     window: int  # of the sliding layers; 0 without any
     cache_name: str  # its forward's name for a cache
     stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
 
-    def decode(
-        self,
-        input_ids: Tensor,
-        cache: Cache | None = None,
-        position_ids: Tensor | None = None,
-        mask=None,
-    ):
+    def refusal(self, why: str) -> UnsupportedTarget:
+        return UnsupportedTarget(f"target {self.name}: {why}")
+
+    def decode(self, input_ids: Tensor, cache: Any = None, position_ids: Any = None, mask=None):
         """The decoder's output. Without cache, positions and mask: its own plain forward over whole
         texts."""
         given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
@@ -94,21 +77,12 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """That of the states: quantised weights have others."""
-        return next(
-            (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES), self.model.dtype
-        )
+        found = (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES)
+        return next(found, self.model.dtype)
 
     @property
     def device(self) -> torch.device:
         return next(self.layers.parameters()).device
-
-    @property
-    def has_values(self) -> bool:
-        """False for weights without memory, of which nothing can be asked but shapes."""
-        return (
-            not has_plain_weight(self.lm_head)
-            or self.lm_head.weight.untyped_storage().device.type != "meta"
-        )
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
@@ -123,9 +97,7 @@ def has_plain_weight(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dtype not in _OF_STATES:
         return False
-    return not hasattr(
-        weight, "tensor_data_names"
-    )  # of the subclasses that torchao stores quantised weights in
+    return not hasattr(weight, "tensor_data_names")  # as torchao's quantised weights have
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,89 +123,70 @@ def find_parts(model: PreTrainedModel) -> Parts:
     """Finds decoder, layers, embedding and head by their roles. Errors: UnsupportedTarget."""
     config = model.config.get_text_config()
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    _refuse_unsupported(model, config, name)
+    if reason := _unsuitable(model, config):
+        raise UnsupportedTarget(f"target {name}: {reason}")
     n = config.num_hidden_layers
-    candidates = [
-        model.get_decoder(),
-        *model.children(),
-    ]  # some classes take the model, or its head, for the decoder
-    lists_of = lambda module: [
-        m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == n
-    ]
-    found = (
-        (each, lists_of(each)) for each in candidates if each is not None and each is not model
-    )
-    decoder, lists = next((pair for pair in found if pair[1]), (model, []))
-    if not lists:
+    # Some classes take the model, or its head, for the decoder.
+    for decoder in (model.get_decoder(), *model.children()):
+        found = decoder.modules() if decoder not in (None, model) else ()
+        if lists := [m for m in found if isinstance(m, nn.ModuleList) and len(m) == n]:
+            break
+    else:
         raise UnsupportedTarget(
             f"target {name}: no module list of num_hidden_layers={n} layers in its decoder"
         )
-    layers = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
-    embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embed_tokens is None or lm_head is None:
-        raise UnsupportedTarget(
-            f"target {name}: no input embedding or no output head; a causal LM is needed"
-        )
-    if not has_plain_weight(embed_tokens):
-        raise UnsupportedTarget(
-            f"target {name}: its input embedding is quantised ({type(embed_tokens).__name__}),"
-            " which heads share; use a checkpoint whose embedding is not"
-        )
-    kinds = _layer_kinds(config)
-    window = int(getattr(config, "sliding_window", None) or 0) if SLIDING in kinds else 0
-    names = inspect.signature(decoder.forward).parameters
-    cache_name = "cache_params" if "cache_params" in names else "past_key_values"
-    stateful = bool(_state_signs(model, config))
+    kinds, window = _layer_kinds(config), 0
+    if SLIDING in kinds:
+        window = int(getattr(config, "sliding_window", None) or 0)
+    named = "cache_params" in inspect.signature(decoder.forward).parameters
     return Parts(
-        name,
-        config,
-        model,
-        decoder,
-        layers,
-        embed_tokens,
-        lm_head,
-        kinds,
-        window,
-        cache_name,
-        stateful,
+        name=name,
+        config=config,
+        model=model,
+        decoder=decoder,
+        layers=max(lists, key=lambda m: sum(p.numel() for p in m.parameters())),
+        embed_tokens=model.get_input_embeddings(),
+        lm_head=model.get_output_embeddings(),
+        kinds=kinds,
+        window=window,
+        cache_name="cache_params" if named else "past_key_values",
+        stateful=_keeps_states(model, config),
     )
 
 
-def _refuse_unsupported(model: PreTrainedModel, config: PretrainedConfig, name: str) -> None:
-    """UnsupportedTarget for what is no causal LM, and for unsuitable attention."""
-    if getattr(config, "is_encoder_decoder", False) or getattr(
-        model.config, "is_encoder_decoder", False
-    ):
-        raise UnsupportedTarget(
-            f"target {name}: an encoder-decoder model; a decoder-only causal LM is needed"
+def _unsuitable(model: PreTrainedModel, config: PretrainedConfig) -> str:
+    """Why it is no causal LM that can be asked for features; empty: it is one."""
+    embed_tokens, attention = model.get_input_embeddings(), config._attn_implementation
+    if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
+        return "an encoder-decoder model; a decoder-only causal LM is needed"
+    if attention not in ATTENTION:
+        return (
+            f"attention implementation {attention!r} cannot honour arbitrary masks; load it with"
+            " attn_implementation='sdpa' or 'eager'"
         )
-    if config._attn_implementation not in ATTENTION:
-        raise UnsupportedTarget(
-            f"target {name}: attention implementation {config._attn_implementation!r} cannot honour"
-            " arbitrary masks; load it with attn_implementation='sdpa' or 'eager'"
+    if attention != "eager" and needs_eager(config):
+        return (
+            f"attn_logit_softcapping={config.attn_logit_softcapping} is silently left out by"
+            f" {attention!r} attention; load it with attn_implementation='eager'"
         )
-    if config._attn_implementation != "eager" and needs_eager(config):
-        raise UnsupportedTarget(
-            f"target {name}: attn_logit_softcapping={config.attn_logit_softcapping} is silently"
-            f" left out by {config._attn_implementation!r} attention; load it with"
-            " attn_implementation='eager'"
+    if embed_tokens is None or model.get_output_embeddings() is None:
+        return "no input embedding or no output head; a causal LM is needed"
+    if not has_plain_weight(embed_tokens):
+        return (
+            f"its input embedding is quantised ({type(embed_tokens).__name__}), which heads share;"
+            " use a checkpoint whose embedding is not"
         )
+    return ""
 
 
-def _state_signs(model: PreTrainedModel, config: PretrainedConfig) -> list[str]:
-    """What says that some layers keep states: layer types, config fields, transformers' own
-    mark."""
-    kinds = {
-        k
-        for k in getattr(config, "layer_types", None) or ()
-        if any(r in k for r in _RECURRENT_LAYERS)
-    }
-    fields = [field for field in _RECURRENT_FIELDS if getattr(config, field, None) is not None]
-    return [
-        *sorted(kinds),
-        *fields,
-        *(["_is_stateful"] if getattr(model, "_is_stateful", False) else []),
-    ]
+def _keeps_states(model: PreTrainedModel, config: PretrainedConfig) -> bool:
+    """True if layer types, config fields or transformers' own mark say so."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return (
+        any(name in kind for kind in kinds for name in _RECURRENT_LAYERS)
+        or any(getattr(config, field, None) is not None for field in _RECURRENT_FIELDS)
+        or getattr(model, "_is_stateful", False)
+    )
 
 
 def needs_eager(config: PretrainedConfig) -> bool:
@@ -244,34 +197,23 @@ def needs_eager(config: PretrainedConfig) -> bool:
 def refuse_incomplete(info: dict, name: str) -> None:
     """CheckpointError if from_pretrained's `info` reports missing or mismatched tensors. Extra ones
     are fine."""
-    missing = sorted(info.get("missing_keys") or ())
-    mismatched = sorted(str(key) for key in info.get("mismatched_keys") or ())
-    errors = info.get("error_msgs") or ()
-    if missing or mismatched or errors:
-        parts = [f"{len(missing)} tensors are missing, such as {missing[:3]}"] if missing else []
-        parts += (
-            [f"{len(mismatched)} have another shape, such as {mismatched[:3]}"]
-            if mismatched
-            else []
-        )
-        parts += [str(error) for error in errors]
+    faults = [str(error) for error in info.get("error_msgs") or ()]
+    for kind, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape")):
+        if names := sorted(map(str, info.get(kind) or ())):
+            faults.append(f"{len(names)} tensors {what}, such as {names[:3]}")
+    if faults:
         raise CheckpointError(
-            f"target {name}: {'; '.join(parts)}. Such tensors would be random; fix the checkpoint"
+            f"target {name}: {'; '.join(faults)}. Such tensors would be random; fix the checkpoint"
         )
 
 
 def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
     """The kind of each layer, as the config has it; `confirm_masks` and `find_recurrent` check
     it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = (
-        getattr(config, "layer_types", None)
-        or [SLIDING if window else FULL] * config.num_hidden_layers
-    )
-    return (
-        *kinds,
-        *(kind for kind in getattr(config, "attention_layers", None) or () if kind == "local"),
-    )  # GPT-Neo
+    usual = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+    of_gpt_neo = getattr(config, "attention_layers", None) or ()
+    return (*kinds, *(kind for kind in of_gpt_neo if kind == "local"))
 
 
 # ---------------------------------------------------------------------- the probes
@@ -289,10 +231,8 @@ class _ZeroPast(Cache):
         self.length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        new = (key_states, value_states)
-        return tuple(
-            torch.cat([x.new_zeros(*x.shape[:2], self.length, x.shape[3]), x], dim=2) for x in new
-        )
+        past = (0, 0, self.length, 0)
+        return nn.functional.pad(key_states, past), nn.functional.pad(value_states, past)
 
     def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
         return conv_states
@@ -321,55 +261,53 @@ def confirm_masks(parts: Parts) -> bool:
 
     Returns True if masks are passed as a dict by kind of layer, False if as one tensor, for models
     of one kind."""
-    unknown = sorted(set(parts.kinds) - {FULL, SLIDING, STATES})
-    if unknown or (SLIDING in parts.kinds and not parts.window):
-        raise UnsupportedTarget(
-            f"target {parts.name}: layer types {sorted(set(parts.kinds))} with"
-            f" sliding_window={parts.window or None}; only {FULL} and {SLIDING} (with a window) can"
-            " be masked for rows of different length"
+    kinds, window = set(parts.kinds), parts.window
+    if kinds - {FULL, SLIDING, STATES} or (SLIDING in kinds and not window):
+        raise parts.refusal(
+            f"layer types {sorted(kinds)} with sliding_window={window or None}; only {FULL} and"
+            f" {SLIDING} (with a window) can be masked for rows of different length"
         )
-    attending = set(parts.kinds) - {STATES}
+    attending = kinds - {STATES}
     if not attending:
         return False
-    length = min(parts.window or 3, _PROBE_PREFIX_LIMIT)
+    length = min(window or 3, _PROBE_PREFIX_LIMIT)
     keys, queries = torch.arange(length + 2), torch.arange(length, length + 2)[:, None]
     causal = keys <= queries  # [2, S]
-    expected = {FULL: causal, SLIDING: causal & (keys > queries - parts.window)}
+    expected = {FULL: causal, SLIDING: causal & (keys > queries - window)}
 
     observed = _try(parts, "a forward with a cache", lambda: _masks_seen(parts, None, length))
     for i, (kind, mask) in enumerate(zip(parts.kinds, observed)):
-        if kind == STATES:
-            continue
-        allowed = mask
-        if mask is not None and mask.dtype != torch.bool:
-            allowed = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else None
-        if allowed is None or not torch.equal(allowed[0, 0].cpu(), expected[kind]):
-            raise UnsupportedTarget(
-                f"target {parts.name}: layer {i} is {kind} (sliding_window={parts.window or None})"
-                " by its config, but the keys it may see are others; its masks cannot be rebuilt"
-                " for rows of different length"
+        if kind != STATES and not _allows(mask, expected[kind]):
+            raise parts.refusal(
+                f"layer {i} is {kind} (sliding_window={window or None}) by its config, but the keys"
+                " it may see are others; its masks cannot be rebuilt for rows of different length"
             )
     ready = {
-        k: additive_mask(m.to(parts.device)[None, None], parts.dtype) for k, m in expected.items()
+        kind: additive_mask(mask.to(parts.device)[None, None], parts.dtype)
+        for kind, mask in expected.items()
     }
     reason = "layers of several kinds got others"
     for by_kind in (True, False) if len(attending) == 1 else (True,):
+        given = masks_by_kind(**ready) if by_kind else ready[min(attending)]
         try:
-            seen = _masks_seen(
-                parts, masks_by_kind(**ready) if by_kind else ready[min(attending)], length
-            )
+            seen = list(zip(parts.kinds, _masks_seen(parts, given, length)))
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        if all(
-            kind == STATES or _same_memory(mask, ready[kind])
-            for kind, mask in zip(parts.kinds, seen)
-        ):
+        if all(kind == STATES or _same_memory(mask, ready[kind]) for kind, mask in seen):
             return by_kind
-    raise UnsupportedTarget(
-        f"target {parts.name}: a mask prepared outside does not reach its layers unchanged"
-        f" ({reason}); rows of different length cannot be verified together"
+    raise parts.refusal(
+        f"a mask prepared outside does not reach its layers unchanged ({reason}); rows of different"
+        " length cannot be verified together"
     )
+
+
+def _allows(mask: Tensor | None, expected: Tensor) -> bool:
+    """True if a layer's mask lets see what is `expected` [2, S]."""
+    if mask is None or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return torch.equal(seen[0, 0].cpu(), expected)
 
 
 def masks_by_kind(
@@ -393,13 +331,9 @@ def _masks_seen(
         seen[layer] = bound.arguments.get("attention_mask")
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in parts.layers]
+    positions = torch.arange(2, device=parts.device)[None]
     try:
-        parts.decode(
-            _probe_ids(parts, 2),
-            _ZeroPast(past),
-            torch.arange(2, device=parts.device)[None],
-            attention_mask,
-        )
+        parts.decode(_probe_ids(parts, 2), _ZeroPast(past), positions, attention_mask)
     finally:
         for handle in handles:
             handle.remove()
@@ -414,7 +348,7 @@ def _try(parts: Parts, what: str, call: Callable):
     try:
         return call()
     except _PROBE_ERRORS as error:
-        raise UnsupportedTarget(f"target {parts.name}: {what} failed: {error}") from error
+        raise parts.refusal(f"{what} failed: {error}") from error
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -459,32 +393,24 @@ def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
     hidden: list[Tensor] = []
     hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     ids = _probe_ids(parts, 5)
+    run = lambda: parts.model(input_ids=ids, use_cache=False).logits
     try:
-        own = _try(
-            parts, "its own forward", lambda: parts.model(input_ids=ids, use_cache=False)
-        ).logits  # [1, 5, V]
+        own = _try(parts, "its own forward", run)  # [1, 5, V]
     finally:
         hook.remove()
     if not hidden:
-        raise UnsupportedTarget(f"target {parts.name}: its forward does not call its output head")
-    last_hidden = parts.decode(ids).last_hidden_state
-    if hidden[0].shape != last_hidden.shape or _error(last_hidden, hidden[0]).median() > _tolerance(
-        parts.dtype
-    ):
-        raise UnsupportedTarget(
-            f"target {parts.name}: the hidden states are changed between its decoder and its output"
-            " head"
-        )
+        raise parts.refusal("its forward does not call its output head")
+    last_hidden, allowed = parts.decode(ids).last_hidden_state, _tolerance(parts.dtype)
+    same = hidden[0].shape == last_hidden.shape
+    if not same or _error(last_hidden, hidden[0]).median() > allowed:
+        raise parts.refusal("its states are changed between its decoder and its output head")
     raw = parts.lm_head(hidden[0])
     candidates = [(_error(t(raw), own).max().item(), t) for t in _logit_transforms(parts.config)]
-    error, transform = min(
-        candidates, key=lambda pair: pair[0]
-    )  # the first, if several are as good
-    if not error <= _tolerance(parts.dtype) / 10:
-        raise UnsupportedTarget(
-            f"target {parts.name}: its logits are not its output head followed by a known scale or"
-            f" soft cap ({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))}); they could not be reproduced"
-            " from hidden states"
+    error, transform = min(candidates, key=lambda pair: pair[0])  # the first of equally good ones
+    if not error <= allowed / 10:
+        raise parts.refusal(
+            "its logits are not its output head followed by a known scale or soft cap"
+            f" ({', '.join((*_LOGIT_SCALES, *_SOFT_CAPS))})"
         )
     return transform, own.shape[-1]
 
@@ -495,9 +421,8 @@ def confirm_causal(parts: Parts) -> None:
     ids = _probe_ids(parts, 7)
     part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :4], ids))
     if part.shape[:2] != (1, 4) or _error(whole[:, :4], part).median() > _tolerance(parts.dtype):
-        raise UnsupportedTarget(
-            f"target {parts.name}: its states depend on later tokens, or are not one per token; a"
-            " causal LM is needed"
+        raise parts.refusal(
+            "its states depend on later tokens, or are not one per token; a causal LM is needed"
         )
 
 
@@ -523,21 +448,16 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
         if scale and scale != 1.0:
             scalings += [lambda x, s=scale: x / s, lambda x, s=scale: x * s]
     cap = next((value for field in _SOFT_CAPS if (value := getattr(config, field, None))), None)
-    if not cap:
-        return scalings
-    return [
-        lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings
-    ] + scalings
+    capped = [lambda x, scaled=scaled: torch.tanh(scaled(x) / cap) * cap for scaled in scalings]
+    return [*(capped if cap else ()), *scalings]
 
 
 def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
     """The final norm: the module outside the layers that maps the last layer's output to the last
     hidden state."""
     seen: list[Tensor] = []
-    keep = lambda module, args, output: seen.append(
-        output[0] if isinstance(output, tuple) else output
-    )
-    hook = parts.layers[-1].register_forward_hook(keep)
+    first = lambda output: output[0] if isinstance(output, tuple) else output
+    hook = parts.layers[-1].register_forward_hook(lambda *given: seen.append(first(given[-1])))
     try:
         last_hidden = parts.decode(_probe_ids(parts, 5)).last_hidden_state
     finally:
@@ -549,10 +469,10 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
         with suppress(*_PROBE_ERRORS):
             if _error(module(seen[0]), last_hidden).max() <= _tolerance(parts.dtype) / 10:
                 return module.forward
-    raise UnsupportedTarget(
-        f"target {parts.name}: no module of its decoder takes its last layer's output to its last"
-        " hidden state; features of another engine, which end before the final norm, cannot be"
-        " used (features.engine: draftsmith)"
+    raise parts.refusal(
+        "no module of its decoder takes its last layer's output to its last hidden state; features"
+        " of another engine, which end before the final norm, cannot be used (features.engine:"
+        " draftsmith)"
     )
 
 
@@ -570,9 +490,9 @@ def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor
         # The median, since a router at a tie may send single tokens elsewhere; a wrong mask moves
         # nearly every token.
         if _error(packed[:, piece], alone).median() > _tolerance(parts.dtype):
-            raise UnsupportedTarget(
-                f"target {parts.name}: packed sequences influence each other or positions are"
-                " ignored; such attention (ALiBi, for one) cannot be masked from outside"
+            raise parts.refusal(
+                "packed sequences influence each other or positions are ignored; such attention"
+                " (ALiBi, for one) cannot be masked from outside"
             )
 
 
@@ -615,33 +535,28 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
     inside: list[nn.Module] = []
     modules = [module for layer in parts.layers for module in layer.modules()]
     handles = [m.register_forward_pre_hook(lambda m, args: inside.append(m)) for m in modules]
-    handles += [
-        m.register_forward_hook(lambda m, args, output: inside.pop() and None) for m in modules
-    ]
+    handles += [m.register_forward_hook(lambda *given: inside.pop() and None) for m in modules]
     try:
         cache = _try(parts, "a cache of its layer types", lambda: _Observed(parts.config, inside))
         _try(parts, "a forward with a cache", lambda: parts.decode(_probe_ids(parts, 5), cache))
     finally:
         for handle in handles:
             handle.remove()
-    both = [module for module in cache.mixers if module in cache.keyed]
-    if not cache.mixers or both:
-        why = (
-            "keep states outside of transformers' cache"
-            if not both
-            else "keep keys and states in one module"
+    both = any(module in cache.keyed for module in cache.mixers)
+    if both or not cache.mixers:
+        kept = "states outside of transformers' cache"
+        raise parts.refusal(
+            f"its layers keep {'keys and states in one module' if both else kept}, where they"
+            " cannot be rolled back"
         )
-        raise UnsupportedTarget(
-            f"target {parts.name}: its layers {why}, where they cannot be rolled back"
-        )
-    kinds = [kind if i in cache.attending else STATES for i, kind in enumerate(parts.kinds)]
-    sliding = any("sliding" in kind for kind in kinds)
-    kinds = [k if k == STATES else SLIDING if "sliding" in k else FULL for k in kinds]
-    window = int(getattr(parts.config, "sliding_window", None) or 0) if sliding else 0
-    numbers = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
-    return replace(parts, kinds=tuple(kinds), window=window), RecurrentLayers(
-        tuple(cache.mixers), tuple(numbers)
-    )
+    kinds = [
+        STATES if i not in cache.attending else SLIDING if "sliding" in kind else FULL
+        for i, kind in enumerate(parts.kinds)
+    ]
+    window = int(getattr(parts.config, "sliding_window", None) or 0) if SLIDING in kinds else 0
+    numbers = tuple(getattr(layer, "number_of_states", 0) for layer in cache.layers)
+    found = RecurrentLayers(tuple(cache.mixers), numbers)
+    return replace(parts, kinds=tuple(kinds), window=window), found
 
 
 class _Keys(StateCache):
@@ -656,10 +571,8 @@ class _Keys(StateCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         new = (key_states, value_states)
         if layer_idx in self.keys:
-            new = tuple(
-                torch.cat([old[:, :, : self.kept], x], 2)
-                for old, x in zip(self.keys[layer_idx], new)
-            )
+            old = [x[:, :, : self.kept] for x in self.keys[layer_idx]]
+            new = torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
         self.keys[layer_idx] = new
         return new
 
@@ -687,9 +600,8 @@ def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
                 return layers
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
-    raise UnsupportedTarget(
-        f"target {parts.name}: its recurrent states cannot be rolled back when drafts are rejected"
-        f" ({reason})"
+    raise parts.refusal(
+        f"its recurrent states cannot be rolled back when drafts are rejected ({reason})"
     )
 
 
@@ -703,10 +615,8 @@ def _rounds_error(parts: Parts, found: RecurrentLayers, ids: Tensor, whole: Tens
         for T, kept in _ROUNDS:
             read = slice(past, past + T)
             with states.forward(0, 1, T, fresh=begin_fresh and past == 0) as layers:
-                cache, positions = (
-                    _Keys(keys, layers, past),
-                    torch.arange(T, device=parts.device)[None] + past,
-                )
+                positions = torch.arange(T, device=parts.device)[None] + past
+                cache = _Keys(keys, layers, past)
                 hidden = parts.decode(ids[:, read], cache, positions).last_hidden_state
             worst = max(worst, _error(hidden, whole[:, read]).median().item())
             states.keep(0, [kept])

@@ -67,31 +67,15 @@ def test_a_cpu_is_known_by_its_instructions(cpu, name):
     assert multiplies_bfloat16("cuda:0") and multiplies_bfloat16("mps")
 
 
-def test_a_torch_that_cannot_tell_changes_nothing(monkeypatch):
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert multiplies_bfloat16("cpu")
-
-
 def test_only_auto_and_only_bfloat16_are_widened(cpu):
     cpu("old")
-    assert (
-        running_dtype("auto", "bfloat16", "cpu")
-        == running_dtype("auto", None, "cpu")
-        == torch.float32
-    )
+    wide, narrow = torch.float32, torch.bfloat16
+    assert running_dtype("auto", "bfloat16", "cpu") == running_dtype("auto", None, "cpu") == wide
     assert running_dtype("auto", torch.float16, "cpu") == torch.float16
-    assert (
-        running_dtype("bfloat16", "float32", "cpu")
-        == running_dtype(torch.bfloat16, None, "cpu")
-        == torch.bfloat16
-    )
-    assert running_dtype("auto", "torch.bfloat16", "cuda") == torch.bfloat16
-    assert [autocast_dtype(m, "cpu") for m in ("auto", "bf16", "no")] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-    ]
-    assert autocast_dtype("auto", "cuda") == torch.bfloat16
+    assert running_dtype("bfloat16", "float32", "cpu") == running_dtype(narrow, None, "cpu")
+    assert running_dtype("auto", "torch.bfloat16", "cuda") == narrow
+    assert [autocast_dtype(m, "cpu") for m in ("auto", "bf16", "no")] == [wide, narrow, wide]
+    assert autocast_dtype("auto", "cuda") == narrow
 
 
 def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):

@@ -39,10 +39,8 @@ def load(model, folder, scheme, **options) -> FrozenTarget:
 
 
 def write(llm) -> list[list[int]]:
-    return [
-        list(output.outputs[0].token_ids)
-        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    ]
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
@@ -90,9 +88,7 @@ def test_a_quantised_head_starts_heads_and_passes_no_gradient(tiny_model, tmp_pa
     assert Eagle3(config).initialise_from(target).lm_head.weight.abs().sum() > 0
     with torch.no_grad():
         state = target(torch.arange(5, 16)[None])[1]
-    with pytest.raises(
-        UnsupportedTarget, match="no gradient passes through its quantised output head .BitLinear"
-    ):
+    with pytest.raises(UnsupportedTarget, match="BitLinear"):
         target.logits(state.requires_grad_())
 
 
