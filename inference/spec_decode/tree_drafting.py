@@ -5,9 +5,9 @@ neither a target nor a drafter: logits come in, tokens and their parents go out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 from inference.requests.request import Request
 from inference.sampling.sampler import batch_probabilities, inverse_cdf, uniforms
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.logits import process_draft_logits
+from inference.spec_decode.logits import active_rows, process_draft_logits
 from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.tree_shape import StaticTree, TreeShape, best_first
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
 from inference.spec_decode.verification.tree_rules import ROOT
 from speculators.drafter import TreeLevel
-from speculators.precision import on_device
+from speculators.precision import on_device, to_device
 from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 
@@ -50,27 +50,31 @@ def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tup
 
 @dataclass
 class _Level:
-    """n nodes of one depth, drafted after w of the depth before.
+    """m children of each of the w nodes that were drafted from: node i is child i % m of the
+    (i // m)-th of these.
 
-    tokens   [b, n] in the drafter's vocabulary
-    source   [b, n] which of the w each was drafted after
-    parent   [b, n] which node of the level before that is
-    score    [b, n] product of the drafter's probabilities on the way
-    alive    bool [b, n]: it was drafted, and so was its parent
-    q        [b, w, V_draft] what was drafted from
+    q         [b, w, V_draft] what the children were drafted from
+    parents   [b, w] the place of each of the w nodes in the level above
+    tokens    [b, w·m] in the drafter's vocabulary
+    score     [b, w·m] product of the drafter's probabilities on the way
+    alive     bool [b, w·m]: it was drafted, and so was its parent
     """
 
+    q: Tensor
+    parents: Tensor
     tokens: Tensor
-    source: Tensor
-    parent: Tensor
     score: Tensor
     alive: Tensor
-    q: Tensor
+
+    @property
+    def children(self) -> int:
+        """m."""
+        return self.tokens.shape[1] // self.parents.shape[1]
 
 
 class TreeGrowth:
     """One round's trees, a `Drafter.draft_tree` callback: draft logits in, the next level out; then
-    `proposal`.
+    `proposal`. The shape is the subclass's.
 
     Rows at temperature 0, and all if not `probabilistic`, take the likeliest children. The others
     draw theirs without replacement, and every child that is drawn is verified: how many a node gets
@@ -79,7 +83,7 @@ class TreeGrowth:
 
     def __init__(
         self,
-        shape: TreeShape,
+        depth: int,
         requests: Sequence[Request],
         limits: Sequence[int],
         draft_to_target: Tensor | None,
@@ -87,22 +91,32 @@ class TreeGrowth:
         *,
         probabilistic: bool = True,
     ) -> None:
-        """`vocab_size`: the target's."""
-        self._shape, self._requests = shape, requests
+        """`depth`: most levels. `limits`: those of each row. `vocab_size`: the target's."""
+        self._requests, self._limits = requests, [min(limit, depth) for limit in limits]
         self._ids, self._vocab_size = draft_to_target, vocab_size
-        self._limits = [min(limit, shape.depth) for limit in limits]
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
         self._params = [cold if request.params.greedy else request.params for request in requests]
         self._levels: list[_Level] = []
-        self._frontier: Tensor | None = (
-            None  # [b, w], nodes of the last level that are drafted from
-        )
+        self._frontier: Tensor | None = None  # [b, w] places of the last level to draft from
         self._visible: Tensor | None = None  # bool [b, w, drafts drafted from so far]
-        processed = any(request.processors.active(len(request.token_ids)) for request in requests)
+        # to the frontier, if any request changes its logits
         self._paths: list[list[list[int]]] | None = (
-            [[[]] for _ in requests] if processed else None
-        )  # to the frontier
+            [[[]] for _ in requests] if active_rows(requests) else None
+        )
+
+    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+        """bool [b, w, m]: which children of the frontier to draft, decided by q [b, w, V_draft] and
+        the scores [b, w] of the frontier alone."""
+        raise NotImplementedError
+
+    def _expanded(self, level: _Level) -> Tensor:
+        """[b, w] ascending: the places of the level to draft from next."""
+        raise NotImplementedError
+
+    def _kept(self, nodes: list[_Node], row: int) -> list[_Node]:
+        """Those of the nodes of a row, drafted within its limit, that are verified."""
+        raise NotImplementedError
 
     def __call__(self, logits: Tensor) -> TreeLevel | None:
         """Draft logits [b, w, V_draft] after each of the frontier -> what to draft from next; None
@@ -111,31 +125,61 @@ class TreeGrowth:
             logits = process_draft_logits(
                 logits, self._requests, self._paths, self._ids, self._vocab_size
             )
-        q = batch_probabilities(logits, self._params)
-        level = self._static(q) if isinstance(self._shape, StaticTree) else self._dynamic(q)
+        level = self._drafted(batch_probabilities(logits, self._params))
         self._levels.append(level)
-        depth = len(self._levels)
-        if depth == max(self._limits):
+        if len(self._levels) == max(self._limits):
             return None
-        if isinstance(self._shape, StaticTree):
-            places = on_device(self._shape.frontiers[depth - 1], q.device)
-            frontier = places.expand(len(self._requests), -1)
-        else:
-            wide = min(self._shape.topk, level.tokens.shape[1])
-            frontier = (
-                level.score.masked_fill(~level.alive, -1.0).topk(wide, dim=1).indices.sort(1).values
-            )
-        parents = level.source.gather(1, frontier)
-        self._frontier, self._visible = frontier, self._seen_by(parents)
+        self._frontier = frontier = self._expanded(level)
+        parents = frontier // level.children
         tokens = to_target_ids(level.tokens.gather(1, frontier), self._ids)
+        self._visible = self._seen_by(parents)
         if self._paths is not None:
+            grown = torch.stack([parents, tokens], 1).tolist()
             self._paths = [
                 [[*before[parent], token] for parent, token in zip(*row, strict=True)]
-                for before, row in zip(
-                    self._paths, torch.stack([parents, tokens], 1).tolist(), strict=True
-                )
+                for before, row in zip(self._paths, grown, strict=True)
             ]
         return TreeLevel(tokens, parents, self._visible)
+
+    def _drafted(self, q: Tensor) -> _Level:
+        """The level that is drafted from q [b, w, V_draft]."""
+        b, w, _ = q.shape
+        if self._frontier is None:
+            parents = torch.zeros(b, w, dtype=torch.long, device=q.device)
+            score, alive = q.new_ones(b, w), torch.ones(b, w, dtype=torch.bool, device=q.device)
+        else:
+            parents = self._frontier
+            alive = self._levels[-1].alive.gather(1, parents)
+            # no child of a node that was not drafted would be verified
+            score = self._levels[-1].score.gather(1, parents).masked_fill(~alive, 0.0)
+        wanted = self._wanted(q, score)
+        likeliest = q.topk(min(wanted.shape[2], q.shape[-1]), dim=-1)
+        tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
+        if any(self._hot):
+            hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
+            drawn, found = self._drawn(q, *wanted.shape[1:])
+            tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, found, real)
+        score = score[..., None] * q.gather(2, tokens).clamp(max=1)
+        alive = alive[..., None] & wanted & real
+        return _Level(q, parents, tokens.flatten(1), score.flatten(1), alive.flatten(1))
+
+    def _drawn(self, q: Tensor, w: int, m: int) -> tuple[Tensor, Tensor]:
+        """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row
+        takes one number per place of the level, whatever the others do, and none below its own
+        limit."""
+        depth = len(self._levels)
+        numbers = [
+            uniforms(request.generator, w * m) if hot and depth < limit else [0.0] * (w * m)
+            for request, hot, limit in zip(self._requests, self._hot, self._limits, strict=True)
+        ]
+        noise = on_device(numbers, q.device, torch.float64).view(-1, m)  # [b·w, m]
+        left, tokens, found = q.flatten(0, 1).clone(), [], []
+        for j in range(m):
+            token = inverse_cdf(left, noise[:, j])
+            found.append(token < q.shape[-1])
+            tokens.append(token.clamp(max=q.shape[-1] - 1))
+            left.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
+        return torch.stack(tokens, 1).view(-1, w, m), torch.stack(found, 1).view(-1, w, m)
 
     def _seen_by(self, parents: Tensor) -> Tensor:
         """[b, w] places in the frontier before -> bool [b, w, n + w], what each of the new frontier
@@ -144,189 +188,139 @@ class TreeGrowth:
         own = torch.eye(w, dtype=torch.bool, device=parents.device).expand(b, -1, -1)
         if self._visible is None:
             return own
-        before = self._visible.gather(
-            1, parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1])
-        )
-        return torch.cat([before, own], dim=2)
-
-    def _static(self, q: Tensor) -> _Level:
-        assert isinstance(self._shape, StaticTree)
-        nodes = self._shape.levels[len(self._levels)]
-        source = on_device([parent for parent, _ in nodes], q.device).expand(len(q), -1)
-        rank = on_device([rank for _, rank in nodes], q.device).expand(len(q), -1)
-        wanted = torch.zeros(
-            q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool, device=q.device
-        )
-        wanted[source[0], rank[0]] = True
-        return self._level(q, wanted.expand(len(q), -1, -1), source, rank)
-
-    def _dynamic(self, q: Tensor) -> _Level:
-        """Candidates: topk children of everything in the frontier; of a sampled row those that are
-        worth a draw."""
-        assert not isinstance(self._shape, StaticTree)
-        b, w, V = q.shape
-        ranks = min(self._shape.topk, V)
-        source = torch.arange(w, device=q.device).repeat_interleave(ranks).expand(b, -1)
-        rank = torch.arange(ranks, device=q.device).repeat(w).expand(b, -1)
-        wanted = torch.ones(b, w, ranks, dtype=torch.bool, device=q.device)
-        if any(self._hot):
-            # the j-th child matters if the path to it holds and the j children before it were
-            # refused
-            sure = q.amax(-1)  # [b, w]
-            path = self._path_scores(q)
-            chances = (path * sure).unsqueeze(-1) * (1 - sure).unsqueeze(-1) ** torch.arange(
-                ranks, device=q.device
-            )
-            chances[:, :, 0] = path
-            best = chances.flatten(1).topk(
-                min(self._shape.draws(len(self._levels)), w * ranks), dim=1
-            )
-            taken = torch.ones_like(best.indices, dtype=torch.bool)
-            drawn = torch.zeros(b, w * ranks, dtype=torch.bool, device=q.device).scatter_(
-                1, best.indices, taken
-            )
-            hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-            wanted = torch.where(hot, drawn.unflatten(1, (w, ranks)), wanted)
-        return self._level(q, wanted, source, rank)
-
-    def _level(self, q: Tensor, wanted: Tensor, source: Tensor, rank: Tensor) -> _Level:
-        """wanted bool [b, w, m]: children to draft; source, rank [b, n]: the nodes of the level
-        among [w, m]."""
-        m = wanted.shape[2]
-        likeliest = q.topk(min(m, q.shape[-1]), dim=-1)
-        tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
-        if any(self._hot):
-            hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-            drawn, found = self._draw(q, wanted)
-            tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, found, real)
-        place = source * m + rank  # [b, n] in [w·m]
-        chosen = tokens.flatten(1).gather(1, place)
-        alive = (wanted & real).flatten(1).gather(1, place)
-        chance = q.gather(2, tokens).flatten(1).gather(1, place)
-        before = self._path_scores(q).gather(1, source)
-        if self._frontier is None:
-            parent = source
-        else:
-            parent = self._frontier.gather(1, source)
-            alive = alive & self._levels[-1].alive.gather(1, parent)
-        return _Level(chosen, source, parent, before * chance, alive, q)
-
-    def _path_scores(self, q: Tensor) -> Tensor:
-        """[b, w] of the frontier; 0 below a node that was not drafted, where no child would be
-        verified either."""
-        if self._frontier is None:
-            return q.new_ones(q.shape[:2])
-        level = self._levels[-1]
-        return level.score.masked_fill(~level.alive, 0.0).gather(1, self._frontier)
-
-    def _draw(self, q: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Children [b, w, m] in turn, without replacement, and whether there was one to draw. A row
-        takes one number per place of the level, whatever the others do, and none below its own
-        limit."""
-        b, w, m = wanted.shape
-        depth = len(self._levels)
-        numbers = [
-            uniforms(request.generator, w * m) if hot and depth < limit else [0.0] * (w * m)
-            for request, hot, limit in zip(self._requests, self._hot, self._limits, strict=True)
-        ]
-        noise = on_device(numbers, q.device, torch.float64).view(b * w, m)
-        left, tokens, found = q.flatten(0, 1).clone(), [], []
-        for j in range(m):
-            token = inverse_cdf(left, noise[:, j])
-            found.append(token < q.shape[-1])
-            tokens.append(token.clamp(max=q.shape[-1] - 1))
-            left.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
-        return torch.stack(tokens, 1).view(b, w, m), torch.stack(found, 1).view(b, w, m)
+        index = parents.unsqueeze(-1).expand(-1, -1, self._visible.shape[-1])
+        return torch.cat([self._visible.gather(1, index), own], dim=2)
 
     def proposal(self) -> Proposal:
-        """The trees as grown."""
-        levels, device = self._levels, self._levels[0].q.device
-        rows = _Grown.all_of(levels)
-        chosen = self._chosen(rows)
-        counts = [len(nodes) for nodes in chosen]
-        width = max(counts)
-        tokens = [[0] * width for _ in rows]
-        frontier = [[0] * width for _ in rows]  # which of all distributions each was drawn from
-        offsets = [0, *accumulate(level.q.shape[1] for level in levels)]
+        """The trees as grown: parents first, siblings as they were drafted."""
+        device = self._levels[0].q.device
+        rows = [
+            sorted(self._kept([node for node in nodes if node.depth < limit], row))
+            for row, (nodes, limit) in enumerate(zip(self._nodes(), self._limits, strict=True))
+        ]
+        width = max(map(len, rows))
         parents = []
-        for row, (grown, nodes) in enumerate(zip(rows, chosen, strict=True)):
-            places = {node: place for place, node in enumerate(nodes)}
-            parents.append([places[(d - 1, grown.parent[d][i])] if d else -1 for d, i in nodes])
-            for place, (d, i) in enumerate(nodes):
-                tokens[row][place] = grown.tokens[d][i]
-                frontier[row][place] = offsets[d] + grown.source[d][i]
-        token_ids = to_target_ids(on_device(tokens, device), self._ids)
-        if not any(self._hot):
-            return Proposal(token_ids, counts, None, parents)
-        every = torch.cat([level.q for level in levels], dim=1)  # [b, all w, V_draft]
-        index = on_device(frontier, device).unsqueeze(-1).expand(-1, -1, every.shape[-1])
-        q = every.gather(1, index)
-        q = scatter_to_target(q, self._ids, self._vocab_size)
-        return Proposal(token_ids, counts, q, parents)
-
-    def _chosen(self, rows: Sequence[_Grown]) -> list[list[tuple[int, int]]]:
-        """Of each row the nodes (depth, place in its level) that are verified, parents first,
-        siblings as they were drafted."""
-        shape = self._shape
-        whole = [isinstance(shape, StaticTree) or hot for hot in self._hot]
-        chosen = [
-            (
-                [node for node in grown.nodes() if node[0] < limit]
-                if whole[row]
-                else grown.best(limit, shape.budget)
+        for nodes in rows:
+            place_of = {(node.depth, node.place): place for place, node in enumerate(nodes)}
+            parents.append(
+                [place_of[node.depth - 1, node.parent] if node.depth else ROOT for node in nodes]
             )
-            for row, (grown, limit) in enumerate(zip(rows, self._limits, strict=True))
-        ]
-        return [sorted(nodes) for nodes in chosen]
+        padded = [[(n.token, n.source) for n in nodes] for nodes in rows]
+        padded = [nodes + [(0, 0)] * (width - len(nodes)) for nodes in padded]
+        tokens, source = on_device(padded, device).view(len(rows), width, 2).unbind(-1)
+        q = None
+        if any(self._hot):
+            every = torch.cat([level.q for level in self._levels], dim=1)  # [b, all w, V_draft]
+            q = every.gather(1, source.unsqueeze(-1).expand(-1, -1, every.shape[-1]))
+            q = scatter_to_target(q, self._ids, self._vocab_size)
+        return Proposal(to_target_ids(tokens, self._ids), list(map(len, rows)), q, parents)
 
-
-@dataclass
-class _Grown:
-    """One row's levels on the host: lists by depth."""
-
-    tokens: list[list[int]]
-    source: list[list[int]]
-    parent: list[list[int]]
-    score: list[list[float]]
-    alive: list[list[bool]]
-
-    @classmethod
-    def all_of(cls, levels: list[_Level]) -> list[_Grown]:
-        """The trees of all rows, in one copy from the device; float64 holds every value exactly."""
-        names = ("tokens", "source", "parent", "score", "alive")
-        every = torch.stack(
-            [torch.cat([getattr(level, name).double() for level in levels], 1) for name in names]
-        )
-        ends = np.cumsum([level.tokens.shape[1] for level in levels])[:-1]
-        types = (np.int64, np.int64, np.int64, np.float64, np.bool_)
-        fields = zip(every.cpu().numpy(), types, strict=True)  # [B, nodes of all levels] each
+    def _nodes(self) -> list[list[_Node]]:
+        """What was drafted for each row; one copy from the device."""
         parts = [
-            [part.tolist() for part in np.split(field.astype(kind), ends, axis=1)]
-            for field, kind in fields
+            part.double()  # which holds every value exactly
+            for level in self._levels
+            for part in (level.parents, level.tokens, level.score, level.alive)
         ]
-        return [
-            cls(*([part[row] for part in field] for field in parts))
-            for row in range(every.shape[1])
-        ]
+        grown = torch.cat(parts, dim=1).tolist()
+        rows: list[list[_Node]] = [[] for _ in grown]
+        start = offset = 0
+        for depth, level in enumerate(self._levels):
+            w, m = level.parents.shape[1], level.children
+            for nodes, numbers in zip(rows, grown, strict=True):
+                parents = numbers[start : start + w]
+                tokens, scores, alive = (
+                    numbers[start + w + k * w * m : start + w + (k + 1) * w * m] for k in range(3)
+                )
+                nodes += [
+                    _Node(
+                        depth, i, int(parents[i // m]), int(tokens[i]), offset + i // m, scores[i]
+                    )
+                    for i in range(w * m)
+                    if alive[i]
+                ]
+            start += w + 3 * w * m
+            offset += w
+        return rows
 
-    def best(self, deepest: int, budget: int) -> list[tuple[int, int]]:
-        """The `budget` nodes of the highest scores above a depth, from the highest on."""
-        children: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for d, i in self.nodes():
-            children.setdefault((d - 1, self.parent[d][i] if d else 0), []).append((d, i))
 
-        def edges(node: tuple[int, int] | None) -> Iterator[tuple[float, tuple[int, int]]]:
-            for child in children.get(node or (-1, 0), ()):
-                if child[0] < deepest:
-                    yield self.score[child[0]][child[1]], child
+class _Node(NamedTuple):
+    """place: in its level; parent: its parent's in the level above; source: which of all
+    levels' distributions it was drafted from."""
 
-        return best_first(edges, budget)
+    depth: int
+    place: int
+    parent: int
+    token: int
+    source: int
+    score: float
 
-    def nodes(self) -> list[tuple[int, int]]:
-        """Those that were drafted, by depth."""
-        return [
-            (d, i)
-            for d, alive in enumerate(self.alive)
-            for i, drafted in enumerate(alive)
-            if drafted
-        ]
+
+class StaticGrowth(TreeGrowth):
+    """The same tree every round."""
+
+    def __init__(self, tree: StaticTree, *others: Any, **options: Any) -> None:
+        super().__init__(tree.depth, *others, **options)
+        self._tree = tree
+
+    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+        nodes = self._tree.levels[len(self._levels)]
+        wanted = torch.zeros(q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool)
+        for parent, rank in nodes:
+            wanted[parent, rank] = True
+        return to_device(wanted, q.device).expand(len(q), -1, -1)
+
+    def _expanded(self, level: _Level) -> Tensor:
+        depth = len(self._levels) - 1
+        places = [parent * level.children + rank for parent, rank in self._tree.levels[depth]]
+        frontier = [places[i] for i in self._tree.frontiers[depth]]
+        return on_device(frontier, level.tokens.device).expand(len(level.tokens), -1)
+
+    def _kept(self, nodes: list[_Node], row: int) -> list[_Node]:
+        return nodes
+
+
+class DynamicGrowth(TreeGrowth):
+    """Grown every round: `topk` children of each of the `topk` likeliest nodes of a level, of which
+    the likeliest are verified; of a sampled row a number that is dealt out to levels beforehand."""
+
+    def __init__(self, tree: DynamicTree, *others: Any, **options: Any) -> None:
+        super().__init__(tree.depth, *others, **options)
+        self._tree = tree
+
+    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+        b, w, V = q.shape
+        m = min(self._tree.topk, V)
+        wanted = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
+        if not any(self._hot):
+            return wanted
+        # the j-th child matters if the path to it holds and the j children before it were refused
+        sure = q.amax(-1)  # [b, w]
+        refused = (1 - sure).unsqueeze(-1) ** torch.arange(m, device=q.device)
+        chances = (score * sure).unsqueeze(-1) * refused
+        chances[:, :, 0] = score
+        draws = min(self._tree.draws(len(self._levels)), w * m)
+        best = chances.flatten(1).topk(draws, dim=1).indices
+        drawn = torch.zeros(b, w * m, dtype=torch.bool, device=q.device)
+        drawn.scatter_(1, best, torch.ones_like(best, dtype=torch.bool))
+        hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
+        return torch.where(hot, drawn.unflatten(1, (w, m)), wanted)
+
+    def _expanded(self, level: _Level) -> Tensor:
+        wide = min(self._tree.topk, level.tokens.shape[1])
+        likeliest = level.score.masked_fill(~level.alive, -1.0).topk(wide, dim=1)
+        return likeliest.indices.sort(1).values
+
+    def _kept(self, nodes: list[_Node], row: int) -> list[_Node]:
+        if self._hot[row]:
+            return nodes
+        # a child's score is never above its parent's, which comes first: no parent is left out
+        likeliest = sorted(nodes, key=lambda node: (-node.score, node.depth, node.place))
+        return likeliest[: self._tree.budget]
+
+
+def grow(tree: TreeShape, *others: Any, **options: Any) -> TreeGrowth:
+    """Trees of this shape; the other arguments are those of TreeGrowth."""
+    if isinstance(tree, StaticTree):
+        return StaticGrowth(tree, *others, **options)
+    return DynamicGrowth(tree, *others, **options)

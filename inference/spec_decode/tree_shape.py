@@ -4,18 +4,14 @@ out; no tensors."""
 from __future__ import annotations
 
 import ast
-import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from speculators.errors import ConfigError
 
-Node = TypeVar("Node", bound=Hashable)
-Choice = tuple[
-    int, ...
-]  # ranks on the way from the root: (0, 2) is the third child of the first child
+# ranks on the way from the root: (0, 2) is the third child of the first child
+Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,22 +120,3 @@ class DynamicTree:
 
 
 TreeShape = StaticTree | DynamicTree
-
-
-def best_first(
-    edges: Callable[[Node | None], Iterable[tuple[float, Node]]], budget: int
-) -> list[Node]:
-    """The `budget` nodes of the highest scores, each after its parent. `edges`: the children of a
-    node (None: of the root) with their scores, none above their parent's; it is asked for nodes
-    that are taken, and no others."""
-    heap: list[tuple[float, int, Node]] = []
-    taken: list[Node] = []
-    count, node = 0, None
-    while True:
-        for score, child in edges(node):
-            heapq.heappush(heap, (-score, count, child))
-            count += 1
-        if not heap or len(taken) == budget:
-            return taken
-        node = heapq.heappop(heap)[2]
-        taken.append(node)

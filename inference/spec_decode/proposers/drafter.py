@@ -29,7 +29,7 @@ from inference.sampling.sampler import (
 from inference.spec_decode.logits import process_chain_logits
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import GoOn, Proposer
-from inference.spec_decode.tree_drafting import TreeGrowth
+from inference.spec_decode.tree_drafting import grow
 from inference.spec_decode.tree_shape import TreeShape
 from speculators.drafter import DraftInput
 from speculators.precision import on_device
@@ -288,9 +288,9 @@ class HeadProposer(Proposer):
         probabilistic: bool,
     ) -> Proposal:
         vocabularies = self._draft_to_target, self._vocab_size
-        grow = TreeGrowth(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic)
-        self._drafter.draft_tree(self._take_waiting(requests), self._depth, grow)
-        return grow.proposal()
+        growth = grow(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic)
+        self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)
+        return growth.proposal()
 
     def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
         """All that waits, which counts as seen from now on."""

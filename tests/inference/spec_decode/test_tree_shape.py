@@ -6,15 +6,13 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.tree_drafting import TreeGrowth
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree, best_first
+from inference.spec_decode.tree_drafting import grow
+from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.errors import ConfigError
 
 MEDUSA = "[(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0)]"
@@ -66,56 +64,30 @@ def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
         )
         for b in range(20)
     ]
-    grow = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
+    growth = grow(shape, requests, [shape.depth] * len(requests), None, 60)
     generator, width = torch.Generator().manual_seed(0), 1
     while (
-        level := grow(2 * torch.randn(len(requests), width, 60, generator=generator))
+        level := growth(2 * torch.randn(len(requests), width, 60, generator=generator))
     ) is not None:
         width = level.token_ids.shape[1]
-    assert grow.proposal().counts == [sum(map(shape.draws, range(shape.depth)))] * len(requests)
+    assert growth.proposal().counts == [sum(map(shape.draws, range(shape.depth)))] * len(requests)
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1, max_size=4), st.integers(1, 12))
-def test_best_first_takes_the_nodes_of_highest_score(chances, budget):
-    """Marginal scores: every node has the same children; compared with sorting all of a tree of
-    three levels."""
-
-    def edges(node):
-        path, score = node or ((), 1.0)
-        return (
-            [(score * c, ((*path, i), score * c)) for i, c in enumerate(chances)]
-            if len(path) < 3
-            else []
-        )
-
-    every = []
+def test_a_greedy_tree_is_the_likeliest_nodes():
+    """Every node has the same children; compared with sorting all of a tree of three levels."""
+    chances, budget = torch.tensor([0.5, 0.3, 0.15, 0.05]), 9
+    request = Request("0", 0, [1], SamplingParams(temperature=0), generator=None, max_model_len=64)
+    growth, width = grow(DynamicTree(4, 3, budget), [request], [3], None, 4), 1
+    while (level := growth(chances.log().expand(1, width, -1))) is not None:
+        width = level.token_ids.shape[1]
+    proposal, every = growth.proposal(), []
     for depth in (1, 2, 3):
-        for path in itertools.product(range(len(chances)), repeat=depth):
-            score = 1.0
-            for rank in path:
-                score *= chances[rank]
-            every.append(score)
-    taken = best_first(edges, budget)
-    assert (
-        sorted((score for _, score in taken), reverse=True) == sorted(every, reverse=True)[:budget]
-    )
-    paths = [path for path, _ in taken]
-    assert all(len(path) == 1 or path[:-1] in paths[:i] for i, path in enumerate(paths))
-
-
-def test_only_nodes_that_are_taken_are_asked_for_children():
-    """So that a score may cost a forward of the drafter."""
-    asked = []
-
-    def edges(node):
-        asked.append(node)
-        return [
-            (0.5 ** (len(node or "") + 1), (node or "") + "a"),
-            (0.1 ** (len(node or "") + 1), (node or "") + "b"),
-        ]
-
-    assert best_first(edges, 3) == ["a", "aa", "aaa"]
-    assert asked == [None, "a", "aa", "aaa"]
+        for path in itertools.product(range(4), repeat=depth):
+            every.append(float(chances[list(path)].prod()))
+    paths = proposal.paths(0)[1:]
+    assert proposal.counts == [budget] == [len(set(map(tuple, paths)))]
+    found = sorted((float(chances[path].prod()) for path in paths), reverse=True)
+    assert found == pytest.approx(sorted(every, reverse=True)[:budget])
 
 
 @pytest.mark.parametrize(
