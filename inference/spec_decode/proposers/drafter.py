@@ -26,7 +26,7 @@ from inference.sampling.sampler import (
     inverse_cdf,
     uniforms,
 )
-from inference.spec_decode.logits import process_chain_logits
+from inference.spec_decode.logits import active_rows, process_chain_logits
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import GoOn, Proposer
 from inference.spec_decode.tree_drafting import grow
@@ -97,17 +97,17 @@ class HeadProposer(Proposer):
         self._foresees = self.whole_blocks and not drafter.reads_drafts
         self.stops_early = self._device.type == "cpu" and not self._foresees
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
-        self._held = [0] * max_rows  # features of each row that wait
         self._room = depth + 1 + SPARE
+        self._waiting = _WaitingFeatures(max_rows, self._room)
         # behind the text a round writes at most `room` padded true slots, and the speculative ones
         speculative = depth if tree is None else tree.speculative_slots
-        longest = drafter.cache_length(
-            max_model_len + self._room + max(speculative, self.max_places)
-        )
-        self._cache = RaggedCache(max_rows, longest, device=self._device)
+        longest = max_model_len + self._room + max(speculative, self.max_places)
+        self._cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
         self._best_chain: BestChain | None = None
-        self._taps: Tensor | None = None  # [max_rows, room, n·H], the waiting ones
-        self._last_hidden: Tensor | None = None  # [max_rows, room, H]
+
+    @property
+    def cache(self) -> RaggedCache:
+        return self._cache
 
     def run_drafter(
         self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]
@@ -125,22 +125,16 @@ class HeadProposer(Proposer):
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
-        known = []
+        features, known = self._read(taps, last_hidden), []
         for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            row = start + i
-            known.append(
-                min(count, request.num_prompt_tokens - self._drafter.first_token - self._seen[row])
-            )
+            slots = request.num_prompt_tokens - self._drafter.first_token - self._seen[start + i]
+            known.append(min(count, slots))
             if known[i] < count:  # the last position: its next token is not sampled yet
                 place = slice(i, i + 1), slice(known[i], known[i] + 1)
-                self._hold(
-                    row, [1], *(None if f is None else f[place] for f in (taps, last_hidden))
-                )
-        if any(known):
-            taps, last_hidden = (
-                None if f is None else f[:, : max(known)] for f in self._read(taps, last_hidden)
-            )
-            self._drafter.append(self._inputs(start, requests, known, taps, last_hidden))
+                self._waiting.add(start + i, [1], {kind: f[place] for kind, f in features.items()})
+        if width := max(known):
+            features = {kind: f[:, :width] for kind, f in features.items()}
+            self._drafter.append(self._inputs(start, requests, known, features))
 
     def observe(
         self,
@@ -149,49 +143,20 @@ class HeadProposer(Proposer):
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
-        self._hold(0, counts, taps, last_hidden)
+        self._waiting.add(0, counts, self._read(taps, last_hidden))
 
-    def _hold(
-        self, start: int, counts: Sequence[int], taps: Tensor | None, last_hidden: Tensor | None
-    ) -> None:
-        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait;
-        T is depth + 1 at most, and `propose` leaves room for it."""
-        taps, last_hidden = self._read(taps, last_hidden)
-        stop = start + len(counts)
-        if self._taps is None and taps is not None:
-            self._taps = self._buffer(taps)
-        if self._last_hidden is None and last_hidden is not None:
-            self._last_hidden = self._buffer(last_hidden)
-        held = self._held[start:stop]
-        for buffer, new in ((self._taps, taps), (self._last_hidden, last_hidden)):
-            if new is None:
-                continue
-            if any(held):
-                first = on_device(held, new.device)[:, None]  # [b, 1]
-                rows = torch.arange(start, stop, device=new.device)[:, None]
-                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
-            else:
-                buffer[start:stop, : new.shape[1]] = new
-        self._held[start:stop] = [
-            before + count for before, count in zip(held, counts, strict=True)
-        ]
-
-    def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._cache.max_rows, self._room, like.shape[-1])
-
-    def _read(
-        self, taps: Tensor | None, last_hidden: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        return (
-            taps if self._drafter.reads_taps else None,
-            last_hidden if self._drafter.reads_last_hidden else None,
-        )
+    def _read(self, taps: Tensor | None, last_hidden: Tensor) -> dict[str, Tensor]:
+        """Of a round's features those that the drafter reads."""
+        features = {"last_hidden": last_hidden} if self._drafter.reads_last_hidden else {}
+        if self._drafter.reads_taps and taps is not None:
+            features["taps"] = taps
+        return features
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         counts = [min(limit, self._depth) for limit in limits]
         rows, depth = len(requests), max(counts)
         if not depth:
-            if max(self._waiting(requests)) + self._depth + 1 > self._room:
+            if max(self._unread(requests)) + self._depth + 1 > self._room:
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
         if self._tree is not None:
@@ -206,26 +171,24 @@ class HeadProposer(Proposer):
         q = None
         if chain is not None:
             q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        processed = any(
-            request.processors.active(len(request.token_ids)) for request in requests
-        )  # by the drafts, too
-        foreseen = self._foresees and not processed
+        # drafts change the confidences of those behind them where processors read them
+        foreseen = self._foresees and not active_rows(requests)
         counts = [min(count, width) for count in counts]
         return Proposal(token_ids, counts, q, confidence=confidence, foreseen=foreseen)
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
-        rows, seen, held = len(requests), list(self._seen), list(self._held)
+        rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
         lengths = self._cache.lengths[:rows]
         if self._tree is not None:  # the whole of it
             self._draft_tree(requests, [self._depth] * rows, probabilistic=False)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
-        self._seen, self._held = seen, held
+        self._seen, self._waiting.counts = seen, waiting
         for row, length in enumerate(lengths):
             self._cache.truncate(row, length)
         return True
 
-    def _waiting(self, requests: Sequence[Request]) -> list[int]:
+    def _unread(self, requests: Sequence[Request]) -> list[int]:
         """Slots of each row whose token is known and which the drafter does not hold yet."""
         first = self._drafter.first_token
         return [
@@ -245,13 +208,8 @@ class HeadProposer(Proposer):
         Where all depths are there at once, and on a GPU, where its answer would wait for the
         device, `go_on` is not asked; whoever set it gets the confidences [b, depth]."""
         inputs = self._take_waiting(requests)
-        processed = any(request.processors.active(len(request.token_ids)) for request in requests)
-        if (
-            self._best_chain is not None
-            and sample == self._best
-            and self.go_on is None
-            and not processed
-        ):
+        plain = sample == self._best and self.go_on is None and not active_rows(requests)
+        if self._best_chain is not None and plain:
             token_ids = self._best_chain(inputs)
             if token_ids is not None:
                 return token_ids[:, :depth], None
@@ -294,30 +252,31 @@ class HeadProposer(Proposer):
 
     def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
         """All that waits, which counts as seen from now on."""
-        rows, waiting = len(requests), self._waiting(requests)
-        taps = None if self._taps is None else self._taps[:rows, : max(waiting)]
-        last_hidden = (
-            None if self._last_hidden is None else self._last_hidden[:rows, : max(waiting)]
-        )
-        self._held[:rows] = [0] * rows
-        return self._inputs(0, requests, waiting, taps, last_hidden)
+        counts = self._unread(requests)
+        return self._inputs(0, requests, counts, self._waiting.take(len(requests), max(counts)))
 
     def _inputs(
         self,
         first_row: int,
         requests: Sequence[Request],
         counts: Sequence[int],
-        taps: Tensor | None,
-        last_hidden: Tensor | None,
+        features: dict[str, Tensor],
     ) -> DraftInput:
         """The next counts[i] slots of row first_row + i, which count as seen from now on."""
         width, tokens = max(counts), []
-        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
-            start = self._seen[first_row + i] + self._drafter.first_token
+        for row, (request, count) in enumerate(zip(requests, counts, strict=True), first_row):
+            start = self._seen[row] + self._drafter.first_token
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
-            self._seen[first_row + i] += count
-        token_ids, stop = on_device(tokens, self._device), first_row + len(requests)
-        return DraftInput(self._cache, first_row, stop, token_ids, taps, last_hidden, counts)
+            self._seen[row] += count
+        return DraftInput(
+            self._cache,
+            first_row,
+            first_row + len(requests),
+            on_device(tokens, self._device),
+            features.get("taps"),
+            features.get("last_hidden"),
+            counts,
+        )
 
     def _best(self, logits: Tensor) -> Tensor:
         """[b, V_draft] -> [b] target ids."""
@@ -325,19 +284,49 @@ class HeadProposer(Proposer):
 
     def reset(self, row: int) -> None:
         self._cache.reset(row)
-        self._seen[row] = self._held[row] = 0
+        self._seen[row] = self._waiting.counts[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
         self._cache.move(src_row, dst_row)
-        for counts in (self._seen, self._held):
-            counts[dst_row] = counts[src_row]
-        for buffer in (self._taps, self._last_hidden):
-            if buffer is not None:
-                buffer[dst_row] = buffer[src_row]
+        self._waiting.move(src_row, dst_row)
+        self._seen[dst_row] = self._seen[src_row]
 
-    @property
-    def cache(self) -> RaggedCache:
-        return self._cache
+
+class _WaitingFeatures:
+    """Features of committed positions that the drafter has not read yet, by their kind: [rows,
+    room, ·]. `counts`: positions of each row."""
+
+    def __init__(self, rows: int, room: int) -> None:
+        self._rows, self._room = rows, room
+        self._buffers: dict[str, Tensor] = {}
+        self.counts = [0] * rows
+
+    def add(self, start: int, counts: Sequence[int], features: dict[str, Tensor]) -> None:
+        """Keeps the first counts[i] of features [b, T, ·] of row start + i behind those that wait;
+        there must be room for T."""
+        stop = start + len(counts)
+        waiting = self.counts[start:stop]
+        for kind, new in features.items():
+            if kind not in self._buffers:
+                self._buffers[kind] = new.new_zeros(self._rows, self._room, new.shape[-1])
+            buffer = self._buffers[kind]
+            if any(waiting):
+                rows = torch.arange(start, stop, device=new.device)[:, None]
+                first = on_device(waiting, new.device)[:, None]  # [b, 1]
+                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
+            else:
+                buffer[start:stop, : new.shape[1]] = new
+        self.counts[start:stop] = [n + more for n, more in zip(waiting, counts, strict=True)]
+
+    def take(self, rows: int, width: int) -> dict[str, Tensor]:
+        """The first `width` positions of the first rows, which wait no longer."""
+        self.counts[:rows] = [0] * rows
+        return {kind: buffer[:rows, :width] for kind, buffer in self._buffers.items()}
+
+    def move(self, src_row: int, dst_row: int) -> None:
+        for buffer in self._buffers.values():
+            buffer[dst_row] = buffer[src_row]
+        self.counts[dst_row] = self.counts[src_row]
 
 
 class _SampledChain:
