@@ -1,8 +1,9 @@
 """Proposer: the interface that the engine gets drafts from. A proposer knows no verification rule
 and commits nothing.
 
-Its state is kept per row, in the engine's rows: `reset` when a request enters a row, `move` when
-rows are compacted."""
+A method overrides `propose`, and of the others what it needs. Its state is kept per row, in the
+engine's rows: `reset` when a request enters a row, `move` when rows are compacted. A trained head
+is given features: of the prompt by `prefill`, of what a round keeps by `observe`."""
 
 from __future__ import annotations
 
@@ -24,25 +25,24 @@ class Proposer:
 
     num_speculative_tokens  most drafts per row and round
     num_scaffold_tokens     most places per row that a proposal has beside its drafts
-    reads_features          the engine calls `prefill` and `observe` with features: taps [b, T, n·H]
-                            (None without taps) and last_hidden [b, T, H]
+    reads_features          the engine calls `prefill` and `observe`
     reads_logits            the engine calls `see_logits`
-    counters                what became of its drafts since it was made, kept by the engine
-    go_on                   set by a draft length that stops chains early. A proposer that
-                            `stops_early` calls it before each depth is drawn; it drafts one depth
-                            after the other without waiting for a device. Others report
-                            `Proposal.confidence`.
     drafts_trees            its proposals may have several tokens after one
     whole_blocks            the first draft costs a whole block, and the drafts after it little
+    go_on                   set by an adaptive draft length. A proposer that `stops_early` calls it
+                            before each depth is drawn; it drafts one depth after the other without
+                            waiting for a device. Others report `Proposal.confidence`.
+    cache                   its own keys and values, if it has any
     """
 
+    num_scaffold_tokens: int = 0
     reads_features: bool = False
     reads_logits: bool = False
-    num_scaffold_tokens: int = 0
-    stops_early: bool = False
     drafts_trees: bool = False
     whole_blocks: bool = False
+    stops_early: bool = False
     go_on: GoOn | None = None
+    cache: RaggedCache | None = None
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -53,11 +53,9 @@ class Proposer:
         return self.num_speculative_tokens + self.num_scaffold_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        """Drafts at most limits[b] tokens to follow the token_ids of each request in rows 0..B-1.
-
-        A row of limit 0 gets no drafts in this round and may get some in a later one. A row's
-        drafts and its use of its generator must not depend on the other rows, but for the answers
-        of `go_on`."""
+        """Drafts at most limits[b] tokens to follow the token_ids of each request in rows 0..B-1; 0
+        is none in this round. A row's drafts and its use of its generator must not depend on the
+        other rows, but for the answers of `go_on`."""
         raise NotImplementedError
 
     def prefill(
@@ -68,8 +66,8 @@ class Proposer:
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
-        """Receives features of the next counts[i] prompt positions of row start + i, padded to the
-        longest."""
+        """Features of the next counts[i] prompt positions of row start + i, padded to the longest:
+        taps [b, T, n·H] (None without taps), last_hidden [b, T, H]."""
 
     def observe(
         self,
@@ -78,12 +76,12 @@ class Proposer:
         taps: Tensor | None,
         last_hidden: Tensor,
     ) -> None:
-        """Receives, after a round, features of the counts[b] positions kept in rows 0..B-1; their
-        next tokens are committed."""
+        """After a round the same of the counts[b] positions kept in rows 0..B-1; their next tokens
+        are committed."""
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
-        """Receives the target's logits [B, 1+K, V] over its own proposal before verification: entry
-        0 after the committed text, entry 1+k after place k, scaffold included."""
+        """The target's logits [B, 1+K, V] over its own proposal before verification: entry 0 after
+        the committed text, entry 1+k after place k, scaffold included."""
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting
@@ -95,8 +93,3 @@ class Proposer:
 
     def move(self, src_row: int, dst_row: int) -> None:
         """The request of `src_row` goes on in `dst_row`."""
-
-    @property
-    def cache(self) -> RaggedCache | None:
-        """Its own keys and values; None without any."""
-        return None

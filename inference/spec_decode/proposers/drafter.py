@@ -70,6 +70,7 @@ class HeadProposer(Proposer):
     to `target`."""
 
     reads_features = True
+    cache: RaggedCache
 
     def __init__(
         self,
@@ -102,12 +103,8 @@ class HeadProposer(Proposer):
         # behind the text a round writes at most `room` padded true slots, and the speculative ones
         speculative = depth if tree is None else tree.speculative_slots
         longest = max_model_len + self._room + max(speculative, self.max_places)
-        self._cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
+        self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
         self._best_chain: BestChain | None = None
-
-    @property
-    def cache(self) -> RaggedCache:
-        return self._cache
 
     def run_drafter(
         self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]
@@ -115,7 +112,7 @@ class HeadProposer(Proposer):
         """Chains are drafted by what is made of the drafter, its cache and their greatest length;
         trees as before."""
         if self._tree is None:
-            self._drafter, self._best_chain = made(self._drafter, self._cache, self._depth)
+            self._drafter, self._best_chain = made(self._drafter, self.cache, self._depth)
 
     def prefill(
         self,
@@ -178,14 +175,14 @@ class HeadProposer(Proposer):
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
-        lengths = self._cache.lengths[:rows]
+        lengths = self.cache.lengths[:rows]
         if self._tree is not None:  # the whole of it
             self._draft_tree(requests, [self._depth] * rows, probabilistic=False)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._waiting.counts = seen, waiting
         for row, length in enumerate(lengths):
-            self._cache.truncate(row, length)
+            self.cache.truncate(row, length)
         return True
 
     def _unread(self, requests: Sequence[Request]) -> list[int]:
@@ -245,6 +242,7 @@ class HeadProposer(Proposer):
         counts: Sequence[int],
         probabilistic: bool,
     ) -> Proposal:
+        assert self._tree is not None
         vocabularies = self._draft_to_target, self._vocab_size
         growth = grow(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic)
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)
@@ -269,7 +267,7 @@ class HeadProposer(Proposer):
             tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
             self._seen[row] += count
         return DraftInput(
-            self._cache,
+            self.cache,
             first_row,
             first_row + len(requests),
             on_device(tokens, self._device),
@@ -283,11 +281,11 @@ class HeadProposer(Proposer):
         return to_target_ids(argmax(logits), self._draft_to_target)
 
     def reset(self, row: int) -> None:
-        self._cache.reset(row)
+        self.cache.reset(row)
         self._seen[row] = self._waiting.counts[row] = 0
 
     def move(self, src_row: int, dst_row: int) -> None:
-        self._cache.move(src_row, dst_row)
+        self.cache.move(src_row, dst_row)
         self._waiting.move(src_row, dst_row)
         self._seen[dst_row] = self._seen[src_row]
 

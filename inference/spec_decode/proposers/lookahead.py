@@ -24,7 +24,6 @@ from inference.sampling.sampler import argmax
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.options import MethodOptions, option
-from speculators.errors import ConfigError
 from speculators.precision import on_device
 
 
@@ -33,9 +32,8 @@ class NgramPool:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: dict[
-            int, dict[tuple[int, ...], None]
-        ] = {}  # first token -> the rest, oldest first
+        # first token -> the rest, oldest first
+        self._known: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
         known = self._known.setdefault(first, {})
@@ -68,10 +66,8 @@ class JacobiWindow:
             list(self.levels[0]),
             [-1, *range(first, first + len(self.levels[0]))][:-1],
         )
-        above = [
-            -1,
-            *range(first, first + len(tokens)),
-        ]  # places of the level before, column by column
+        # places of the level before, column by column
+        above = [-1, *range(first, first + len(tokens))]
         for level in self.levels[1:]:
             places = range(first + len(tokens), first + len(tokens) + len(level))
             tokens += level
@@ -137,11 +133,6 @@ class LookaheadProposer(Proposer):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(num_speculative_tokens)
-        for name, value, least in (("window", window_size, 1), ("ngram", ngram_size, 3)):
-            if value < least:
-                raise ConfigError(
-                    f"lookahead: lookahead_{name}_size={value}; expected {least} or more"
-                )
         self._columns, self._n, self._most_guesses = window_size, ngram_size, num_guesses
         self._pool_from_prompt, self._device = pool_from_prompt, device
         self.num_scaffold_tokens = max(

@@ -18,7 +18,6 @@ from inference.requests.request import Request
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.options import MethodOptions, option
-from speculators.errors import ConfigError
 
 
 class NgramIndex:
@@ -27,9 +26,8 @@ class NgramIndex:
 
     def __init__(self, min_n: int, max_n: int) -> None:
         self._sizes = range(max_n, min_n - 1, -1)
-        self._follower: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> index of the token after its last occurrence
+        # n-gram -> index of the token after its last occurrence
+        self._follower: dict[tuple[int, ...], int] = {}
         self._indexed = 0  # n-grams followed by tokens before this index are known
         self.matched = 0  # tokens of the match that was found last
 
@@ -45,12 +43,12 @@ class NgramIndex:
         self._indexed = length
         for n in sizes:
             if n < length:
-                at = follower.get(tuple(token_ids[length - n :]))
-                if at is not None:
+                start = follower.get(tuple(token_ids[length - n :]))
+                if start is not None:
                     self.matched = n
-                    drafts = token_ids[at : at + count]
+                    drafts = token_ids[start : start + count]
                     while len(drafts) < count:  # the text ended: what it ends with is repeated
-                        drafts.append(drafts[at - length])
+                        drafts.append(drafts[start - length])
                     return drafts
         return []
 
@@ -67,11 +65,6 @@ class NgramProposer(Proposer):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(num_speculative_tokens)
-        if not 1 <= min_n <= max_n:
-            raise ConfigError(
-                f"ngram: prompt_lookup_min={min_n}, prompt_lookup_max={max_n}; expected 1 <= min"
-                " <= max"
-            )
         self._min_n, self._max_n, self._device = min_n, max_n, device
         self._indices: dict[int, NgramIndex] = {}  # by row
 

@@ -18,7 +18,6 @@ from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.options import MethodOptions, option
 from inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
-from speculators.errors import ConfigError
 
 
 class _Row:
@@ -36,8 +35,8 @@ class SuffixProposer(Proposer):
     """Deterministic drafts (q is one-hot).
 
     max_tree_depth       longest pattern counted: the match and its draft together are no longer
-    max_cached_requests  finished responses remembered, the oldest forgotten first; 0: each
-                         request's own text only
+    max_cached_requests  finished responses remembered at least, the oldest forgotten first; 0:
+                         each request's own text only
     max_spec_factor      tokens drafted per token matched
     min_token_prob       a draft ends before its estimated probability falls below this
     """
@@ -53,18 +52,13 @@ class SuffixProposer(Proposer):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(num_speculative_tokens)
-        if max_tree_depth < 2:
-            raise ConfigError(
-                f"suffix: suffix_decoding_max_tree_depth={max_tree_depth}; expected 2 or more"
-            )
         self._depth, self._least_probability, self._device = max_tree_depth, min_token_prob, device
         # drafts for a match of each length
         self._budget = [
             min(int(m * max_spec_factor + 1e-6), max_tree_depth - m) for m in range(max_tree_depth)
         ]
-        self._ample = max(
-            range(max_tree_depth), key=self._budget.__getitem__
-        )  # the length that gives the most
+        # the length that gives the most
+        self._ample = max(range(max_tree_depth), key=self._budget.__getitem__)
         self._store = SuffixStore(max_tree_depth, max_cached_requests)
         self._rows: dict[int, _Row] = {}
 

@@ -4,8 +4,7 @@ request and no rule.
 A suffix automaton: a state stands for patterns that end at the same places of the texts, so one
 count serves them all (Blumer et al., 1985; of several texts: Mohri et al., 2009). Counts are kept
 for patterns of at most `depth` tokens: adding a token raises those of the patterns that end with
-it, at most `depth` states and as a rule a handful. Removing a text lowers what adding it raised;
-its states stay, until `SuffixStore` changes the automaton for a new one.
+it, at most `depth` states and as a rule a handful.
 
 States are numbers, and the automaton a few arrays over them; state 0 is the empty pattern. Most
 states have a single follower, so the most frequent one stands in the arrays and only the others in
@@ -14,7 +13,6 @@ dictionaries."""
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 
@@ -24,15 +22,12 @@ class SuffixCounts:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._length = array("i", [0])  # of the longest pattern
-        self._link = array(
-            "i", [-1]
-        )  # state of its longest suffix that ends at more places; the shortest is 1 longer
-        self._count = array(
-            "i", [0]
-        )  # occurrences; wrong, and never read, where the shortest is beyond the depth
-        self._token = array(
-            "i", [-1]
-        )  # the most frequent follower, of equals the last to become so; -1: none
+        # the state of its longest suffix that ends at more places; the shortest is 1 longer
+        self._link = array("i", [-1])
+        # occurrences; wrong, and never read, where the shortest is beyond the depth
+        self._count = array("i", [0])
+        # the most frequent follower, of equals the last to become so; -1: none
+        self._token = array("i", [-1])
         self._next = array("i", [0])  # and the state it leads to
         self._others: dict[int, dict[int, int]] = {}  # state -> its other followers -> states
         self.begin()
@@ -42,9 +37,8 @@ class SuffixCounts:
         return len(self._length)
 
     def begin(self) -> None:
-        self._last = self._window = (
-            0  # states of the whole text so far, and of its last `depth` tokens
-        )
+        # states of the whole text so far, and of its last `depth` tokens
+        self._last = self._window = 0
         self._seen = 0  # tokens of it
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -67,27 +61,6 @@ class SuffixCounts:
                 counted = u
                 v = link[v]
 
-    def remove(self, tokens: Sequence[int]) -> None:
-        """Takes back one text that was added."""
-        link, count, best, follower = self._link, self._count, self._token, self._next
-        window = 0
-        for i, token in enumerate(tokens):
-            v = self._suffix(window, min(i, self.depth - 1))
-            window = self._step(v, token)
-            counted = 0
-            while v >= 0:
-                u = self._step(v, token)
-                if u != counted:
-                    count[u] -= 1
-                others = self._others.get(v)
-                if v and others and best[v] == token:
-                    rival = max(others, key=lambda other: count[others[other]])
-                    if count[others[rival]] > count[u]:
-                        best[v], follower[v] = rival, others.pop(rival)
-                        others[token] = u
-                counted = u
-                v = link[v]
-
     def endings(self) -> list[tuple[int, int, int]]:
         """`matches` of the current text itself."""
         longest = min(self._seen, self.depth - 1)
@@ -96,15 +69,14 @@ class SuffixCounts:
     def matches(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
         """(state, shortest, longest): the lengths of those suffixes of the context that occurred,
         longest first; the context is at most `depth` - 1 tokens."""
-        length, link, count = self._length, self._link, self._count
         v = matched = 0
         for token in context:
             u = self._step(v, token)
-            while (u < 0 or not count[u]) and v:
-                v = link[v]
-                matched = length[v]
+            while u < 0 and v:
+                v = self._link[v]
+                matched = self._length[v]
                 u = self._step(v, token)
-            if u >= 0 and count[u]:
+            if u >= 0:
                 v, matched = u, matched + 1
         return self._shorter(v, matched)
 
@@ -123,7 +95,7 @@ class SuffixCounts:
         while len(tokens) < most and best[state] >= 0:
             after = follower[state]
             probability *= count[after] / count[state]
-            if probability < least_probability or not count[after]:
+            if probability < least_probability:
                 break
             tokens.append(best[state])
             sure.append(count[after] / (count[state] + 1))
@@ -203,32 +175,24 @@ class SuffixCounts:
 
 
 class SuffixStore:
-    """The patterns of the last `max_texts` texts. What falls out is no longer counted at once; its
-    memory comes back when an automaton that was filled alongside holds all the texts there are, so
-    no call waits for a clearing-up."""
+    """The patterns of the last `max_texts` texts at least, and of fewer than twice as many: a
+    second automaton is filled with the later ones, and takes over when it holds enough."""
 
     def __init__(self, depth: int, max_texts: int) -> None:
         self.counts = SuffixCounts(depth)
-        self._texts: deque[array[int]] = deque()
-        self._max_texts = max_texts
-        self._removed = 0  # texts whose states `counts` still has
         self._successor: SuffixCounts | None = None
-        self._succeeded = 0  # texts the successor has
+        self._added = 0  # texts in `counts`
+        self._max_texts = max_texts
 
     def add(self, tokens: Sequence[int]) -> None:
         if not self._max_texts:
             return
-        if len(self._texts) == self._max_texts:
-            self.counts.remove(self._texts.popleft())
-            self._removed += 1
-            if self._removed == self._max_texts:
-                self._successor, self._succeeded = SuffixCounts(self.counts.depth), 0
-        self._texts.append(array("i", tokens))
+        if self._added == self._max_texts:
+            self._successor = SuffixCounts(self.counts.depth)
         for counts in (self.counts, self._successor):
             if counts is not None:
                 counts.begin()
                 counts.extend(tokens)
-        if self._successor is not None:
-            self._succeeded += 1
-            if self._succeeded == self._max_texts:
-                self.counts, self._successor, self._removed = self._successor, None, 0
+        self._added += 1
+        if self._successor is not None and self._added == 2 * self._max_texts:
+            self.counts, self._successor, self._added = self._successor, None, self._max_texts

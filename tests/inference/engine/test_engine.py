@@ -270,15 +270,15 @@ def test_head_has_seen_the_committed_text_and_nothing_else(
         proposal = propose(requests, limits)
         for row, request in enumerate(requests):
             ids = request.token_ids
-            assert proposer._cache.lengths[row] == len(ids) - 1
+            assert proposer.cache.lengths[row] == len(ids) - 1
             taps, hidden = llm.engine.target(torch.tensor([ids[:-1]]))
             slots = (
                 drafter.embedding[ids[1:]] + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
             )
             torch.testing.assert_close(
-                proposer._cache._values[0][row, 0, : len(ids) - 1], slots, atol=1e-4, rtol=1e-4
+                proposer.cache._values[0][row, 0, : len(ids) - 1], slots, atol=1e-4, rtol=1e-4
             )
-            assert proposer._cache._keys[0][row, 0, : len(ids) - 1, 0].tolist() == ids[1:]
+            assert proposer.cache._keys[0][row, 0, : len(ids) - 1, 0].tolist() == ids[1:]
             checked.append(row)
         return proposal
 

@@ -374,13 +374,13 @@ def test_a_head_that_paused_has_seen_the_committed_text(rows, make_llm, monkeypa
         if max(limits) or proposer._seen != before:
             for row, request in enumerate(requests):
                 ids = request.token_ids
-                assert proposer._cache.lengths[row] == len(ids) - 1
+                assert proposer.cache.lengths[row] == len(ids) - 1
                 taps, hidden = llm.engine.target(torch.tensor([ids[:-1]]))
                 slots = (
                     drafter.embedding[ids[1:]]
                     + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
                 )
-                seen = proposer._cache._values[0][row, 0, : len(ids) - 1]
+                seen = proposer.cache._values[0][row, 0, : len(ids) - 1]
                 torch.testing.assert_close(seen, slots, atol=1e-4, rtol=1e-4)
                 checked += 1
         return proposal

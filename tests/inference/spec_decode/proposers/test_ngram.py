@@ -9,7 +9,6 @@ import pytest
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposers.ngram import NgramIndex, NgramProposer
-from speculators.errors import ConfigError
 
 
 def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
@@ -72,8 +71,3 @@ def test_rows_have_their_own_counts_limits_and_survive_moves():
     rows[2].token_ids += [1, 8, 9]
     assert proposer.propose([rows[2], rows[1]], [1, 1]).token_ids.tolist() == [[1], [0]]
     assert proposer.propose([rows[2]], [3]).token_ids.tolist() == [[1, 8, 9]]
-
-
-def test_sizes_are_checked():
-    with pytest.raises(ConfigError, match="prompt_lookup_min=3, prompt_lookup_max=2"):
-        NgramProposer(4, 3, 2)
