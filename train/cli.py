@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from inference import flags
+from inference.bench import command as bench
 from inference.console import json_option, user_errors
 from inference.server import command as serve
 from speculators.errors import ConfigError
 from train.commands import artefact
-from train.commands import bench as bench_command
 from train.commands.evaluate import evaluate
 from train.commands.features import cache_features
 from train.commands.options import Overrides, RecipeFile
@@ -67,7 +68,14 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-app = typer.Typer(
+class App(typer.Typer):
+    """Whose commands say how they are used without braces."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": flags.Command, **options})
+
+
+app = App(
     cls=Commands,
     no_args_is_help=True,
     add_completion=False,
@@ -146,7 +154,7 @@ def train(
 @app.command()
 def compare(
     recipes: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE...", help="Recipes, told apart by file name.")
+        list[Path], typer.Argument(metavar="RECIPE", help="Recipes, told apart by file name.")
     ],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.")] = Path(
@@ -275,7 +283,7 @@ for command in (
     app.command()(command)
 app.command("try")(try_methods)
 serve.register(app)
-bench_command.register(app)
+bench.register(app)
 
 if __name__ == "__main__":
     app()

@@ -1,13 +1,12 @@
-"""`draftsmith bench`: a load generator for OpenAI-compatible servers, in the shape of `vllm bench
-serve`.
+"""`draftsmith bench`: how fast an OpenAI-compatible server answers, with drafting and without.
 
 options.py   every option, declared once
 datasets.py  prompts
-run.py       one measurement: arrivals, streams, counters
-figures.py   outcomes to figures, under vLLM's names
-compare.py   measurements with drafting and without; servers.py starts the servers
-advice.py    from speeds to the K of every batch size
-tables.py    terminal output
+load.py      one measurement: arrivals, streams, figures under vLLM's names, acceptance
+compare.py   measurements with drafting and without
+advice.py    from gains to the K of every batch size
+command.py   the command, and what it prints
 
-No room of an engine is imported here: any server can be measured.
+No package of an engine is imported here: any server can be measured. Sweeps, traces and goals of
+service are what aiperf, guidellm and `vllm bench serve` measure.
 """

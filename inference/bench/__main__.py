@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import typer
 
 from inference import console
-from inference.bench.command import run
+from inference.bench.command import register
 
 if __name__ == "__main__":
-    console.run(lambda: sys.exit(run(sys.argv[1:])))
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    register(app)
+    console.run(lambda: app(prog_name="draftsmith bench"))

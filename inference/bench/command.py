@@ -1,151 +1,138 @@
-"""`draftsmith bench`: reads the options, measures, prints and saves."""
+"""`draftsmith bench`: measures, prints and saves. Imports no client before it runs."""
 
 from __future__ import annotations
 
 import json
-import shlex
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from inference.bench.advice import LARGEST_BATCH, SCHEDULE
-from inference.bench.compare import Mode, Server, compare
-from inference.bench.options import BenchOptions, read_options
-from inference.bench.run import measure, prepare, without_details
-from inference.bench.servers import started
-from inference.bench.tables import print_advice, print_comparison, print_result
+from inference import flags
+from inference.bench.options import PANELS, BenchOptions
 from inference.whole_file import write_whole
 from speculators.errors import ConfigError
 
-ADVICE = "speculative_config.json"
+RESULT, COMPARISON = "bench.json", "comparison.json"
+TOTALS = (  # fields of a result
+    "completed",
+    "failed",
+    "max_concurrency",
+    "request_rate",
+    "duration",
+    "total_input_tokens",
+    "total_output_tokens",
+    "request_throughput",
+    "output_throughput",
+)
+KINDS = ("mean", "median", "p90", "p99")
+LATENCIES = {
+    "ttft": "time to first token",
+    "tpot": "per token after the first",
+    "itl": "between pieces of the stream",
+    "e2el": "end to end",
+}
+MAX_ERRORS = 5  # different ones that are shown
 
 
-def run(arguments: Sequence[str]) -> int:
-    """The exit code: 1 if a request failed."""
-    options, console = read_options(arguments), Console()
-    if options.compare:
-        return _compare(options, console)
-    result = measure(options, prepare(options))
-    print_result(result, console)
-    if options.save_result:
-        path = Path(options.result_dir) / (options.result_filename or _filename(result))
-        _save(result if options.save_detailed else without_details(result), path)
-        console.print(str(path), highlight=False, soft_wrap=True)
-    return 1 if result["failed"] else 0
+def register(app: typer.Typer) -> None:
+    """Adds `bench` to a command line."""
+    flags.register(app, "bench", BenchOptions, run, panels=PANELS)
 
 
-def _compare(options: BenchOptions, console: Console) -> int:
-    folder = Path(options.result_dir)
+def run(given: flags.Values, _: Sequence[str] = ()) -> None:
+    """Exit code 1: a request failed."""
+    from inference.bench.compare import compare
+    from inference.bench.load import measure, prepare, without_details
+
+    options, console = flags.validated(BenchOptions, "bench", given), Console()
+    folder, work = Path(options.result_dir), prepare(options)
     if options.baseline_url is not None:
-        servers: dict[str, Server] = {
-            "off": lambda: nullcontext(str(options.baseline_url)),
-            "on": lambda: nullcontext(options.url),
-        }
-        comparison = compare(options, prepare(options), servers, together=True)
+        result = compare(options, work)
+        print_comparison(result, console)
+        _save(result, folder / COMPARISON, console)
     else:
-        config = _complete(
-            options, options.speculative_config or {}, "--compare: speculative_config"
-        )
-        if options.draft_lengths and SCHEDULE in config:
-            raise ConfigError(
-                f"--draft-lengths measure what {SCHEDULE} says by batch size; leave one out"
-            )
-        modes, configs = serving_modes(options, config)
-        servers = {name: _started(options, name, each) for name, each in configs.items()}
-        comparison = compare(
-            options,
-            prepare(options),
-            servers,
-            together=options.together,
-            modes=modes,
-            config=None if SCHEDULE in config else config,
-        )
-        comparison |= {
-            "speculative_config": options.speculative_config,
-            "serve_args": options.serve_args or None,
-        }
-    file = folder / (options.result_filename or "comparison.json")
-    _save(comparison, file)
-    print_comparison(comparison, console)
-    console.print(str(file), highlight=False, soft_wrap=True)
-    if "advice" in comparison:
-        print_advice(comparison, console)
-        _save(comparison["advice"]["speculative_config"], folder / ADVICE)
-        use = (
-            f'--speculative-config "$(cat {folder / ADVICE})", of `vllm serve` and of'
-            " `draftsmith serve`"
-        )
-        console.print(use, highlight=False, soft_wrap=True, markup=False)
-    return 1 if comparison["failed"] else 0
+        result = measure(options, work)
+        print_result(result, console)
+        if options.save_result:
+            _save(without_details(result), folder / RESULT, console)
+    if options.random:
+        console.print(Text("acceptance on random tokens says nothing about a drafter", "yellow"))
+    if result["failed"]:
+        raise typer.Exit(1)
 
 
-def _complete(options: BenchOptions, given: dict[str, Any], place: str) -> dict[str, Any]:
-    """A speculative_config with its method and K, read from the drafter where they are not given.
-    ConfigError names the `place` of one that lacks them."""
-    from inference.entrypoints.speculative_defaults import complete
-
-    config = complete(dict(given), str(options.model), trust_remote_code=options.trust_remote_code)
-    if not isinstance(config.get("num_speculative_tokens"), int) or not config.get("method"):
-        raise ConfigError(f"{place} needs method and num_speculative_tokens, or a drafter's folder")
-    return config
-
-
-def serving_modes(
-    options: BenchOptions, config: dict[str, Any]
-) -> tuple[dict[str, Mode], dict[str, dict[str, Any] | None]]:
-    """What is measured, and the speculative_config of each server that this needs. Our server takes
-    K with each request, so that one serves them all; vLLM has one for each K."""
-    own = config["num_speculative_tokens"]
-    lengths = sorted({own, *options.draft_lengths})
-    flags = shlex.split(options.serve_args)
-    vllm = "--engine=vllm" in flags or ("--engine", "vllm") in pairwise(flags)
-    modes, configs = {"off": Mode("off")}, {"off": None, "on": config}
-    for tokens in lengths:
-        name = "on" if tokens == own else f"K={tokens}"
-        if lengths == [own]:
-            modes[name] = Mode("on", tokens=own)
-        elif vllm:
-            wait = {SCHEDULE: [[1, LARGEST_BATCH, 0]]}
-            configs[name] = config | ({"num_speculative_tokens": tokens} if tokens else wait)
-            modes[name] = Mode(name, tokens=tokens)
-        else:
-            configs["on"] = config | {"num_speculative_tokens": lengths[-1]}
-            modes[name] = Mode("on", {"num_speculative_tokens": tokens}, tokens)
-    return modes, configs
-
-
-def _started(options: BenchOptions, name: str, config: dict[str, Any] | None) -> Server:
-    log = Path(options.result_dir) / f"server-{name.replace('=', '-')}.log"
-    return partial(
-        started,
-        str(options.model),
-        config,
-        shlex.split(options.serve_args),
-        log,
-        options.ready_check_timeout_sec,
-    )
-
-
-def _filename(result: dict[str, Any]) -> str:
-    """vLLM's name of a result."""
-    concurrency = (
-        "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
-    )
-    model = str(result["model_id"]).rstrip("/").split("/")[-1]
-    label = result["label"] or result["backend"]
-    return f"{label}-{result['request_rate']}qps{concurrency}-{model}-{result['date']}.json"
-
-
-def _save(result: dict[str, Any] | None, path: Path) -> None:
+def _save(result: dict[str, Any], path: Path, console: Console) -> None:
     try:
         write_whole(path, json.dumps(result) + "\n")
     except OSError as error:
-        raise ConfigError(
-            f"{path}: the result could not be written: {error.strerror}; give another --result-dir "
-            "or --result-filename"
-        ) from error
+        raise ConfigError(f"--result-dir: {path}: {error.strerror}; give another") from error
+    console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """Totals, acceptance if the server reports it, latencies, and errors."""
+    rows = [[name.replace("_", " "), _cell(result[name])] for name in TOTALS]
+    if "spec_decode_num_drafts" in result:
+        rows.append(["acceptance length", _cell(result["spec_decode_acceptance_length"])])
+        rows.append(["acceptance rate, %", _cell(result["spec_decode_acceptance_rate"])])
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        rows.append(["accepted by position, %", " ".join(f"{100 * rate:.0f}" for rate in rates)])
+    _print_table(console, f"{result['model_id']}, {result['dataset_name']}", ["", ""], rows)
+    rows = []
+    for name, meaning in LATENCIES.items():
+        values = [_cell(result[f"{kind}_{name}_ms"]) for kind in KINDS]
+        rows.append([f"{name.upper()}, {meaning}", *values])
+    _print_table(console, "milliseconds", ["", *KINDS], rows)
+    errors = Counter(error for error in result["errors"] if error)
+    for error, count in errors.most_common(MAX_ERRORS):
+        console.print(Text(f"{count} failed: {error}", style="red"))
+
+
+def print_comparison(comparison: dict[str, Any], console: Console) -> None:
+    """A row for every concurrency and way of serving, with its gain over no drafting and the range
+    of that; then the advice."""
+    columns = ["users", "", "tokens/s", "gain", "TTFT ms", "TPOT ms", "τ", "same"]
+    rows = []
+    for level in comparison["levels"]:
+        for mode, result in level["modes"].items():
+            gain = "{:.2f} ({:.2f}–{:.2f})".format(*result["gain"]) if "gain" in result else ""
+            times = [_cell(result[f"median_{name}_ms"]) for name in ("ttft", "tpot")]
+            length = result.get("spec_decode_acceptance_length", "")
+            same = str(result.get("identical_outputs", ""))
+            speed = _cell(result["output_throughput"])
+            users = str(level["max_concurrency"])
+            rows.append([users, mode, speed, gain, *times, _cell(length), same])
+    title = f"{comparison['model_id']}, {comparison['dataset_name']}: drafting off and on"
+    _print_table(console, title, columns, rows)
+    if comparison["failed"]:
+        console.print(Text(f"{comparison['failed']} requests failed", style="red"))
+    if comparison["repeats"] == 1:
+        console.print(Text("one repeat tells no spread; give --repeats 3", "yellow"))
+    advice = comparison["advice"]
+    gained = f"--speculative-config: {json.dumps(advice)}" if advice else "no gain; do not draft"
+    console.print(Text(f"advice: {gained}"))
+
+
+def _print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.show_header = any(columns)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=i > 0)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"

@@ -1,9 +1,8 @@
 """The command `draftsmith serve`, also `python -m inference.serve` and `python -m
 inference.server`.
 
-Flags are vLLM's, with dashes or underscores, and the model may be positional. Flags that change no
-output here are accepted, all others that are not known are errors (vllm_options). torch is imported
-after the flags are read."""
+Flags are vLLM's, with dashes or underscores. Flags that change no output here are accepted, all
+others that are not known are errors (vllm_options). torch is imported after the flags are read."""
 
 from __future__ import annotations
 
@@ -18,10 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from inference import console
+from inference import console, flags
 from inference.engine_options import EngineOptions
-from inference.server.options import SAMPLING_FIELDS, ServeFlags, read_flags
-from inference.server.real_vllm import speculative_config, vllm_command, wants_vllm
+from inference.server.options import (
+    PANELS,
+    SAMPLING_FIELDS,
+    ServeFlags,
+    read_flags,
+    undeclared,
+    with_model,
+)
+from inference.server.real_vllm import speculative_config, take_older, vllm_command
 from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,39 +39,40 @@ DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_to
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `serve` to the project's command line."""
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-    @app.command("serve", context_settings=settings)
-    def serve(context: typer.Context) -> None:
-        """Serve a target and its drafter over HTTP, for OpenAI's clients; flags as vLLM's."""
-        run(context.args)
+    """Adds `serve` to a command line."""
+    flags.register(app, "serve", ServeFlags, run, panels=PANELS, others=True)
 
 
 def main() -> None:
     """Runs the command with the arguments of this process."""
-    console.run(lambda: run(sys.argv[1:]))
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    register(app)
+    console.run(lambda: app(prog_name="draftsmith serve"))
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     """Serves until SIGTERM or SIGINT. A signal ends a server that is still loading or compiling at
     once; one that serves admits nothing more, and gives what runs `shutdown_timeout_s`."""
-    if wants_vllm(arguments):
+    given, words = with_model(given, words)
+    if given.get("engine") == "vllm":
         # this process is replaced, so that signals, output and exit code are vLLM's own
-        command = vllm_command(arguments)
+        command = vllm_command(given, words)
         os.execv(command[0], command)
-    flags, others = read_flags(arguments)
-    logging.basicConfig(level=flags.uvicorn_log_level.upper(), format="%(levelname)s: %(message)s")
-    defaults = given_defaults(flags)
-    listening = bind(flags.host, flags.port)
+    options = read_flags(given)
+    level = options.uvicorn_log_level
+    logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
+    defaults = checked_defaults(
+        options.override_generation_config, "--override-generation-config", strict=True
+    )
+    listening = bind(options.host, options.port)
     before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
-        llm = load(flags, others)
-        if flags.generation_config == "auto":
-            config = getattr(llm.engine.target.model, "generation_config", None)
-            values = {} if config is None else config.to_diff_dict()
-            defaults = checked_defaults(values, "the model's generation_config.json") | defaults
-        serve_app(llm, flags.model_copy(update={"sampling_defaults": defaults}), listening)
+        llm = load(options, words)
+        config = getattr(llm.engine.target.model, "generation_config", None)
+        if options.generation_config == "auto" and config is not None:
+            where = "the model's generation_config.json"
+            defaults = checked_defaults(config.to_diff_dict(), where) | defaults
+        serve_app(llm, options.model_copy(update={"sampling_defaults": defaults}), listening)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -84,45 +91,28 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-def load(flags: ServeFlags, others: dict[str, Any]) -> LLM:
-    """Loads the LLM of these flags. `others`: flags that are not declared, which LLM knows from
-    vLLM or refuses."""
+def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
+    """Loads the LLM of these flags. `words`: flags that are not declared, which LLM knows from vLLM
+    or refuses."""
     from inference.entrypoints.llm import LLM
-    from inference.entrypoints.vllm_options import DEPRECATED
 
-    names = flags.model_fields_set & set(EngineOptions.model_fields)
-    given = {name: getattr(flags, name) for name in names}
-    older = {name: others.pop(name) for name in DEPRECATED if name in others}
-    if (config := speculative_config(flags, older)) is not None:
+    names = options.model_fields_set & set(EngineOptions.model_fields)
+    given = {name: getattr(options, name) for name in names}
+    older, words = take_older(words)
+    if (config := speculative_config(options, older)) is not None:
         given["speculative_config"] = config
-    return LLM(flags.model, **given, **others)
+    return LLM(options.model, **given, **undeclared(words))
 
 
-def given_defaults(flags: ServeFlags) -> dict[str, Any]:
-    """The sampling parameters that the flags set for requests without them: those of the folder
-    --generation-config, then --override-generation-config. ConfigError for what no request could
-    have."""
-    source, overrides = flags.generation_config, flags.override_generation_config
-    where = "--override-generation-config"
-    if unknown := sorted(set(overrides) - set(DEFAULTS)):
-        raise ConfigError(f"{where}: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}")
-    defaults = checked_defaults(overrides, where)
-    if source in ("auto", "vllm"):
-        return defaults
-    from transformers import GenerationConfig
-
-    where = f"--generation-config {source}"
-    try:
-        config = GenerationConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: expected auto, vllm or a folder: {error}") from error
-    return checked_defaults(config.to_diff_dict(), where) | defaults
-
-
-def checked_defaults(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The sampling parameters among the values of a generation_config.json."""
+def checked_defaults(
+    values: Mapping[str, Any], where: str, *, strict: bool = False
+) -> dict[str, Any]:
+    """The sampling parameters among the values of a generation_config.json. ConfigError for what no
+    request could have and, if `strict`, for other values."""
     from inference.sampling_params import SamplingParams
 
+    if strict and (unknown := sorted(set(values) - set(DEFAULTS))):
+        raise ConfigError(f"{where}: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}")
     known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
     defaults = {name: value for name, value in known.items() if value is not None}
     try:
@@ -132,13 +122,13 @@ def checked_defaults(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return defaults
 
 
-def serve_app(llm: LLM, flags: ServeFlags, listening: socket.socket) -> None:
+def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
     """Compiles, then serves at the socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from inference.server.app import make_app
 
-    app = make_app(llm, flags)
+    app = make_app(llm, options)
     engine = app.state.server.engine
     engine.warm_up()
 
@@ -146,14 +136,14 @@ def serve_app(llm: LLM, flags: ServeFlags, listening: socket.socket) -> None:
         def handle_exit(self, number: int, frame: Any) -> None:
             if engine.draining:
                 _exit(number, frame)
-            engine.drain(flags.shutdown_timeout_s)
+            engine.drain(options.shutdown_timeout_s)
             super().handle_exit(number, frame)
 
     config = uvicorn.Config(
         app,
-        log_level=flags.uvicorn_log_level,
-        access_log=flags.enable_log_requests,
-        timeout_graceful_shutdown=int(flags.shutdown_timeout_s) + 5,
+        log_level=options.uvicorn_log_level,
+        access_log=options.enable_log_requests,
+        timeout_graceful_shutdown=int(options.shutdown_timeout_s) + 5,
     )
     server = Uvicorn(config)
     engine.on_failure = lambda: setattr(server, "should_exit", True)

@@ -9,18 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference import flags as reading
 from inference.engine_options import EngineOptions, option
-from inference.flags import FlagParser, JsonObject, json_or_text
+from inference.flags import JsonObject, Values, flag_name, json_or_text, validated
 from speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # with server defaults
-GROUPS = {  # in --help, by their first option
-    "served_model_name": "server",
-    "tokenizer": "target and drafter",
-    "model": "serve",
+PANELS = {  # of the help, by their first option
+    "model": "Serve",
+    "tokenizer": "Target and drafter",
+    "served_model_name": "Requests",
 }
 
 
@@ -43,8 +42,8 @@ class ServerOptions(BaseModel):
     chat_template: Annotated[str | None, BeforeValidator(_template)] = option(
         None, "file of a chat template, or the template itself"
     )
-    default_chat_template_kwargs: JsonObject = option({}, "JSON, for the chat template")
-    sampling_defaults: dict[str, Any] = {}  # for requests that do not set them; no flag
+    default_chat_template_kwargs: JsonObject = option({}, "for the chat template")
+    sampling_defaults: dict[str, Any] = Field({}, exclude=True)  # no flag: of generation_config
     api_key: tuple[str, ...] = option(
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
@@ -56,59 +55,49 @@ class ServerOptions(BaseModel):
 
 
 class ServeFlags(EngineOptions, ServerOptions):
-    """All flags of `serve`: those of the routes, of LLM, and of the process."""
+    """Serve a target and its drafter over HTTP, for OpenAI's clients; flags are vLLM's."""
 
     served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
-    model: str = option("", "the target: folder or repository id")
-    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM")
+    model: str = option("", "the target: folder or repository id; may also come without --model")
+    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM with all its flags")
     vllm_python: str | None = option(None, "Python of vLLM (or DRAFTSMITH_VLLM_PYTHON)")
     host: str = option("0.0.0.0", "address to listen on")
     port: int = option(8000, ge=0, le=65535)
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
     enable_log_requests: bool = option(False, "a line per request; never a text")
-    generation_config: str = option(
-        "auto", "sampling defaults: auto (the model's), vllm (neutral), or a folder"
+    generation_config: Literal["auto", "vllm"] = option(
+        "auto", "sampling defaults: auto: the model's; vllm: neutral"
     )
-    override_generation_config: JsonObject = option({}, "JSON, in place of single defaults")
+    override_generation_config: JsonObject = option({}, "in place of single defaults")
 
 
-def parser() -> FlagParser:
-    names = set(ServeFlags.model_fields) - {"sampling_defaults"}
-    usage = "%(prog)s [MODEL] [--model MODEL] [flags]"
-    return reading.add_flags(FlagParser("serve", usage), ServeFlags, names=names, groups=GROUPS)
-
-
-def read_flags(arguments: Sequence[str]) -> tuple[ServeFlags, dict[str, Any]]:
-    """The flags declared above, and the values of all other flags by name."""
-    flags, rest = parser().parse_known_args(reading.spelled(arguments))
-    given = vars(flags)
-    positional, rest = take_model(rest)
-    if positional and "model" in given:
-        raise ConfigError(f"serve: two models, {positional} and --model {given['model']}")
-    model = given.setdefault("model", positional)
-    others = _undeclared(rest)
-    if not model:
-        unknown = "".join(f"; {reading.flag_name(name)} is no flag" for name in others)
-        raise ConfigError(f"serve: --model is missing: a folder or repository id{unknown}")
-    given.setdefault("served_model_name", (model,))
-    if key := os.environ.get("DRAFTSMITH_API_KEY"):
-        given.setdefault("api_key", (key,))
-    return reading.validated(ServeFlags, "serve", given), others
-
-
-def take_model(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The positional model, as in vLLM's command: the first word that is neither a flag nor follows
-    one. Also the other words."""
-    follows = False
+def with_model(given: Values, words: Sequence[str]) -> tuple[Values, list[str]]:
+    """The values of the flags with the model, which may be positional as in vLLM's command: the
+    first word that is neither a flag nor follows one. Also the other words."""
+    follows, rest = False, list(words)
     for i, word in enumerate(words):
         if not (word.startswith("-") or follows):
-            return word, [*words[:i], *words[i + 1 :]]
+            if "model" in given:
+                raise ConfigError(f"serve: two models, {word} and --model {given['model']}")
+            del rest[i]
+            return given | {"model": word}, rest
         follows = word.startswith("-") and "=" not in word
-    return None, list(words)
+    if not given.get("model"):
+        unknown = "".join(f"; {word} is no flag" for word in words if word.startswith("--"))
+        raise ConfigError(f"serve: --model is missing: a folder or repository id{unknown}")
+    return given, rest
 
 
-def _undeclared(words: Sequence[str]) -> dict[str, Any]:
-    """Values by name: JSON, else text; True and False for `--flag` and `--no-flag`."""
+def read_flags(given: Values) -> ServeFlags:
+    values = {"served_model_name": (given["model"],)}
+    if key := os.environ.get("DRAFTSMITH_API_KEY"):
+        values["api_key"] = (key,)
+    return validated(ServeFlags, "serve", values | given)
+
+
+def undeclared(words: Sequence[str]) -> dict[str, Any]:
+    """Values of flags that are not declared, by name: JSON, else text; True and False for `--flag`
+    and `--no-flag`."""
     values: dict[str, Any] = {}
     left = list(words)
     while left:
@@ -123,3 +112,15 @@ def _undeclared(words: Sequence[str]) -> dict[str, Any]:
         else:
             values[name.removeprefix("no_")] = not name.startswith("no_")
     return values
+
+
+def as_words(given: Values) -> list[str]:
+    """The flags as they are typed."""
+    words: list[str] = []
+    for name, value in given.items():
+        flag = flag_name(name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        else:
+            words += [flag, *(value if isinstance(value, list) else [value])]
+    return words

@@ -6,7 +6,6 @@ work as in vLLM."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -16,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from inference.flags import FlagParser, add_flags, flag_name, json_or_text, spelled, validated
-from inference.server.options import ServeFlags, take_model
+from inference.flags import Values, flag_name, json_or_text, validated
+from inference.server.options import ServeFlags, as_words
 from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,28 +26,11 @@ SERVER = "vllm.entrypoints.openai.api_server"  # some builds lack the `vllm` com
 READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "speculative_config")
 
 
-def wants_vllm(arguments: Sequence[str]) -> bool:
-    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=("engine",))
-    return vars(parser.parse_known_args(spelled(arguments))[0]).get("engine") == "vllm"
-
-
-def vllm_command(arguments: Sequence[str]) -> list[str]:
+def vllm_command(given: Values, words: Sequence[str]) -> list[str]:
     """The command line of real vLLM for these flags."""
-    from inference.entrypoints.vllm_options import DEPRECATED
-
-    parser = add_flags(FlagParser("serve", add_help=False), ServeFlags, names=READ)
-    for name in DEPRECATED:
-        parser.add_argument(
-            flag_name(name), dest=name, type=json_or_text, default=argparse.SUPPRESS
-        )
-    namespace, rest = parser.parse_known_args(spelled(arguments))
-    given = vars(namespace)
-    older = {name: given.pop(name) for name in DEPRECATED if name in given}
-    if "model" not in given:
-        given["model"], rest = take_model(rest)
-    if not given["model"]:
-        raise ConfigError("serve: --model is missing: the target, a folder or repository id")
-    flags = validated(ServeFlags, "serve", given)
+    older, rest = take_older(words)
+    read = {name: value for name, value in given.items() if name in READ}
+    flags = validated(ServeFlags, "serve", read)
     command = [_python(flags.vllm_python), "-m", SERVER, "--model", flags.model]
     if flags.revision:
         command += ["--revision", flags.revision]
@@ -56,7 +38,21 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
         command.append("--trust-remote-code")
     if drafting := _drafting(flags, older):
         command += ["--speculative-config", json.dumps(drafting)]
-    return command + rest
+    return command + as_words({n: v for n, v in given.items() if n not in READ}) + rest
+
+
+def take_older(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of flags of older vLLM versions by name, and the other words."""
+    from inference.entrypoints.vllm_options import DEPRECATED
+
+    older, rest, left = dict[str, Any](), list[str](), iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if (name := flag.removeprefix("--").replace("-", "_")) in DEPRECATED:
+            older[name] = json_or_text(value if equals else next(left, ""))
+        else:
+            rest.append(word)
+    return older, rest
 
 
 def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
@@ -91,7 +87,7 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     kind = None if method is None else method_options(method)
     if kind is None or (kind.vllm is None and not kind.trained):
         raise ConfigError(
-            f"serve: speculative_config has method {method!r}; expected a drafter's folder as"
+            f"serve: --speculative-config: method {method!r}; expected a drafter's folder as"
             " model, or a method of vLLM such as ngram or suffix"
         )
     layout = LAYOUTS.get((NATIVE, method))

@@ -80,13 +80,3 @@ def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int] | None:
     if not 0 <= surplus < sizes[-1]:
         return None
     return [*sizes[:-1], sizes[-1] - surplus]
-
-
-def counted_past_end(tokens: int, num_drafts: int, num_accepted: int) -> int | None:
-    """Accepted drafts past the end of a response of `tokens`, where every round had a proposal;
-    None if that cannot be.
-
-    The rounds made 1 + accepted + rounds tokens; of what was cut off, the last is the target's own.
-    """
-    surplus = 1 + num_accepted + num_drafts - tokens
-    return max(surplus - 1, 0) if surplus >= 0 else None

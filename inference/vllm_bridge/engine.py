@@ -329,14 +329,3 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     ):
         needs["hf_overrides"] = {"num_nextn_predict_layers": 1}  # vLLM asks the target for it
     return config, needs
-
-
-def unsound(where: str, temperatures: Sequence[float]) -> str:
-    """The reason for measuring nothing above temperature 0."""
-    above = ", ".join(f"{t:g}" for t in temperatures if t > 0)
-    return (
-        f"{where}: on a CPU this build verifies drafts at temperatures above 0 with whatever lies"
-        f" in memory in place of temperature and top_p, so what it accepts at {above} means"
-        " nothing. Measure at temperature 0 alone (--temperature 0), or leave out --url: a vLLM"
-        " that is started for the evaluation is repaired"
-    )

@@ -116,7 +116,7 @@ def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
         folders[0], None, WORKLOADS, replace(SETTINGS, repeats=0), method="ngram", engine=offline
     )
     cell = theirs.cell("all", 0)
-    assert cell.num_accepted_past_end == 0 and [check.mismatches for check in cell.lossless] == [0]
+    assert [check.mismatches for check in cell.lossless] == [0]
     rounds = cell.num_rounds
     assert (
         0 < cell.num_drafts < rounds
@@ -145,14 +145,3 @@ def server(vllm_server, folders):
 def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None:
     url = server("--per-request-spec-decode-metrics", "detailed")
     same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(url)))
-
-
-def test_a_server_that_tells_totals_only_agrees_once_its_surplus_is_taken_away(
-    folders, ours, server
-) -> None:
-    theirs = evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(server()))
-    for cell in ours.results:
-        other = theirs.cell(cell.workload, 0)
-        assert other.num_drafts == cell.num_drafts
-        assert other.num_accepted_tokens - other.num_accepted_past_end == cell.num_accepted_tokens
-    assert lay_beside(ours, theirs).summary["vllm_gap"] == pytest.approx(0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from inference import SamplingParams
-from inference.bench.advice import SCHEDULE, LevelSpeeds, advise
+from inference.bench.advice import SCHEDULE, advised_lengths
 from inference.requests.request import Request
 from inference.spec_decode.proposers.ngram import NgramIndex
 from inference.spec_decode.proposers.suffix import SuffixProposer
@@ -106,19 +106,11 @@ def test_ngram_drafts_the_same(drafted) -> None:
 
 
 def test_vllm_follows_the_advice(drafted) -> None:
-    """What `bench --compare` writes is taken as it is: none of four requests has more drafts than
-    its K for them."""
-    levels = [
-        LevelSpeeds(4, (1.0,), {4: (0.8,), 2: (1.1,)}),
-        LevelSpeeds(16, (1.0,), {4: (2.0,), 2: (1.5,)}),
-    ]
-    measured = {
-        "method": "ngram",
-        "num_speculative_tokens": 6,
-        "prompt_lookup_min": SIZE,
-        "prompt_lookup_max": SIZE,
-    }
-    config = advise(levels, measured)["speculative_config"]
+    """What `bench` advises is taken as it is: none of four requests has more drafts than its K for
+    them."""
+    gains = {4: {4: [0.8], 2: [1.1]}, 16: {4: [2.0], 2: [1.5]}}
+    config = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
+    config |= advised_lengths(gains)
     assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 8, 2], [9, 512, 4]]
     assert max(len(row) for _, row in chain(*drafted(config, alone=True))) == 2
 

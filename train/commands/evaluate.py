@@ -22,7 +22,7 @@ OURS, VLLM = "draftsmith", "vllm"
 
 def evaluate(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Evaluate the export of this run.")
+        Path | None, typer.Argument(metavar="RECIPE", help="Evaluate the export of this run.")
     ] = None,
     overrides: Overrides = None,
     model: Annotated[

@@ -16,7 +16,7 @@ RecipeFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Overrides, such as training.steps=200."),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides, such as training.steps=200."),
 ]
 Part = Annotated[
     str,

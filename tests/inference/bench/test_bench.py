@@ -1,29 +1,48 @@
-"""The load generator against a server of known timing, and against the project's own."""
+"""The load generator against servers of known timing, and against the project's own."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
 import json
 import math
-import threading
-from contextlib import contextmanager
+import shlex
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import get_args
+from statistics import median
 
+import httpx2
 import numpy as np
 import pytest
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from inference.bench.compare import MODES, compare
+from inference.bench import load
+from inference.bench.advice import SCHEDULE, advised_lengths, best
+from inference.bench.compare import compare
 from inference.bench.datasets import Question, load_questions
-from inference.bench.figures import Outcome, drafting_figures, figures
+from inference.bench.load import (
+    Outcome,
+    Work,
+    arrival_times,
+    drafting_figures,
+    figures,
+    measure,
+    prepare,
+    read_counters,
+    require_room,
+)
 from inference.bench.options import BenchOptions
-from inference.bench.run import Work, arrival_times, measure, prepare
-from inference.evaluation.suites import SUITES
+from inference.entrypoints.speculative_config import parse_speculative_config
+from inference.flags import given_values, validated
 from inference.metrics import SpecDecodeCounters
-from speculators.errors import DataError
+from inference.spec_decode.draft_length.policy import DraftLength
+from speculators.errors import ConfigError, DataError
+from tests.quickstart_data import DATA
+from train.cli import app
 
 LATE_S = 0.8  # what a busy machine may add to a time
 
@@ -34,157 +53,101 @@ class Script:
     "error", "cut"."""
 
     pieces: tuple[tuple[float, int], ...]
-    prompt_len: int = 3
     fault: str = ""
 
 
 @dataclass
 class FakeServer:
-    """An HTTP server on loopback that streams what the scripts say, in the order in which requests
-    come; it keeps the bodies. Drafting: every piece of n tokens was a proposal of `k` drafts of
-    which n-1 were accepted."""
+    """Streams what the scripts say, in the order in which requests come, and keeps their bodies.
+    Drafting: every piece of n tokens was a proposal of `k` drafts of which n-1 were accepted."""
 
     scripts: list[Script]
     usage: bool = True
     k: int = 0
     bodies: list[dict] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
-    busiest: int = 0
-    _busy: int = 0
+    running: Counter = field(default_factory=Counter)
 
-    async def handle(self, reader, writer):
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                lengths = [
-                    x.split(":")[1]
-                    for x in head.split("\r\n")
-                    if x.lower().startswith("content-length")
-                ]
-                body = await reader.readexactly(int(lengths[0]) if lengths else 0)
-                await self.answer(head.split()[1], body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def answer(self, path, body, writer):
-        if path == "/v1/models":
-            return self.whole(
-                writer, json.dumps({"data": [{"id": "fake", "root": "somewhere/fake"}]})
-            )
-        if path == "/metrics":
-            return self.whole(
-                writer, self.metrics() if self.k else "", "200 OK" if self.k else "404 Not Found"
-            )
-        asked = json.loads(body)
-        script = self.scripts[len(self.bodies) % len(self.scripts)]
-        self.bodies.append(asked)
+    async def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/v1/models":
+            card = {"id": "fake", "object": "model", "created": 0, "owned_by": "x"}
+            return httpx2.Response(200, json={"data": [card | {"root": "a/fake"}]})
+        if request.url.path == "/metrics":
+            return httpx2.Response(200 if self.k else 404, text=self.metrics())
+        self.bodies.append(json.loads(request.content))
+        # the first request warms the server up
+        script = self.scripts[max(0, len(self.bodies) - 2) % len(self.scripts)]
         if script.fault == "status":
-            return self.whole(writer, '{"error": {"message": "no room"}}', "429 Too Many Requests")
-        self._busy += 1
-        self.busiest = max(self.busiest, self._busy)
-        try:
-            await self.stream(script, "messages" in asked, writer)
-        finally:
-            self._busy -= 1
+            return httpx2.Response(429, json={"error": {"message": "no room"}})
+        form = {"content-type": "text/event-stream"}
+        return httpx2.Response(200, headers=form, content=self.stream(script))
 
-    async def stream(self, script, chat, writer):
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding:"
-            b" chunked\r\n\r\n"
-        )
+    async def stream(self, script: Script):
+        self.running["now"] += 1
+        self.running["most"] = max(self.running.values())
+        chat = "messages" in self.bodies[-1]
         if chat:
-            await self.event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            yield event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
         for i, (wait, tokens) in enumerate(script.pieces):
             await asyncio.sleep(wait)
-            if script.fault == "cut" and i == len(script.pieces) - 1:
-                writer.close()
-                return
-            if script.fault == "error" and i == len(script.pieces) - 1:
-                await self.event(writer, {"error": {"message": "it broke"}})
-                break
+            last = i == len(script.pieces) - 1
+            if script.fault and last:
+                self.running["now"] -= 1
+                if script.fault == "cut":
+                    raise httpx2.ReadError("gone")
+                yield event(error={"message": "it broke"})
             self.drafts.append(tokens - 1)
-            text, end = "x" * tokens, "length" if i == len(script.pieces) - 1 else None
+            text = "x" * tokens
             said = {"delta": {"content": text}} if chat else {"text": text}
-            await self.event(writer, {"choices": [{"index": 0, "finish_reason": end, **said}]})
+            yield event(choices=[{"index": 0, "finish_reason": "length" if last else None, **said}])
+        count = {"prompt_tokens": 3, "completion_tokens": sum(n for _, n in script.pieces)}
         if self.usage:
-            count = {
-                "prompt_tokens": script.prompt_len,
-                "completion_tokens": sum(n for _, n in script.pieces),
-            }
-            await self.event(writer, {"choices": [], "usage": count})
-        await self.event(writer, "[DONE]")
-        writer.write(b"0\r\n\r\n")
+            yield event(choices=[], usage=count)
+        self.running["now"] -= 1
+        yield b"data: [DONE]\n\n"
 
-    async def event(self, writer, data):
-        text = f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
-        writer.write(f"{len(text):x}\r\n".encode() + text + b"\r\n")
-        await writer.drain()
-
-    def whole(self, writer, text, status="200 OK"):
-        writer.write(
-            f"HTTP/1.1 {status}\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode()
-        )
-
-    def metrics(self):
-        name, labels = "vllm:spec_decode_num_", 'model_name="fake",engine="0"'
+    def metrics(self) -> str:
         totals = {"drafts": len(self.drafts), "draft_tokens": self.k * len(self.drafts)}
         totals["accepted_tokens"] = sum(self.drafts)
-        lines = [f"{name}{key}_total{{{labels}}} {value}.0" for key, value in totals.items()]
+        lines = [f"vllm:spec_decode_num_{name}_total {value}.0" for name, value in totals.items()]
         for i in range(self.k):
-            count = sum(each > i for each in self.drafts)
-            lines.append(
-                f'{name}accepted_tokens_per_pos_total{{{labels},position="{i}"}} {count}.0'
-            )
+            count = sum(accepted > i for accepted in self.drafts)
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines.append(f'{name}{{position="{i}"}} {count}.0')
         return "\n".join(lines) + "\n"
 
 
-@contextmanager
-def running(fake: FakeServer):
-    """The base URL of that server, in a thread with a loop of its own."""
-    loop = asyncio.new_event_loop()
-    ready = threading.Event()
-    thread = threading.Thread(
-        target=lambda: (loop.call_soon(ready.set), loop.run_forever()), daemon=True
-    )
-    thread.start()
-    ready.wait()
-    server = asyncio.run_coroutine_threadsafe(
-        asyncio.start_server(fake.handle, "127.0.0.1", 0), loop
-    ).result()
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-
-        async def end():
-            server.close()
-            handlers = asyncio.all_tasks() - {asyncio.current_task()}
-            for each in handlers:
-                each.cancel()
-            await asyncio.gather(*handlers, return_exceptions=True)
-
-        asyncio.run_coroutine_threadsafe(end(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
+def event(**fields) -> bytes:
+    return f"data: {json.dumps({'id': 'a', 'object': 'x', 'model': 'fake', **fields})}\n\n".encode()
 
 
-def work(count: int, chat: bool = False, tokens=None) -> Work:
-    said = [
-        {"messages": ({"role": "user", "content": f"{i}"},)} if chat else {"prompt": f"{i}"}
-        for i in range(count)
-    ]
-    return Work([Question(8, **each) for each in said], "fake", None, tokens)
+@pytest.fixture
+def fake(monkeypatch):
+    """`fake(scripts, …)`: a FakeServer that every client of the load generator reaches."""
+
+    def start(*given, **more) -> FakeServer:
+        server = FakeServer(*given, **more)
+
+        def client(**_):
+            return httpx2.AsyncClient(transport=httpx2.MockTransport(server))
+
+        monkeypatch.setattr(load.openai, "DefaultAsyncHttpxClient", client)
+        return server
+
+    return start
 
 
-def options(url: str, **given) -> BenchOptions:
-    if given.get("dataset_name") != "random":
-        given |= {"dataset_name": "custom", "dataset_path": "unread.jsonl"}
-    return BenchOptions(base_url=url, disable_tqdm=True, **given)
+def work(count: int, chat: bool = False) -> Work:
+    prompts = [[{"role": "user", "content": f"{i}"}] if chat else f"{i}" for i in range(count)]
+    return Work([Question(prompt, 8) for prompt in prompts], "fake")
 
 
-# -------------------------------------------------------------------- times and counts of streams
+def options(**given) -> BenchOptions:
+    more = {"dataset_name": "custom", "dataset_path": "unread.jsonl", "backend": "openai"}
+    return BenchOptions(**(more | given))
+
+
+# ------------------------------------------------------------ times and counts of streams
 
 pieces = st.lists(
     st.tuples(st.sampled_from([0.0, 0.02, 0.05]), st.integers(1, 5)), min_size=1, max_size=5
@@ -192,309 +155,221 @@ pieces = st.lists(
 scripts = st.lists(pieces.map(lambda p: Script(tuple(p))), min_size=1, max_size=4)
 
 
-@settings(max_examples=15, deadline=None)
-@given(scripts, st.booleans(), st.sampled_from([None, 1, 2]))
-@pytest.mark.slow
-def test_figures_are_those_of_the_streams(scripts, chat, concurrency):
+def test_figures_are_those_of_the_streams(fake):
     """Tokens are those of the usage, however many a piece holds; times are never shorter than the
     server took."""
-    backend = {"backend": "openai-chat"} if chat else {}
-    fake = FakeServer(scripts, k=4)
-    with running(fake) as url:
-        result = measure(
-            options(url, max_concurrency=concurrency, **backend), work(len(scripts), chat)
-        )
-    order = [int(b["messages"][0]["content"] if chat else b["prompt"]) for b in fake.bodies]
-    of = {request: scripts[i] for i, request in enumerate(order)}
-    assert (result["completed"], result["failed"]) == (len(scripts), 0)
-    tpots = []
-    for i, script in of.items():
-        waits, tokens = [w for w, _ in script.pieces], sum(n for _, n in script.pieces)
-        assert (result["output_lens"][i], result["input_lens"][i]) == (tokens, 3)
-        assert result["generated_texts"][i] == "x" * tokens
-        assert waits[0] - 0.005 <= result["ttfts"][i] < waits[0] + LATE_S
-        assert sum(waits) - 0.005 <= result["latencies"][i] < sum(waits) + LATE_S
-        assert len(result["itls"][i]) == len(waits) - 1
-        assert result["ttfts"][i] + sum(result["itls"][i]) == pytest.approx(result["latencies"][i])
-        if tokens > 1:
-            tpots.append(1000 * (result["latencies"][i] - result["ttfts"][i]) / (tokens - 1))
-    assert result["mean_tpot_ms"] == (pytest.approx(np.mean(tpots)) if tpots else None)
-    assert result["p90_e2el_ms"] == pytest.approx(1000 * np.percentile(result["latencies"], 90))
-    assert (
-        result["median_ttft_ms"]
-        == result["p50_ttft_ms"]
-        == pytest.approx(1000 * np.median(result["ttfts"]))
-    )
-    written = sum(result["output_lens"])
-    assert result["output_throughput"] * result["duration"] == pytest.approx(written)
-    assert result["total_token_throughput"] * result["duration"] == pytest.approx(
-        written + 3 * len(scripts)
-    )
-    assert result["max_concurrent_requests"] <= (concurrency or len(scripts))
-    assert fake.busiest <= (concurrency or len(scripts))
-    assert (
-        max(result["latencies"]) <= result["duration"]
-        and result["max_output_tokens_per_s"] <= written + 1e-6
-    )
-    assert result["spec_decode_num_drafts"] == len(fake.drafts)
-    assert result["spec_decode_acceptance_length"] == pytest.approx(
-        1 + sum(fake.drafts) / len(fake.drafts)
-    )
-    rates = [sum(d > i for d in fake.drafts) / len(fake.drafts) for i in range(4)]
-    assert result["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
+
+    @settings(max_examples=10, deadline=None)
+    @given(scripts, st.booleans(), st.sampled_from([None, 1, 2]))
+    def check(scripts, chat, concurrency):
+        server = fake(scripts, k=4)
+        backend = "openai-chat" if chat else "openai"
+        asked = options(max_concurrency=concurrency, backend=backend)
+        result = measure(asked, work(len(scripts), chat))
+        tokens = [sum(n for _, n in script.pieces) for script in scripts]
+        waits = [sum(wait for wait, _ in script.pieces) for script in scripts]
+        assert (result["completed"], result["failed"]) == (len(scripts), 0)
+        assert result["total_output_tokens"] == sum(tokens)
+        assert result["total_input_tokens"] == 3 * len(scripts)
+        assert sorted(map(len, result["generated_texts"])) == sorted(tokens)
+        first = [script.pieces[0][0] for script in scripts]
+        for name, seconds in (("ttft", first), ("e2el", waits)):
+            mean = np.mean(seconds)
+            assert mean - 0.005 <= result[f"mean_{name}_ms"] / 1000 < mean + LATE_S
+        assert result["output_throughput"] * result["duration"] == pytest.approx(sum(tokens))
+        assert server.running["most"] <= (concurrency or len(scripts))
+        drafts = server.drafts[len(scripts[0].pieces) :]  # but those of the warm-up
+        assert result["spec_decode_num_drafts"] == len(drafts)
+        length = 1 + sum(drafts) / len(drafts)
+        assert result["spec_decode_acceptance_length"] == pytest.approx(length)
+        rates = [sum(d > i for d in drafts) / len(drafts) for i in range(4)]
+        assert result["spec_decode_per_position_acceptance_rates"] == pytest.approx(rates)
+
+    check()
 
 
-@pytest.mark.slow
-def test_failures_are_counted_and_in_no_figure():
+def test_figures_of_outcomes():
+    """TPOT leaves the first token out, and a figure of nothing is None."""
+    done = [
+        Outcome(ttft=1.0, latency=3.0, itl=(0.5, 1.5), prompt_len=7, output_tokens=5),
+        Outcome(ttft=2.0, latency=2.0, output_tokens=1),
+    ]
+    found = figures([*done, Outcome(error="x")], 4.0)
+    assert (found["mean_tpot_ms"], found["median_itl_ms"]) == (500, 1000)
+    assert (found["mean_ttft_ms"], found["p90_e2el_ms"]) == (1500, pytest.approx(2900))
+    assert (found["output_throughput"], found["request_throughput"]) == (1.5, 0.5)
+    assert (found["failed"], found["total_token_throughput"]) == (1, 13 / 4)
+    assert figures([Outcome(error="x")], 1.0)["p99_ttft_ms"] is None
+
+
+def test_failures_are_counted_and_in_no_figure(fake):
     good = Script(((0.0, 2), (0.0, 2)))
-    bad = [Script(((0.3, 1), (0.3, 9)), fault=fault) for fault in ("status", "error", "cut")]
-    with running(FakeServer([good, *bad, good])) as url:
-        result = measure(options(url, max_concurrency=1), work(5))
-    assert (result["completed"], result["failed"]) == (2, 3)
-    assert result["output_lens"] == [4, 0, 0, 0, 4] and result["total_output_tokens"] == 8
+    bad = [Script(((0.2, 1), (0.2, 9)), fault=fault) for fault in ("status", "error", "cut")]
+    fake([good, *bad, good])
+    result = measure(options(max_concurrency=1), work(5))
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (2, 3, 8)
     assert [bool(error) for error in result["errors"]] == [False, True, True, True, False]
     assert "no room" in result["errors"][1] and "it broke" in result["errors"][2]
-    good = [1000 * result["latencies"][i] for i in (0, 4)]
-    assert result["mean_e2el_ms"] == pytest.approx(np.mean(good))
-    assert result["p99_e2el_ms"] == pytest.approx(np.percentile(good, 99))
-    assert result["request_throughput"] * result["duration"] == pytest.approx(2)
+    assert result["p99_e2el_ms"] < 200
     assert not any(name.startswith("spec_decode") for name in result)  # this server has no /metrics
 
 
-def test_nothing_measured_is_no_figure():
-    with running(FakeServer([Script((), fault="status")])) as url:
-        result = measure(options(url), work(2))
-    assert (
-        result["completed"] == 0
-        and result["mean_ttft_ms"] is None
-        and result["p99_e2el_ms"] is None
-    )
-
-
-def test_a_server_without_usage():
-    """Its tokens are counted from the text, or its answers are failures: never guessed from the
-    pieces."""
-    fake = FakeServer([Script(((0.0, 3), (0.0, 4)))], usage=False)
-    with running(fake) as url:
-        assert measure(options(url), work(1))["failed"] == 1
-        assert measure(options(url), work(1, tokens=len))["output_lens"] == [7]
-
-
-def test_a_silent_server_is_given_up():
-    with running(FakeServer([Script(((5.0, 1),))])) as url:
-        result = measure(options(url, request_timeout=0.2), work(1))
+def test_servers_without_usage_or_an_answer(fake, monkeypatch):
+    fake([Script(((0.0, 3), (0.0, 4)))], usage=False)
+    result = measure(options(), work(1))
+    assert result["failed"] == 1 and "usage" in result["errors"][0]
+    fake([Script(((5.0, 1),))])
+    monkeypatch.setattr(load, "TIMEOUT_S", 0.2)
+    result = measure(options(), work(1))
     assert result["failed"] == 1 and "Timeout" in result["errors"][0]
 
 
-def test_requests_repeat_by_seed_and_say_what_was_asked():
-    fake = FakeServer([Script(((0.0, 1),))])
-    with running(fake) as url:
-        asked = options(url, ignore_eos=True, temperature=0.5, seed=7)
-        for _ in range(2):
-            measure(asked, work(3))
-    by_prompt = [sorted(map(json.dumps, fake.bodies[:3])), sorted(map(json.dumps, fake.bodies[3:]))]
-    assert by_prompt[0] == by_prompt[1]
-    assert sorted(body["seed"] for body in fake.bodies[:3]) == [7, 8, 9]
-    for body in fake.bodies:
-        assert body["model"] == "fake" and body["ignore_eos"] is True and body["temperature"] == 0.5
-        assert body["max_tokens"] == 8 and body["stream_options"] == {"include_usage": True}
+def test_requests_repeat_by_seed_and_say_what_was_asked(fake):
+    server = fake([Script(((0.0, 1),))])
+    asked = options(ignore_eos=True, temperature=0.5, seed=7, extra_body='{"top_k": 2}')
+    for _ in range(2):
+        measure(asked, work(3))
+    runs = [sorted(map(json.dumps, server.bodies[i : i + 3])) for i in (1, 5)]
+    assert runs[0] == runs[1]
+    assert sorted(body["seed"] for body in server.bodies[1:4]) == [7, 8, 9]
+    expected = {"model": "fake", "ignore_eos": True, "temperature": 0.5, "top_k": 2}
+    expected |= {"max_tokens": 8, "stream_options": {"include_usage": True}}
+    assert all(expected.items() <= body.items() for body in server.bodies)
 
 
-# ------------------------------------------------------------------------------
-# arrivals
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 400),
-    st.floats(0.1, 1000),
-    st.integers(0, 99),
-)
+@given(st.integers(1, 400), st.floats(0.1, 1000), st.integers(0, 99))
 def test_arrivals_have_their_rate(count, rate, seed):
     times = arrival_times(count, rate, seed)
     assert times == arrival_times(count, rate, seed)
-    assert all(0 <= a <= b for a, b in itertools.pairwise(times)) and times[-1] == pytest.approx(
-        count / rate
-    )
+    assert all(0 <= a <= b for a, b in itertools.pairwise(times))
+    assert times[-1] == pytest.approx(count / rate)
     assert arrival_times(count, math.inf, seed) == [0.0] * count
 
 
-@pytest.mark.slow
-def test_requests_are_sent_when_they_arrive():
-    with running(FakeServer([Script(((0.0, 1),))])) as url:
-        result = measure(options(url, request_rate=8.0), work(12))
-    late = np.array(result["start_times"]) - arrival_times(12, 8.0, 0)  # by the same unknown start
-    assert late.max() - np.median(late) < LATE_S and np.median(late) - late.min() < LATE_S
-    assert result["duration"] >= 1.5
-
-
-def test_waiting_for_a_turn_is_in_no_latency():
-    with running(FakeServer([Script(((0.1, 1),))])) as url:
-        result = measure(
-            options(url, max_concurrency=1, percentile_metrics=("client_queue_time",)), work(3)
-        )
-    assert result["queue_times"][2] >= 0.195 and max(result["latencies"]) < 0.1 + LATE_S
-    assert result["mean_client_queue_time_ms"] == pytest.approx(
-        1000 * np.mean(result["queue_times"])
-    )
-
-
-# ------------------------------------------------------------------------------
-# figures
+def test_requests_are_sent_when_they_arrive_and_wait_for_a_slot(fake):
+    fake([Script(((0.1, 1),))])
+    assert measure(options(request_rate=8.0), work(6))["duration"] >= 0.75
+    waiting = measure(options(max_concurrency=1), work(3))
+    assert waiting["duration"] >= 0.3 and waiting["p99_e2el_ms"] < 1000 * (0.1 + LATE_S)
 
 
 def test_drafting_is_what_came_between():
-    before, after = (
-        SpecDecodeCounters(10, 40, 20, [10, 10]),
-        SpecDecodeCounters(14, 56, 26, [13, 12, 1]),
-    )
+    text = """vllm:spec_decode_num_drafts_total{engine="0",model_name="a b"} 7.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="a b"} 3.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="a b"} 1.7953297338932453e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="a b"} 40.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="a b"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 10.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
+"""
+    before, after = read_counters(text), SpecDecodeCounters(14, 56, 26, [13, 12, 1])
+    assert before == SpecDecodeCounters(10, 40, 20, [10, 10])
+    assert read_counters("vllm:request_success_total 4\n") is None
     found = drafting_figures(before, after)
-    assert (
-        found["spec_decode_acceptance_length"] == 2.5
-        and found["spec_decode_acceptance_rate"] == 37.5
-    )
+    assert found["spec_decode_acceptance_length"] == 2.5
+    assert found["spec_decode_acceptance_rate"] == 37.5
     assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.5, 0.25]
     for pair in ((None, after), (before, None), (after, before), (after, after)):
         assert drafting_figures(*pair) == {}
 
 
-def test_one_token_has_no_time_per_token():
-    found = figures(
-        [Outcome(True, ttft=1.0, latency=1.0, output_tokens=1)], 2.0, ("tpot", "ttft"), (50,)
-    )
-    assert (
-        found["mean_tpot_ms"] is None
-        and found["mean_ttft_ms"] == 1000
-        and "mean_itl_ms" not in found
-    )
+# ------------------------------------------------------------------------------ data sets
 
 
-# ------------------------------------------------------------------------------
-# datasets
-
-
-@given(st.integers(2, 40), st.integers(0, 3))
-@settings(max_examples=10, deadline=None)
-def test_random_prompts_have_their_length(byte_tokenizer, length, seed):
-    asked = BenchOptions(
-        dataset_name="random",
-        num_prompts=5,
-        random_input_len=length,
-        output_len=9,
-        seed=seed,
-        random_prefix_len=4,
-    )
+def test_random_prompts_have_their_length(byte_tokenizer):
+    asked = BenchOptions(dataset_name="random", num_prompts=5, random_input_len=9, seed=3)
     found = load_questions(asked, byte_tokenizer)
-    assert found == load_questions(asked, byte_tokenizer)
-    assert len({each.prompt for each in found}) == 5 and all(each.output_len == 9 for each in found)
-    assert {len(byte_tokenizer(each.prompt).input_ids) for each in found} == {4 + length}
-    assert len({each.prompt[:4] for each in found}) == 1
+    assert found == load_questions(asked, byte_tokenizer) and len({str(q) for q in found}) == 5
+    assert {(len(question.prompt), question.output_len) for question in found} == {(9, 128)}
+    assert not {*byte_tokenizer.all_special_ids}.intersection(*(q.prompt for q in found))
+    for context in (None, 137):
+        require_room(asked, context)
+    with pytest.raises(ConfigError, match="137 tokens"):
+        require_room(asked, 136)
 
 
 def test_files_of_every_format(tmp_path):
     custom, turns = tmp_path / "custom.jsonl", tmp_path / "question.jsonl"
-    rows = [
-        {"prompt": "a", "output_tokens": 5},
-        {"messages": [{"role": "user", "content": "b"}], "output_tokens": 6},
-    ]
+    rows = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "b"}]}]
     custom.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    both = [
-        {"question_id": i, "category": c, "turns": [c, "more"]}
-        for i, c in enumerate(["writing", "math", "math"])
-    ]
+    both = [{"category": c, "turns": [c, "more"]} for c in ("writing", "math")]
     turns.write_text("".join(json.dumps(row) + "\n" for row in both))
 
-    def load(name, path, count=3, **given):
-        asked = BenchOptions(dataset_name=name, dataset_path=str(path), num_prompts=count, **given)
-        found = load_questions(asked, None)
-        return [(each.messages[-1]["content"], each.output_len) for each in found]
+    def texts(name, path, **given):
+        asked = BenchOptions(dataset_name=name, dataset_path=str(path), num_prompts=3, **given)
+        return [question.prompt[-1]["content"] for question in load_questions(asked)]
 
-    assert load("custom", custom, custom_output_len=-1, disable_shuffle=True) == [
-        ("a", 5),
-        ("b", 6),
-        ("a", 5),
-    ]
-    assert load("custom", custom, disable_shuffle=True, no_oversample=True) == [
-        ("a", 256),
-        ("b", 256),
-    ]
-    for name in ("spec_bench", "mt_bench"):
-        assert sorted(load(name, turns, output_len=7)) == [("math", 7), ("math", 7), ("writing", 7)]
-        assert load(name, turns, 2, spec_bench_category="math") == [("math", 256)] * 2
-    orders = {tuple(load("custom", custom, 2, seed=seed)) for seed in range(9)}
-    assert len(orders) == 2 and load("custom", custom, seed=3) == load("custom", custom, seed=3)
+    assert texts("custom", custom, disable_shuffle=True) == ["a", "b", "a"]
+    assert texts("mt_bench", turns, disable_shuffle=True) == ["writing", "math", "writing"]
+    orders = {tuple(texts("custom", custom, seed=seed)) for seed in range(9)}
+    assert len(orders) == 2 and texts("custom", custom, seed=3) == texts("custom", custom, seed=3)
+    plain = {"dataset_name": "custom", "dataset_path": str(custom), "backend": "openai"}
+    with pytest.raises(ConfigError, match="custom.jsonl:2"):
+        load_questions(BenchOptions(**plain))
+    asked = BenchOptions(dataset_name="custom", dataset_path=str(DATA / "test.jsonl.gz"))
+    lines = gzip.decompress((DATA / "test.jsonl.gz").read_bytes()).splitlines()
+    answered = [json.loads(line)["messages"][:-1] for line in lines[:6]]
+    ordered = asked.model_copy(update={"disable_shuffle": True, "num_prompts": 6})
+    assert [question.prompt for question in load_questions(ordered)] == answered
 
 
 @pytest.mark.parametrize(
-    "name, text, output_len, named",
+    "name, text, where",
     [
-        ("custom", '{"prompt": "a"}\n{"text": "b"}', None, "f.jsonl:2: expected prompt"),
-        ("custom", '{"prompt": "a"}', -1, "f.jsonl:1: expected output_tokens"),
-        ("custom", "[1]", None, "f.jsonl:1: 'list' object"),
-        ("mt_bench", "{", None, "f.jsonl:1: Expecting property name"),
-        ("spec_bench", '{"question": "a"}', None, "f.jsonl:1: expected turns"),
-        ("gsm8k", '{"text": "a"}', None, "f.jsonl:1: expected question"),
-        ("mt_bench", "", None, "there are no rows"),
+        ("custom", '{"prompt": "a"}\n{"text": "b"}', "f.jsonl:2"),
+        ("custom", "[1]", "f.jsonl:1"),
+        ("custom", '{"messages": [5]}', "f.jsonl:1"),
+        ("gsm8k", '{"text": "a"}', "f.jsonl:1"),
+        ("mt_bench", "", "f.jsonl"),
     ],
 )
-def test_wrong_rows_are_named(tmp_path, name, text, output_len, named):
-    path = tmp_path / "f.jsonl"
-    path.write_text(text)
-    asked = BenchOptions(
-        dataset_name=name, dataset_path=str(path), custom_output_len=output_len or 9
-    )
-    with pytest.raises(DataError, match=named):
-        load_questions(asked, None)
+def test_wrong_rows_are_named(tmp_path, name, text, where):
+    (tmp_path / "f.jsonl").write_text(text)
+    with pytest.raises(DataError, match=where):
+        load_questions(BenchOptions(dataset_name=name, dataset_path=str(tmp_path / "f.jsonl")))
 
 
-def test_every_suite_is_a_dataset():
-    names = get_args(BenchOptions.model_fields["dataset_name"].annotation)
-    assert names == ("random", "custom", *SUITES)
+# ----------------------------------------------------------------- which K to serve with
 
 
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_later_turns_hold_the_live_answers(tmp_path, tokenizer_folder, backend):
-    """Each in turn, after the answer before it; a turn that fails takes those after it along."""
-    path = tmp_path / "question.jsonl"
-    path.write_text(json.dumps({"category": "qa", "turns": ["a", "b", "c"]}) + "\n")
-    fake = FakeServer([Script(((0.0, 2),)), Script(((0.0, 3),))], k=4)
-    with running(fake) as url:
-        asked = BenchOptions(
-            base_url=url,
-            disable_tqdm=True,
-            dataset_name="mt_bench",
-            dataset_path=str(path),
-            num_prompts=1,
-            backend=backend,
-            tokenizer=tokenizer_folder,
-            seed=5,
-        )
-        result = measure(asked, prepare(asked))
-        first = asked.model_copy(update={"first_turns_only": True})
-        alone = measure(first, prepare(first))
-        fake.scripts = [Script(((0.0, 2),), fault="status")]
-        failed = measure(asked, prepare(asked))
-    assert (result["completed"], result["num_prompts"], result["total_output_tokens"]) == (
-        3,
-        1,
-        2 + 3 + 2,
-    )
-    assert [body["seed"] for body in fake.bodies[:3]] == [5, 6, 7]
-    last = fake.bodies[2]
-    if backend == "openai-chat":
-        assert [turn["content"] for turn in last["messages"]] == ["a", "xx", "b", "xxx", "c"]
-    else:
-        assert (
-            "user:a</s><s>assistant:xx</s><s>user:b</s><s>assistant:xxx</s><s>user:c</s>"
-            in last["prompt"]
-        )
-    assert result["spec_decode_acceptance_length"] == pytest.approx(1 + (1 + 2 + 1) / 3)
-    assert list(result["dataset_sha256"]) == ["question.jsonl"]
-    assert alone["completed"] == 1 and (failed["completed"], failed["failed"]) == (0, 3)
-    assert failed["errors"][1] == failed["errors"][2] == "not asked: the turn before it failed"
+@st.composite
+def measured(draw):
+    repeats, lengths = draw(st.integers(1, 4)), draw(st.sets(st.integers(0, 6), min_size=1))
+    gains = st.lists(st.sampled_from([0.5, 0.9, 1.0, 1.1, 2.0]), min_size=repeats, max_size=repeats)
+    levels = draw(st.sets(st.integers(1, 900), min_size=1, max_size=5))
+    return {level: {k: draw(gains) for k in lengths} for level in levels}
 
 
-# ------------------------------------------------------------------------------ our own, and both
+class Row:
+    draft_limit = most_drafts = 1000
+
+
+def drafts(advice, batch_size: int) -> int:
+    """What our engine drafts for a batch of that size."""
+    if advice is None:
+        return 0
+    config = parse_speculative_config({"method": "ngram"} | json.loads(json.dumps(advice)))
+    schedule = config.num_speculative_tokens_per_batch_size
+    policy = DraftLength(config.num_speculative_tokens, schedule)
+    return policy.limits([Row()] * batch_size)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(measured())
+def test_every_concurrency_gets_its_fastest_length(gains):
+    advice = advised_lengths(gains)
+    for level, values in gains.items():
+        medians = {0: 1.0} | {k: median(one) for k, one in values.items()}
+        fastest = min(k for k in medians if medians[k] == max(medians.values()))
+        assert best(values) == fastest == drafts(advice, level)
+    ranges = (advice or {}).get(SCHEDULE, [])
+    for before, after in zip([[0, 0, None], *ranges], ranges):
+        assert after[0] == before[1] + 1 <= after[1] and after[2] != before[2]
+    assert len(ranges) != 1
+
+
+# ------------------------------------------------------------------------- our own server
 
 
 @pytest.fixture(scope="module")
@@ -504,77 +379,103 @@ def model(tiny_model, byte_tokenizer):
     return model
 
 
-@pytest.fixture
-def tokenizer_folder(tmp_path, byte_tokenizer):
+RANDOM = ["--dataset-name", "random", "--num-prompts", "4", "--random-input-len", "12"]
+RANDOM += ["--random-output-len", "20", "--temperature", "0"]
+
+
+@pytest.mark.slow
+def test_our_own_server_counts_the_same(serving, drafting_llm, model, byte_tokenizer, tmp_path):
+    """Through the command: tokens and acceptance as the engine itself has them."""
     byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_our_own_server_counts_the_same(serving, drafting_llm, model, tokenizer_folder, backend):
-    """Tokens, texts and acceptance as the engine itself has them."""
     llm = drafting_llm("ngram", model, max_num_seqs=3)
-    url = serving(llm)
-    asked = options(
-        url,
-        dataset_name="random",
-        num_prompts=6,
-        random_input_len=12,
-        output_len=20,
-        seed=3,
-        backend=backend,
-        tokenizer=tokenizer_folder,
-        max_concurrency=3,
-        num_warmups=1,
-        temperature=0,
+    flags = [*RANDOM, "--base-url", serving(llm), "--tokenizer", str(tmp_path / "tokenizer")]
+    found = CliRunner().invoke(
+        app, ["bench", *flags, "--save-result", "--result-dir", str(tmp_path)]
     )
-    counters = llm.engine.counters
-    result = measure(asked, prepare(asked))
-    again = measure(asked, prepare(asked))
-    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (6, 0, 120)
-    assert (
-        result["generated_texts"] == again["generated_texts"]
-        and result["input_lens"] == again["input_lens"]
-    )
-    assert (set(result["input_lens"]) == {12}) == (
-        backend == "openai"
-    )  # a chat has its template's tokens as well
-    assert result["note"].startswith("random: load only")
-    assert 0 < result["spec_decode_num_drafts"] < counters.num_drafts
-    assert result["spec_decode_acceptance_length"] == again["spec_decode_acceptance_length"]
+    assert found.exit_code == 0, found.output
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (4, 0, 80)
+    assert result["total_input_tokens"] == 48
+    assert 0 < result["spec_decode_num_drafts"] < llm.engine.counters.num_drafts
+    assert "TTFT" in found.output and "random tokens" in found.output
 
 
 @pytest.mark.slow
-def test_off_and_on_side_by_side(serving, drafting_llm, model, tokenizer_folder):
-    """Greedy answers are the same; ratios are those of the results."""
-    from contextlib import nullcontext
-
-    urls = {
-        mode: serving(drafting_llm("ngram" if mode == "on" else "off", model, max_num_seqs=4))
-        for mode in MODES
-    }
-    asked = options(
-        urls["on"],
-        dataset_name="random",
-        num_prompts=4,
-        random_input_len=8,
-        output_len=16,
-        temperature=0,
-        tokenizer=tokenizer_folder,
-        compare=True,
-        baseline_url=urls["off"],
-        concurrencies=(1, 2),
-    )
-    servers = {mode: lambda url=url: nullcontext(url) for mode, url in urls.items()}
-    found = compare(asked, prepare(asked), servers, together=True)
+def test_off_and_every_length_side_by_side(serving, drafting_llm, model, tmp_path):
+    """Greedy answers are the same; gains are quotients of the speeds."""
+    on, off = (serving(drafting_llm(kind, model, max_num_seqs=4)) for kind in ("ngram", "off"))
+    (tmp_path / "f.jsonl").write_text('{"prompt": "ab ab ab"}\n{"prompt": "cd cd"}\n')
+    given = {"dataset_path": str(tmp_path / "f.jsonl"), "num_prompts": 4, "output_len": 16}
+    given |= {"temperature": 0, "concurrencies": "1,2", "draft_lengths": "1,3", "repeats": 2}
+    asked = options(base_url=(on,), baseline_url=off, **given)
+    found = compare(asked, prepare(asked))
     assert [level["max_concurrency"] for level in found["levels"]] == [1, 2]
     for level in found["levels"]:
-        off, on = level["off"], level["on"]
-        assert (level["identical_outputs"], level["compared_outputs"]) == (4, 4)
-        assert "spec_decode_num_drafts" in on and "spec_decode_num_drafts" not in off
-        assert level["ratios"]["output_throughput"] == pytest.approx(
-            on["output_throughput"] / off["output_throughput"]
-        )
-        assert on["tokens_per_second_per_user"] == pytest.approx(1000 / on["median_tpot_ms"])
-        assert "generated_texts" not in on
+        assert [*level["modes"]] == ["off", "K=1", "K=3"]
+        assert "spec_decode_num_drafts" not in level["modes"]["off"]
+        for mode in ("K=1", "K=3"):
+            result = level["modes"][mode]
+            assert result["identical_outputs"] == 4 and result["spec_decode_num_drafts"] > 0
+            assert len(result["spec_decode_per_position_acceptance_rates"]) == 3
+            middle, least, most = result["gain"]
+            assert least <= middle <= most
+    for wrong in ({"base_url": (off,)}, {"base_url": (on, on)}, {"draft_lengths": "9"}):
+        with pytest.raises(ConfigError, match="--base-url"):
+            compare(BenchOptions(**(asked.model_dump() | wrong)), prepare(asked))
+
+
+# ---------------------------------------------------------------------------------- flags
+
+
+def read(line: str) -> BenchOptions:
+    command = typer.main.get_command(app).commands["bench"]
+    context = command.make_context("bench", shlex.split(line))
+    return validated(BenchOptions, "bench", given_values(context.params))
+
+
+def test_flags_are_those_of_vllm():
+    found = read(
+        "--backend openai-chat --base_url http://a:1/v1 --model m --dataset-name mt_bench"
+        " --dataset-path q.jsonl --num-prompts 7 --request-rate 2.5 --max_concurrency=4 --seed 3"
+        " --ignore-eos --temperature 0 --output-len 9 --extra-body '{\"top_p\": 0.5}'"
+    )
+    assert (found.url, found.model, found.chat) == ("http://a:1/v1", "m", True)
+    assert (found.request_rate, found.max_concurrency, found.num_prompts) == (2.5, 4, 7)
+    assert found.body == {"temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
+    found = read("--dataset-name random --host ::1 --port 9 --random-input-len 5")
+    assert (found.url, found.chat, found.random_input_len) == ("http://[::1]:9", False, 5)
+    assert found.request_rate == math.inf and found.body == {"ignore_eos": True}
+    compared = "--dataset-name random --base-url a b --baseline-url c --concurrencies 1,4"
+    assert (read(compared).base_url, read(compared).concurrencies) == (("a", "b"), (1, 4))
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("", "--dataset-name"),
+        ("--dataset-name nothing", "nothing"),
+        ("--dataset-name random --num-prompts 0", "--num-prompts 0"),
+        ("--dataset-name random --request-rate 0", "--request-rate 0"),
+        ("--dataset-name random --repeats 3", "--repeats"),
+        ("--dataset-name random --baseline-url http://a", "--base-url"),
+        ("--dataset-name random --base-url a b", "--base-url"),
+        ("--dataset-name custom", "--dataset-path"),
+        ("--dataset-name random --dataset-path a", "--dataset-path"),
+        ("--dataset-name random --backend openai-chat", "--backend"),
+        ("--dataset-name random --extra-body {", "--extra-body"),
+        ("--dataset-name random --no-such-flag 1", "--no-such-flag"),
+        ("--dataset-name random --port 1", "is the server running"),
+        ("--dataset-name random --port 1 --model m --request-rate 0.001", "is the server running"),
+    ],
+)
+def test_what_cannot_be_is_named_at_once(line, named, monkeypatch):
+    monkeypatch.setattr("inference.entrypoints.loading.load_tokenizer", lambda *_, **__: range(9))
+    monkeypatch.setattr("inference.bench.load.load_questions", lambda *_: [Question("a", 1)])
+    found = CliRunner().invoke(app, ["bench", *shlex.split(line)], env={"COLUMNS": "200"})
+    assert found.exit_code == 2 and named in found.output.replace("\n", " ")
+
+
+def test_help_fits_80_columns():
+    found = CliRunner().invoke(app, ["bench", "-h"], env={"COLUMNS": "80"}).output
+    assert max(map(len, found.splitlines())) <= 80 and "{" not in found
+    assert all(f"\n{panel}:" in found for panel in ("Server", "Prompts", "Load", "Results"))

@@ -17,8 +17,6 @@ import httpx2
 import pytest
 import torch
 
-from inference.bench.datasets import require_room
-from inference.bench.options import BenchOptions
 from inference.entrypoints.vllm_options import read_options
 from inference.server.options import ServeFlags
 from inference.server.real_vllm import speculative_config
@@ -98,12 +96,11 @@ def test_a_server_and_its_client(pair, tmp_path):
         said, _ = refused.communicate()
         assert refused.returncode == 2 and "2348" in said and "context of 2048" in said
         shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
-        result = tmp_path / "result.json"
-        saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", result.name]
+        saved = ["--save-result", "--result-dir", str(tmp_path)]
         answered = Forked([*client, *shorter, *saved])
         said, _ = answered.communicate()
         assert answered.returncode == 0, said
-    found = json.loads(result.read_text())
+    found = json.loads((tmp_path / "bench.json").read_text())
     assert (found["completed"], found["failed"], found["total_output_tokens"]) == (10, 0, 240)
     assert found["spec_decode_num_drafts"] > 0 and "acceptance length" in said
     assert re.search(r"--speculative-model.*older flags; now --speculative-config", log[0])
@@ -142,16 +139,3 @@ def test_a_device_that_torch_does_not_know():
     assert read_options({"device": torch.device("cpu")}).device == "cpu"
     with pytest.warns(UserWarning, match="gcu"):
         assert read_options({"device": "gcu"}).device is None
-
-
-@pytest.mark.parametrize("context", [None, 151])
-def test_random_lengths_within_the_context(context):
-    options = BenchOptions(
-        dataset_name="random", random_input_len=100, random_prefix_len=1, output_len=50
-    )
-    require_room(options, context)
-    require_room(
-        BenchOptions(dataset_name="custom", dataset_path="x.jsonl", random_input_len=9999), context
-    )
-    with pytest.raises(ConfigError, match="context of 150"):
-        require_room(options, 150)

@@ -1,0 +1,301 @@
+"""One measurement of a server: requests arrive, their streams are timed, and the result has the
+names of vLLM's `bench serve`.
+
+The server counts the tokens (`usage`): with drafting, a piece of a stream may hold several. Failed
+requests are counted and enter no figure. A figure without values is None, never 0."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from inference.bench.datasets import Question, load_questions
+from inference.bench.options import BenchOptions
+from inference.metrics import SpecDecodeCounters
+from speculators.errors import ConfigError, DraftsmithError
+
+KEY = "OPENAI_API_KEY"
+TIMEOUT_S = 3600.0  # after which a request has failed
+DETAILS = ("generated_texts", "errors")  # fields with an entry for every request
+
+
+@dataclass
+class Outcome:
+    """The result of one request. Times are in seconds; waiting for a free slot is in none.
+
+    ttft          from sending to the first piece of the answer
+    itl           between consecutive pieces; a piece may hold several tokens
+    latency       from sending to the last piece
+    """
+
+    error: str = ""
+    ttft: float = 0.0
+    latency: float = 0.0
+    itl: tuple[float, ...] = ()
+    prompt_len: int = 0
+    output_tokens: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The requests of one command, made once: servers that are compared get the same."""
+
+    questions: list[Question]
+    model_id: str
+
+
+def prepare(options: BenchOptions) -> Work:
+    """Reads the dataset. Asks the server for its model if the options name none."""
+    model_id = options.model or asyncio.run(_served_model(options))
+    tokenizer = None
+    if options.random:
+        from inference.entrypoints.loading import load_tokenizer
+
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=trust)
+    return Work(load_questions(options, tokenizer), model_id)
+
+
+def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
+    """The result of one run: the options, vLLM's figures, and DETAILS."""
+    return asyncio.run(_measure(options, work))
+
+
+def client_of(options: BenchOptions, url: str) -> openai.AsyncOpenAI:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    return openai.AsyncOpenAI(
+        base_url=url.rstrip("/").removesuffix("/v1") + "/v1",
+        api_key=os.environ.get(KEY) or "none",
+        timeout=TIMEOUT_S,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+    )
+
+
+async def _card(client: openai.AsyncOpenAI, model: str | None) -> Any:
+    """The server's entry for a model, None: its first one. DraftsmithError without an answer."""
+    try:
+        cards = (await client.models.list()).data
+    except openai.OpenAIError as error:
+        hint = "is the server running, and is this its address? Its key is read from"
+        raise DraftsmithError(f"{client.base_url}models: {error}; {hint} ${KEY}") from None
+    fitting = [card for card in cards if model in (None, card.id, getattr(card, "root", None))]
+    if not fitting:
+        served = ", ".join(card.id for card in cards)
+        raise ConfigError(f"--model {model}: the server has {served or 'no model'}")
+    return fitting[0]
+
+
+async def _served_model(options: BenchOptions) -> str:
+    async with client_of(options, options.url) as client:
+        card = await _card(client, None)
+    return getattr(card, "root", None) or card.id
+
+
+async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
+    async with client_of(options, options.url) as client:
+        card = await _card(client, options.model)
+        require_room(options, getattr(card, "max_model_len", None))
+        name, count = card.id, len(work.questions)
+        await stream(client, options, name, work.questions[0], 0)  # warms it up
+        arrivals = arrival_times(count, options.request_rate, options.seed)
+        slots = asyncio.Semaphore(options.max_concurrency or count)
+        before = await drafting_counters(client)
+        start = time.perf_counter()
+        with tqdm(total=count, disable=None, unit="request", leave=False) as bar:
+
+            async def ask(index: int) -> Outcome:
+                await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
+                async with slots:
+                    outcome = await stream(client, options, name, work.questions[index], index)
+                bar.update()
+                return outcome
+
+            outcomes = await asyncio.gather(*map(ask, range(count)))
+        duration = time.perf_counter() - start
+        drafting = drafting_figures(before, await drafting_counters(client))
+    return _description(options, work) | figures(outcomes, duration) | drafting
+
+
+def require_room(options: BenchOptions, context: int | None) -> None:
+    """ConfigError for random prompts and answers that are longer than the model's context. Only the
+    server knows the lengths in tokens of other datasets."""
+    length = options.random_input_len + options.random_output_len
+    if options.random and context is not None and length > context:
+        raise ConfigError(
+            f"--dataset-name random: prompts and answers have {length} tokens together, and the"
+            f" server's model has a context of {context}; lower --random-input-len or"
+            " --random-output-len, or serve a model with a longer one"
+        )
+
+
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds after the start at which requests arrive, [count]: a Poisson process.
+
+    As in vLLM its gaps are scaled so that the last request arrives after count/rate seconds, which
+    makes the offered rate that of the option. With an infinite rate all arrive at once."""
+    if math.isinf(rate):
+        return [0.0] * count
+    times = np.cumsum(np.random.default_rng([seed, 1]).exponential(1.0, count))
+    return (times * (count / rate / times[-1])).tolist()
+
+
+async def stream(
+    client: openai.AsyncOpenAI, options: BenchOptions, name: str, question: Question, index: int
+) -> Outcome:
+    """Sends a request and reads the stream of its answer to the end. Failures of the server or the
+    network give an outcome with an error. Every request has a seed of its own, so that sampling
+    repeats."""
+    fields: dict[str, Any] = {"model": name, "seed": options.seed + index, "stream": True}
+    fields |= {"stream_options": {"include_usage": True}, "extra_body": options.body}
+    create: Any = client.completions.create
+    if options.chat:
+        create = client.chat.completions.create
+        fields |= {"messages": question.prompt, "max_completion_tokens": question.output_len}
+    else:
+        fields |= {"prompt": question.prompt, "max_tokens": question.output_len}
+    outcome, times, usage, finished = Outcome(), list[float](), None, False
+    start = time.perf_counter()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            async for chunk in await create(**fields):
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    if (piece := _piece(choice)) is not None:
+                        times.append(time.perf_counter())
+                        outcome.text += piece
+                    finished = finished or choice.finish_reason is not None
+    except (openai.OpenAIError, httpx2.HTTPError, TimeoutError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+        return outcome
+    if not (times and finished and usage):
+        missing = "usage" if times and finished else "finish_reason" if times else "token"
+        outcome.error = f"the stream ended without a {missing}"
+        return outcome
+    outcome.ttft, outcome.latency = times[0] - start, times[-1] - start
+    outcome.itl = tuple(np.diff(times).tolist())
+    outcome.prompt_len, outcome.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    return outcome
+
+
+def _piece(choice: Any) -> str | None:
+    """The generated text of a choice; None if it brings no token, as the opening of a chat, which
+    names the role. An empty text is a token whose text is held back, or part of a reasoning."""
+    delta = getattr(choice, "delta", None)
+    if delta is None:
+        return choice.text
+    return None if delta.role and not delta.content else delta.content or ""
+
+
+# ------------------------------------------------------------------------------- figures
+
+
+def figures(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+    """The fields of vLLM's result. TPOT is (latency - TTFT) / (tokens - 1), over requests of at
+    least two tokens. Throughputs are those of requests that succeeded, over `duration_s`."""
+    done = [outcome for outcome in outcomes if not outcome.error]
+    prompt_tokens = sum(o.prompt_len for o in done)
+    output_tokens = sum(o.output_tokens for o in done)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / duration_s,
+        "output_throughput": output_tokens / duration_s,
+        "total_token_throughput": (prompt_tokens + output_tokens) / duration_s,
+        "generated_texts": [o.text for o in outcomes],
+        "errors": [o.error for o in outcomes],
+    }
+    seconds = {
+        "ttft": [o.ttft for o in done],
+        "tpot": [(o.latency - o.ttft) / (o.output_tokens - 1) for o in done if o.output_tokens > 1],
+        "itl": [gap for o in done for gap in o.itl],
+        "e2el": [o.latency for o in done],
+    }
+    for name, values in seconds.items():
+        ms = 1000 * np.asarray(values)
+        result[f"mean_{name}_ms"] = float(ms.mean()) if len(ms) else None
+        for kind, percent in {"median": 50, "p90": 90, "p99": 99}.items():
+            result[f"{kind}_{name}_ms"] = float(np.percentile(ms, percent)) if len(ms) else None
+    return result
+
+
+def without_details(result: dict[str, Any]) -> dict[str, Any]:
+    """A result without what it has for every request."""
+    return {name: value for name, value in result.items() if name not in DETAILS}
+
+
+async def drafting_counters(client: openai.AsyncOpenAI) -> SpecDecodeCounters | None:
+    """The server's own counters. None: it has no /metrics, or does not draft."""
+    url = str(client.base_url).removesuffix("/v1/") + "/metrics"
+    try:
+        return read_counters(await client.get(url, cast_to=str))
+    except (openai.OpenAIError, ValueError):
+        return None
+
+
+def read_counters(text: str) -> SpecDecodeCounters | None:
+    """The counters of speculative decoding among vLLM's metrics, summed over its engines. None if
+    there are none. ValueError for another format."""
+    counters, drafts, positions = SpecDecodeCounters(), False, dict[int, int]()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
+            drafts = drafts or name == "num_drafts"
+            if name == "num_accepted_tokens_per_pos":
+                place = int(sample.labels["position"])
+                positions[place] = positions.get(place, 0) + int(sample.value)
+            elif name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                setattr(counters, name, getattr(counters, name) + int(sample.value))
+    counters.num_accepted_tokens_per_pos = [positions[place] for place in sorted(positions)]
+    return counters if drafts else None
+
+
+def drafting_figures(
+    before: SpecDecodeCounters | None, after: SpecDecodeCounters | None
+) -> dict[str, Any]:
+    """Acceptance between two readings of the server's counters, under vLLM's names; empty if
+    nothing was drafted or the counters were reset. The rate is in per cent. Rates by position are
+    joint."""
+    if before is None or after is None:
+        return {}
+    between = after.since(before)
+    if between.num_drafts <= 0 or between.num_draft_tokens <= 0:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": 100 * between.num_accepted_tokens / between.num_draft_tokens,
+        "spec_decode_acceptance_length": between.acceptance_length,
+        "spec_decode_num_drafts": between.num_drafts,
+        "spec_decode_draft_tokens": between.num_draft_tokens,
+        "spec_decode_accepted_tokens": between.num_accepted_tokens,
+        "spec_decode_per_position_acceptance_rates": between.joint_rates(),
+    }
+
+
+def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": options.backend or ("openai-chat" if options.chat else "openai"),
+        "model_id": work.model_id,
+        "num_prompts": len(work.questions),
+        "dataset_name": options.dataset_name,
+        "seed": options.seed,
+        "request_parameters": options.body,
+        "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
+        "max_concurrency": options.max_concurrency,
+    }
