@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
 import os
 import socket
 import sys
@@ -16,9 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
-
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.probe import Parts
 
 os.environ.setdefault(
     "TORCHINDUCTOR_COMPILE_THREADS", "1"
@@ -182,61 +178,6 @@ def make_tiny_model(name: str, **overrides):
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model
-
-
-def _identity(target: FrozenTarget) -> tuple | None:
-    """All that probes of `target` depend on; None where that is more than its config, its classes
-    and its weights."""
-    model, names = target.model, []
-    for module in model.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(hook.__module__ != FrozenTarget.__module__ for hook in hooks) or "forward" in vars(
-            module
-        ):
-            return None
-        names.append((type(module), module.training))
-    weights = [*model.parameters(), *model.buffers()]
-    if target._parts.stateful or sum(w.numel() for w in weights) > 100_000:
-        return None
-    if not {(type(w), w.device.type) for w in weights} <= {
-        (torch.Tensor, "cpu"),
-        (torch.nn.Parameter, "cpu"),
-    }:
-        return None
-    content = hashlib.blake2b()
-    for weight in weights:
-        content.update(weight.detach().flatten().view(torch.uint8).numpy())
-    config = (model.config.to_json_string(use_diff=False), target.config._attn_implementation)
-    kinds = [(weight.dtype, weight.shape) for weight in weights]
-    return tuple(names), tuple(kinds), content.digest(), config, tuple(target.tap_layers)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _probed_once():
-    """Two targets of the same config, classes and weights are probed once: else it is a tenth of
-    the suite's time."""
-    probe = FrozenTarget._confirm
-    found: dict[tuple, dict] = {}
-
-    def confirm(target: FrozenTarget, parts) -> None:
-        identity = _identity(target)
-        if identity is not None and identity in found:
-            target._set_parts(parts)
-            vars(target).update(found[identity])
-            return
-        before = dict(vars(target))
-        probe(target, parts)
-        if identity is not None and target._parts is parts:
-            changed = {
-                name: value for name, value in vars(target).items() if before.get(name) is not value
-            }
-            found[identity] = {
-                name: changed[name] for name in changed if not isinstance(changed[name], Parts)
-            }
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FrozenTarget, "_confirm", confirm)
-        yield
 
 
 @pytest.fixture(scope="session")
