@@ -211,8 +211,7 @@ def test_dry_run_says_what_would_happen_and_does_nothing(recipe_file):
 def test_dry_run_says_what_cached_features_take(recipe_file):
     cache = (
         "features.mode=cache",
-        "features.encoding=rotated3",
-        "features.last_hidden_encoding=rotated6",
+        "features.encoding=rotated",
     )
     code, output = call("train", recipe_file, *cache, "--dry-run")
     assert code == 0, output

@@ -31,6 +31,4 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
         texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
         data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
         del texts  # and the engine that wrote them
-        fill(
-            stage, target, data.rows, open_cache(stage, target, data, stages).scan(), stages, writer
-        )
+        fill(stage, target, data.rows, open_cache(stage, target, data).scan(), stages, writer)

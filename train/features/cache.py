@@ -20,7 +20,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from speculators.errors import DataError
 from speculators.precision import as_dtype
 from train.data.packing import PackedRow
-from train.features.encodings import Encoding, bytes_per_token, make_encoding, relative_error
+from train.features.encodings import Encoding, make_encodings, relative_error
 
 FORMAT = 1
 KEY_FILE = "key.json"
@@ -55,8 +55,7 @@ class CacheKey:
     taps: tuple[int, ...]
     dtype: str  # the target runs in
     engine: str  # that computed them
-    encoding: str  # of the taps
-    last_hidden_encoding: str
+    encoding: str
     format: int = FORMAT
 
     @property
@@ -64,11 +63,6 @@ class CacheKey:
         """The hash of everything but the target's name."""
         content = {name: value for name, value in asdict(self).items() if name != "target"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-    def differences(self, other: CacheKey) -> dict[str, tuple[Any, Any]]:
-        """The fields that differ, as (here, there)."""
-        mine, theirs = asdict(self), asdict(other)
-        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,8 @@ class FeatureCache:
 
     def __init__(self, root: Path, key: CacheKey) -> None:
         self.key, self.folder = key, root / key.address
-        self._names, self._dtype = (key.encoding, key.last_hidden_encoding), as_dtype(key.dtype)
-        self.taps, self.last_hidden = (
-            make_encoding(name, key.hidden_size, self._dtype) for name in self._names
+        self.taps, self.last_hidden = make_encodings(
+            key.encoding, key.hidden_size, as_dtype(key.dtype)
         )
         self._places: dict[bytes, Place] = {}
         self._scanned: set[Path] = set()
@@ -117,7 +110,7 @@ class FeatureCache:
 
     @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(self._names, len(self.key.taps), self.key.hidden_size, self._dtype)
+        return len(self.key.taps) * self.taps.bytes_per_vector + self.last_hidden.bytes_per_vector
 
     def __contains__(self, text: bytes) -> bool:
         return text in self._places
@@ -204,18 +197,6 @@ class FeatureCache:
             )
         return shard
 
-    # ---------------------------------------------------------------- other keys
-
-    @cached_property
-    def others(self) -> list[tuple[Path, CacheKey]]:
-        """Features below the same root that have another key."""
-        others = []
-        for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
-            if path.parent != self.folder:
-                tree = json.loads(path.read_text(encoding="utf-8"))
-                others.append((path.parent, CacheKey(**{**tree, "taps": tuple(tree["taps"])})))
-        return others
-
 
 class ShardWriter:
     """Collects texts of one process and writes a shard for every `shard_bytes`."""
@@ -223,9 +204,7 @@ class ShardWriter:
     def __init__(self, cache: FeatureCache, shard_bytes: float) -> None:
         self.cache, self.shard_bytes = cache, shard_bytes
         self.bytes, self.tokens = 0, 0  # written
-        self.error: dict[
-            str, float
-        ] = {}  # largest mean relative squared error of a text, by tensor
+        self.error: dict[str, float] = {}  # largest mean relative squared error, by tensor
         self._texts: list[tuple[bytes, dict[str, Tensor]]] = []
         self._waiting = 0
         self._prepare()

@@ -1,15 +1,15 @@
-"""Encodings of hidden states in few bits: pure functions from vectors to bytes and back.
+"""Encodings of hidden states: pure functions from vectors to bytes and back.
 
 A vector is one hidden state of one token, H numbers. Its bytes include its scales, so that any run
 of tokens can be read alone.
 
-    exact       the numbers as they are
-    bf16        rounded to bfloat16: exact for a bfloat16 target
-    rotated2 .. rotated8
-                rotated by a random Hadamard matrix, which spreads a few large channels over many
-                and makes the numbers nearly normal; then the best levels for a normal distribution
-                (Max, "Quantizing for minimum distortion", 1960), one scale per 256 numbers
-                (rotations: QuaRot, arXiv 2404.00456)
+    exact      the numbers as they are
+    bf16       rounded to bfloat16: exact for a bfloat16 target
+    rotated    rotated by a random Hadamard matrix, which spreads a few large channels over many and
+               makes the numbers nearly normal; then the best levels for a normal distribution (Max,
+               "Quantizing for minimum distortion", 1960), one scale per 256 numbers (rotations:
+               QuaRot, arXiv 2404.00456). 3 bits for taps, which the head reads, 6 for the last
+               hidden state, from which p is computed
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from speculators.errors import ConfigError
-
+ROTATED_BITS = (3, 6)  # of taps and of the last hidden state
 BLOCK = 256  # numbers that are rotated together and share a scale, at most
 SMALLEST_BLOCK = 64  # narrower ones would be mostly scales
 TINY = torch.finfo(torch.bfloat16).tiny  # the smallest divisor
@@ -108,23 +107,19 @@ class Rotated(Encoding):
         return vectors[..., : self.width].to(self.dtype)
 
 
-NAMES = ("exact", "bf16", *(f"rotated{bits}" for bits in range(2, 9)))
+def make_encodings(name: str, width: int, dtype: torch.dtype) -> tuple[Encoding, Encoding]:
+    """The encodings of taps and of the last hidden state, `width` numbers in the target's
+    `dtype`."""
+    if name == "rotated":
+        taps, last_hidden = (Rotated(f"rotated{n}", width, dtype, n) for n in ROTATED_BITS)
+        return taps, last_hidden
+    plain = Plain(name, width, dtype, dtype if name == "exact" else torch.bfloat16)
+    return plain, plain
 
 
-def make_encoding(name: str, width: int, dtype: torch.dtype) -> Encoding:
-    """The encoding `name` for hidden states of `width` numbers in the target's `dtype`."""
-    if name not in NAMES:
-        raise ConfigError(
-            f"features.encoding: unknown encoding {name!r}; expected one of {', '.join(NAMES)}"
-        )
-    if name.startswith("rotated"):
-        return Rotated(name, width, dtype, int(name.removeprefix("rotated")))
-    return Plain(name, width, dtype, dtype if name == "exact" else torch.bfloat16)
-
-
-def bytes_per_token(names: tuple[str, str], taps: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of `taps` taps and the last hidden state, whose encodings are `names`."""
-    tap, last_hidden = (make_encoding(name, width, dtype).bytes_per_vector for name in names)
+def bytes_per_token(name: str, taps: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes of `taps` taps and the last hidden state."""
+    tap, last_hidden = (one.bytes_per_vector for one in make_encodings(name, width, dtype))
     return taps * tap + last_hidden
 
 
@@ -142,16 +137,12 @@ def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2**bits [..., N], N a multiple of 8 -> uint8 [..., N · bits / 8]: 8 codes
     in `bits` bytes."""
-    if bits == 8:
-        return codes
     words = codes.unflatten(-1, (-1, 8)).long() << (bits * torch.arange(8, device=codes.device))
     return _bytes(words.sum(-1, keepdim=True))[..., :bits].flatten(-2)
 
 
 def unpack_bits(payload: Tensor, bits: int) -> Tensor:
     """Undoes `pack_bits` -> uint8 [..., N]."""
-    if bits == 8:
-        return payload
     words = (
         torch.nn.functional.pad(payload.unflatten(-1, (-1, bits)), (0, 8 - bits))
         .contiguous()

@@ -60,9 +60,8 @@ def training_features(
     of them are there."""
     cache = None
     if recipe.features.mode == "cache":
-        with accelerator.main_process_first():  # it may delete what is there
-            cache = open_cache(recipe, target, data, stages).scan()
-        accelerator.wait_for_everyone()
+        cache = open_cache(recipe, target, data).scan()
+        accelerator.wait_for_everyone()  # so that all find the same texts missing
         writer = Writer((accelerator.process_index, accelerator.num_processes))
         if recipe.features.engine == "vllm":
             writer = vllm_writer(accelerator, recipe.features.vllm_options)
@@ -133,23 +132,12 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
         taps=target.tap_layers,
         dtype=str(target.dtype).removeprefix("torch."),
         engine=section.engine,
-        encoding=section.encodings[0],
-        last_hidden_encoding=section.encodings[1],
+        encoding=section.encoding,
     )
 
 
-def open_cache(
-    recipe: Recipe, target: FrozenTarget, data: TrainingData, stages: Stages
-) -> FeatureCache:
-    """The recipe's cache. Other features in its folder, such as those of a target that has changed,
-    are reported and not read."""
-    cache = FeatureCache(_root(recipe), cache_key(recipe, target, data))
-    for path, key in cache.others:
-        differences = [
-            f"{name} {theirs}" for name, (_, theirs) in cache.key.differences(key).items()
-        ]
-        stages.say(f"      {path}: other features, not used ({', '.join(differences)})")
-    return cache
+def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> FeatureCache:
+    return FeatureCache(_root(recipe), cache_key(recipe, target, data))
 
 
 def fill(
@@ -167,7 +155,7 @@ def fill(
     whole = cache.bytes_per_token * sum(map(len, rows))
     stages.say(
         f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
-        f" ({section.described()}), {size_text(whole)} for the rows of this run,"
+        f" ({section.encoding}), {size_text(whole)} for the rows of this run,"
         f" {size_text(cache.bytes_per_token * tokens)} to be written"
     )
     if not wanted:

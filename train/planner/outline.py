@@ -60,7 +60,7 @@ class Outline:
         """Bytes per token on disk, with features.mode: cache."""
         t = self.target
         return bytes_per_token(
-            self.recipe.features.encodings, len(self.drafter.tap_layers), t.hidden_size, t.dtype
+            self.recipe.features.encoding, len(self.drafter.tap_layers), t.hidden_size, t.dtype
         )
 
     @property

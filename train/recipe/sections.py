@@ -523,19 +523,6 @@ def split_gate(name: str) -> tuple[float | None, str]:
     return (None if match["temperature"] is None else float(match["temperature"])), match["metric"]
 
 
-EncodingName = Literal[
-    "exact",
-    "bf16",
-    "rotated2",
-    "rotated3",
-    "rotated4",
-    "rotated5",
-    "rotated6",
-    "rotated7",
-    "rotated8",
-]
-
-
 class FeaturesSection(Section):
     """The target's features of training rows. Only `mode: cache` reads the other keys."""
 
@@ -545,15 +532,12 @@ class FeaturesSection(Section):
             "online: computed when a step needs them; cache: written to disk once, then read"
         ),
     )
-    encoding: EncodingName = Field(
+    encoding: Literal["exact", "bf16", "rotated"] = Field(
         "bf16",
         description=(
-            "how taps are written, exact: in the target's dtype; docs/features.md has sizes and"
-            " losses"
+            "how states are written; exact: in the target's dtype, rotated: a quarter of bf16;"
+            " docs/features.md has sizes and losses"
         ),
-    )
-    last_hidden_encoding: EncodingName | None = Field(
-        None, description="how the last hidden state is written; null: as the taps"
     )
     dir: Text | None = Field(
         None,
@@ -568,12 +552,3 @@ class FeaturesSection(Section):
     vllm_options: dict[str, Any] = Field(
         {}, description="options of vLLM's LLM, such as tensor_parallel_size"
     )
-
-    @property
-    def encodings(self) -> tuple[str, str]:
-        """The encodings of taps and of the last hidden state."""
-        return self.encoding, self.last_hidden_encoding or self.encoding
-
-    def described(self) -> str:
-        taps, last_hidden = self.encodings
-        return taps if taps == last_hidden else f"taps {taps}, last hidden state {last_hidden}"

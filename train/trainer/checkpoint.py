@@ -213,7 +213,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
     }
     parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]
     if recipe.features.mode == "cache":
-        parts += [recipe.features.engine, *recipe.features.encodings]
+        parts += [recipe.features.engine, recipe.features.encoding]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,6 @@ from train.features.cache import (
     FeatureCache,
     ShardWriter,
     missing,
-    text_key,
     texts_of,
 )
 from train.features.row_features import RowFeatures
@@ -57,7 +56,6 @@ def make_key(encoding: str = "exact", **changes) -> CacheKey:
         dtype="float32",
         engine="draftsmith",
         encoding=encoding,
-        last_hidden_encoding=encoding,
     )
     return CacheKey(**(fields | changes))
 
@@ -119,26 +117,17 @@ def test_training_from_an_exact_cache_is_training(target, rows, tmp_path):
     assert trained[0][1] == trained[1][1]
 
 
-def test_a_lossy_encoding_trains_too_and_is_smaller(target, rows, tmp_path):
-    cache = FeatureCache(tmp_path, make_key("rotated4"))
-    writer = write(cache, rows, target)
-    assert 0 < writer.error["taps"] < 0.02
-    found = RowFeatures(target, rows, cache=cache.scan()).of([3])
-    expected = RowFeatures(target, rows).of([3])
-    assert 0 < (found.taps - expected.taps).norm() / expected.taps.norm() < 0.15
-
-
-def test_bfloat16_of_a_bfloat16_target_is_exact(rows, tmp_path):
-    target = FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS)
-    cache = FeatureCache(tmp_path, make_key("bf16", dtype="bfloat16"))
+@pytest.mark.parametrize(("encoding", "dtype"), [("rotated", "float32"), ("bf16", "bfloat16")])
+def test_features_come_back_as_their_encoding_says(rows, tmp_path, encoding, dtype):
+    target = FrozenTarget(make_tiny_model("qwen3").to(getattr(torch, dtype)), TAPS)
+    cache = FeatureCache(tmp_path, make_key(encoding, dtype=dtype))
     write(cache, rows, target)
-    found, expected = (
-        RowFeatures(target, rows, cache=cache.scan()).of([1]),
-        RowFeatures(target, rows).of([1]),
-    )
-    assert torch.equal(found.taps, expected.taps) and torch.equal(
-        found.last_hidden, expected.last_hidden
-    )
+    found = RowFeatures(target, rows, cache=cache.scan()).of([1])
+    expected = RowFeatures(target, rows).of([1])
+    for name, bound in (("taps", 0.3), ("last_hidden", 0.05)):
+        expected_states = getattr(expected, name)
+        error = (getattr(found, name) - expected_states).norm() / expected_states.norm()
+        assert 0 < error < bound if encoding == "rotated" else error == 0
 
 
 def test_a_target_without_taps(rows, tmp_path):
@@ -175,8 +164,9 @@ def test_a_row_whose_positions_are_not_its_texts_is_refused(rows):
         list(texts_of(row))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("encoding", ["exact", "rotated3"])
+@pytest.mark.parametrize(
+    ("encoding", "value"), [("exact", float("inf")), ("rotated", float("nan"))]
+)
 def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
     target, rows, tmp_path, value, encoding
 ):
@@ -195,43 +185,16 @@ def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
 # addresses
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"weights": "x"},
-        {"config": "x"},
-        {"tokenizer": "x"},
-        {"template": "x"},
-        {"taps": (1, 2)},
-        {"dtype": "bfloat16"},
-        {"engine": "vllm"},
-        {"encoding": "bf16"},
-        {"last_hidden_encoding": "bf16"},
-        {"format": 2},
-    ],
-)
-def test_whatever_features_depend_on_is_in_the_address(tmp_path, change, target, rows):
+def test_whatever_features_depend_on_is_in_the_address(tmp_path, target, rows):
+    """Of every field of the key but the target's name; the key is there to be read."""
     cache = FeatureCache(tmp_path, make_key())
     write(cache, rows[:2], target)
-    other = FeatureCache(tmp_path, replace(make_key(), **change))
-    assert other.key.address != cache.key.address and len(other.scan()) == 0
-    name = next(iter(change))
-    assert [key.differences(other.key).keys() for _, key in other.others] == [{name}]
-
-
-def test_the_name_of_a_target_is_no_part_of_the_address():
-    assert make_key(target="a").address == make_key(target="b").address
-
-
-def test_the_key_is_there_to_be_read(target, rows, tmp_path):
-    cache = FeatureCache(tmp_path, make_key())
-    write(cache, rows[:1], target)
-    tree = json.loads((tmp_path / cache.key.address / KEY_FILE).read_text())
-    assert (
-        tree["weights"] == "w"
-        and tree["taps"] == [1, 2, 3]
-        and tree["format"] == feature_cache.FORMAT
-    )
+    tree = json.loads((cache.folder / KEY_FILE).read_text())
+    for field in fields(CacheKey):
+        value = {str: "x", int: 2}.get(type(tree[field.name]), (1, 2))
+        key = replace(make_key(), **{field.name: value})
+        found = len(list((tmp_path / key.address).glob("*.safetensors")))
+        assert bool(found) == (field.name == "target"), field.name
 
 
 # ---------------------------------------------------------------------------------------------
@@ -245,7 +208,7 @@ def written(target, rows, tmp_path) -> FeatureCache:
     return cache.scan()
 
 
-@pytest.mark.parametrize("where", [0.001, 0.3, 0.999])
+@pytest.mark.parametrize("where", [0.001, 0.999])
 def test_a_shard_that_was_cut_is_named_and_can_be_written_again(
     written, target, rows, tmp_path, where
 ):
@@ -375,9 +338,3 @@ def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
     kept = RowFeatures(target, rows, keep_bytes=1e9)
     for index, row in enumerate(rows):
         assert torch.equal(cache.row(row)[0], kept.of([index]).taps[0])
-
-
-def test_names_are_of_tokens_alone():
-    ids = np.array([3, 4, 5])
-    assert text_key(ids.astype(np.int64)) == text_key(ids.astype(np.int32)) != text_key(ids[:2])
-    assert len(text_key(ids)) == 16

@@ -308,7 +308,7 @@ MALFORMED = {
     "export: {formats: [gguf]}": "export.formats.0",
     "export: {formats: [vllm, vllm]}": "export.formats",
     "trackers: [mlflow]": "trackers.0",
-    "features: {encoding: rotated9}": "features.encoding",
+    "features: {encoding: rotated4}": "features.encoding",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
     "position_weights: {gamma: 0}": "position_weights.gamma",
     "name: ../escape": "name",

@@ -193,7 +193,7 @@ def test_a_target_trained_along(claimed_gpu, tmp_path, monkeypatch):
     assert before != after
 
 
-@pytest.mark.parametrize("encoding", ["exact", "bf16", "rotated4"])
+@pytest.mark.parametrize("encoding", ["exact", "bf16", "rotated"])
 def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path, encoding):
     rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])
     caches.write(FeatureCache(tmp_path, key := caches.make_key(encoding)), rows, target)
