@@ -59,40 +59,26 @@ class OnPolicy:
     ) -> None:
         if recipe.on_policy is None:
             raise ValueError("OnPolicy: the recipe has no on_policy section")
-        self.section, self.recipe, self.target, self.prompts = (
-            recipe.on_policy,
-            recipe,
-            target,
-            prompts,
-        )
-        self.writer, self.folder, self.accelerator = (
-            RolloutWriter(target, recipe, tokenizer),
-            folder,
-            accelerator,
-        )
-        self.seed, self.pad_token_id = (
-            recipe.training.seed,
-            getattr(tokenizer, "pad_token_id", None) or 0,
-        )
-        self.current: tuple[Refresh, RowFeatures] | None = (
-            None  # the texts that are read now, and their rows
-        )
+        self.section, self.recipe, self.target = recipe.on_policy, recipe, target
+        self.writer = RolloutWriter(target, recipe, tokenizer)
+        self.prompts, self.folder, self.accelerator = prompts, folder, accelerator
+        self.seed = recipe.training.seed
+        self.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
+        # the texts that are read now, and their rows
+        self.current: tuple[Refresh, RowFeatures] | None = None
 
     # -------------------------------------------------------------- which steps, which rows
 
-    def wants(self, step: int, number: int, done: float) -> bool:
-        """True if batch `number` of a step learns from rollouts when `done` of the budget is
-        spent."""
-        return float(
-            np.random.default_rng([self.seed, STEPS, step, number]).random()
-        ) < self.section.share.at(done)
+    def wants(self, step: int, number: int) -> bool:
+        """True if batch `number` of a step learns from rollouts."""
+        draw = np.random.default_rng([self.seed, STEPS, step, number]).random()
+        return bool(draw < self.section.share)
 
-    def due(self, step: int, numbers: Iterable[int], done: float) -> bool:
+    def due(self, step: int, numbers: Iterable[int]) -> bool:
         """True if some of these batches of a step want texts that are not yet there."""
-        fresh = self.current is not None and self._period(self.current[0].step) == self._period(
-            step
-        )
-        return not fresh and any(self.wants(step, number, done) for number in numbers)
+        current = self.current
+        fresh = current is not None and self._period(current[0].step) == self._period(step)
+        return not fresh and any(self.wants(step, number) for number in numbers)
 
     def rows(self, places: range, rows_per_step: int) -> tuple[RowFeatures, list[int]]:
         """The rows of a micro-step that wants rollouts, by its places in the stream of rows,

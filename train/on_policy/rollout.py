@@ -35,12 +35,8 @@ class RolloutWriter:
         """`tokenizer`: for the tokens that end a text."""
         if recipe.on_policy is None:
             raise ValueError("the recipe has no on_policy section")
-        self.target, self.tokenizer, self.recipe, self.section = (
-            target,
-            tokenizer,
-            recipe,
-            recipe.on_policy,
-        )
+        self.target, self.tokenizer = target, tokenizer
+        self.recipe, self.section = recipe, recipe.on_policy
 
     def write(
         self,
@@ -58,9 +54,7 @@ class RolloutWriter:
         alone, sampling = self.recipe.drafter_writes(), self.recipe.regenerate
         writer = copy.writer if alone else self.target
         assert writer is not None, "the recipe lets a drafter write that cannot"
-        drafts = (
-            self.section.num_speculative_tokens or self.recipe.evaluation.num_speculative_tokens
-        )
+        drafts = self.recipe.evaluation.num_speculative_tokens
         rows = sampling.batch_size
         llm = LLM.from_modules(
             writer,

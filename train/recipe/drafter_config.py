@@ -112,12 +112,6 @@ def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
         recipe.evaluation.num_speculative_tokens, "evaluation.num_speculative_tokens"
     )
     drafter.require_length(recipe.data.max_length, "data.max_length")
-    for name, part in recipe.training_stages():
-        if part.on_policy is not None and part.on_policy.num_speculative_tokens is not None:
-            where = f"stages ({name}): on_policy" if name else "on_policy"
-            drafter.require_depth(
-                part.on_policy.num_speculative_tokens, f"{where}.num_speculative_tokens"
-            )
     return drafter
 
 

@@ -196,15 +196,6 @@ class Recipe(Section):
                 "on_policy: a target that is trained along is no longer the one that accepted and"
                 " rejected the drafts; give joint and on_policy stages of their own"
             )
-        if (
-            self.on_policy is not None
-            and self.on_policy.written_by == "drafter"
-            and not self._can_write()
-        ):
-            raise ValueError(
-                f"on_policy.written_by: a drafter of family {self.family} writes no text of its own"
-                " in the target's tokens; let the target write (target), with the drafter drafting"
-            )
         compared = [
             temperature
             for temperature, figure in map(split_gate, self.gates)
@@ -274,11 +265,8 @@ class Recipe(Section):
         return bool(self.evaluation.prompts or self.data.validation or self.evaluation.suites)
 
     def drafter_writes(self) -> bool:
-        """True if the drafter writes the texts of `on_policy`, False if the target does."""
-        chosen = self.on_policy.written_by if self.on_policy is not None else "target"
-        return self._can_write() if chosen is None else chosen == "drafter"
-
-    def _can_write(self) -> bool:
+        """True if the drafter can write the texts of `on_policy` by itself, False if the target
+        does."""
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
 
     def for_steps(self, steps: int | None) -> Recipe:

@@ -242,33 +242,11 @@ LossTerms = Annotated[
 ]  # divergences and their weights or options
 
 
-class ShareSchedule(Section):
-    """A share that goes from one value to another in a straight line over a stage's budget."""
-
-    start: Share = Field(description="at the beginning of the stage")
-    end: Share = Field(description="at its end")
-
-    def at(self, done: float) -> float:
-        """The share when `done` of the budget, 0 to 1, is spent."""
-        return self.start + (self.end - self.start) * min(done, 1.0)
-
-
 class OnPolicySection(Section):
-    """Rollouts with the drafter in training, in place of part of the data."""
+    """Texts that the drafter in training has a part in, in place of part of the data: a draft model
+    with the target's vocabulary writes them, any other drafter drafts for the target."""
 
-    share: ShareSchedule = Field(
-        ShareSchedule(start=1.0, end=1.0),
-        description=(
-            "probability that a micro-step learns from rollouts: a number, or {start: 0.0, end:"
-            " 1.0}"
-        ),
-    )
-    written_by: Literal["target", "drafter"] | None = Field(
-        None,
-        description=(
-            "target: speculative decoding; drafter: a draft model alone; null: drafter if it can"
-        ),
-    )
+    share: Share = Field(1.0, description="probability that a micro-step learns from them")
     max_new_tokens: PositiveInt = Field(
         256, description="longest response of a rollout, within data.max_length"
     )
@@ -278,20 +256,6 @@ class OnPolicySection(Section):
     refresh_every: PositiveInt = Field(
         50, description="steps after which texts are written anew, if a step needs any"
     )
-    num_speculative_tokens: PositiveInt | None = Field(
-        None, description="drafts per verification; null: evaluation's"
-    )
-
-    @field_validator("share", mode="before")
-    @classmethod
-    def _constant(cls, value: Any) -> Any:
-        if isinstance(value, dict | ShareSchedule):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(
-                f"expected a number from 0 to 1, or {{start: ..., end: ...}} of such, got {value!r}"
-            )
-        return {"start": float(value), "end": float(value)}
 
 
 class Stage(Section):

@@ -192,7 +192,7 @@ NOT_IN_FINGERPRINT = {
     "features": "how features are kept; a cache's precision is added below",
     "stages": "each stage is a recipe with a fingerprint of its own",
     "export": "comes after the training",
-    "evaluation": "comes after the training; held-out texts are kept by its settings",
+    "evaluation": "comes after the training; drafts on policy are added below",
     "gates": "come after the training",
     "trackers": "who is told",
     "project": "who is told",
@@ -212,6 +212,8 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         "target": {"sharding"},
     }
     parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]
+    if recipe.on_policy is not None:
+        parts.append(recipe.evaluation.num_speculative_tokens)
     if recipe.features.mode == "cache":
         parts += [recipe.features.engine, recipe.features.encoding]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -223,10 +223,10 @@ class Trainer:
     def step(self, share: float) -> Unread:
         """One optimizer step; returns what it measured. It reads nothing from the device."""
         step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
-        if self.on_policy is not None and self.on_policy.due(step, self._numbers(step), share):
+        if self.on_policy is not None and self.on_policy.due(step, self._numbers(step)):
             with self.telemetry.phase("data"), self.replica.whole() as drafter:
                 self.on_policy.renew(step, drafter)
-        sources = [self._source(micro, share) for micro in micro_steps]
+        sources = [self._source(micro) for micro in micro_steps]
         batches = [features.batch(rows) for features, rows in sources]
         seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
         hosts = [
@@ -272,7 +272,7 @@ class Trainer:
         sums = self._sum(torch.cat([torch.stack(measured).sum(0), seen]))
         known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
-            known |= self._on_policy_record(share)
+            known |= self._on_policy_record()
         return Unread(known, torch.cat([each.double() for each in (sums, counts, norm[None])]))
 
     def _features(
@@ -406,11 +406,11 @@ class Trainer:
 
     # -------------------------------------------------------------- data
 
-    def _source(self, micro: MicroStep, share: float) -> tuple[RowFeatures, list[int]]:
+    def _source(self, micro: MicroStep) -> tuple[RowFeatures, list[int]]:
         """The rows of a micro-step: of the data, or of texts written on-policy."""
         policy, step = self.on_policy, self.state.step
         with self.telemetry.phase("data"):
-            if policy is not None and policy.wants(step, micro.number, share):
+            if policy is not None and policy.wants(step, micro.number):
                 return policy.rows(micro.places, self.step_rows.rows_per_step)
             return self.features, self.chosen(micro)
 
@@ -465,12 +465,12 @@ class Trainer:
         by_steps = 10 * self.state.step // self.total_steps if self.total_steps else 0
         return min(max(by_steps, int(10 * share + 1e-9)), 10)
 
-    def _on_policy_record(self, share: float) -> dict[str, Any]:
+    def _on_policy_record(self) -> dict[str, Any]:
         """How much of the training was on-policy so far, and the texts that the step before this
         state's read."""
         assert self.on_policy is not None
         step = self.state.step - 1
-        wanted = [self.on_policy.wants(step, number, share) for number in self._numbers(step)]
+        wanted = [self.on_policy.wants(step, number) for number in self._numbers(step)]
         here = sum(wanted) / len(wanted)
         record: dict[str, Any] = {"on_policy": here}
         return record | self.on_policy.figures(step) if any(wanted) else record

@@ -13,13 +13,11 @@ import torch
 from accelerate import Accelerator
 from pydantic import ValidationError
 
-from speculators.errors import ConfigError
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.forked import Forked
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
 from train.on_policy.refresh import FOLDER, OnPolicy
-from train.recipe.drafter_config import sketch_drafter
 from train.recipe.recipe import recipe_class
 from train.trainer.trainer import Trainer
 
@@ -97,7 +95,7 @@ def make_trainer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_after", [1, 2, 4, 5, 7])
+@pytest.mark.parametrize("stop_after", [1, 4, 5])
 def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after) -> None:
     """Also where texts were written after the last checkpoint: those are written again."""
     whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe(on_policy={}))
@@ -165,15 +163,10 @@ def test_a_share_of_nothing_changes_nothing(tiny_model, tmp_path) -> None:
 
 
 def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> None:
-    rising = {"share": {"start": 0.0, "end": 1.0}}
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(on_policy=rising)).on_policy
-    wanted = [[trainer.wants(step, micro, step / 500) for step in range(500)] for micro in range(2)]
-    assert wanted[0] != wanted[1]
-    for thirds, expected in zip(
-        np.split(np.array(wanted, float).mean(0)[:498], 3), (1 / 6, 1 / 2, 5 / 6)
-    ):
-        assert thirds.mean() == pytest.approx(expected, abs=0.08)
-    assert wanted[0] == [trainer.wants(step, 0, step / 500) for step in range(500)]
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(on_policy={"share": 0.7})).on_policy
+    wanted = [[trainer.wants(step, micro) for step in range(500)] for micro in range(2)]
+    assert wanted[0] != wanted[1] and np.mean(wanted) == pytest.approx(0.7, abs=0.05)
+    assert wanted[0] == [trainer.wants(step, 0) for step in range(500)]
 
 
 @pytest.mark.slow
@@ -235,20 +228,13 @@ def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
 TREE = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"share": 2}, "expected a number from 0 to 1"),
-        ({"share": True}, "expected a number from 0 to 1"),
-        ({"share": {"start": 0.0}}, "end"),
-        ({"refresh_every": 0}, "refresh_every"),
-    ],
-)
-def test_malformed_sections_are_refused(section, message) -> None:
-    with pytest.raises(ValidationError, match=message):
+@pytest.mark.parametrize("section", [{"share": 2}, {"refresh_every": 0}])
+def test_malformed_sections_are_refused(section) -> None:
+    (key,) = section
+    with pytest.raises(ValidationError, match=key):
         recipe_class().model_validate({**TREE, "on_policy": section})
     stages = [{"name": "a"}, {"name": "b", "on_policy": section}]
-    with pytest.raises(ValidationError, match=f"stages.1 .*{message}"):
+    with pytest.raises(ValidationError, match=f"stages.1 .*{key}"):
         recipe_class().model_validate({**TREE, "stages": stages})
 
 
@@ -259,16 +245,13 @@ def test_a_stage_has_the_recipes_section_or_its_own() -> None:
         {"name": "c", "on_policy": {"prompts": 3}},
     ]
     recipe = recipe_class().model_validate({**TREE, "on_policy": {"share": 0.4}, "stages": stages})
-    found = [
-        (part.on_policy.share.end, part.on_policy.prompts) for _, part in recipe.training_stages()
-    ]
-    assert found == [(0.4, 64), (0.0, 64), (0.4, 3)]
+    parts = [part.on_policy for _, part in recipe.training_stages()]
+    assert [(part.share, part.prompts) for part in parts] == [(0.4, 64), (0.0, 64), (0.4, 3)]
     one = recipe_class().model_validate(
         {**TREE, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}
     )
     assert [part.on_policy is None for _, part in one.training_stages()] == [True, False]
-    again = recipe_class().model_validate(recipe.model_dump(mode="json"))
-    assert again == recipe
+    assert recipe_class().model_validate(recipe.model_dump(mode="json")) == recipe
 
 
 def test_a_target_that_is_trained_along_is_refused() -> None:
@@ -276,14 +259,6 @@ def test_a_target_that_is_trained_along_is_refused() -> None:
         recipe_class().model_validate({**TREE, "joint": {}, "on_policy": {}})
     apart = {**TREE, "joint": {}, "stages": [{"name": "a", "on_policy": {}}, {"name": "b"}]}
     recipe_class().model_validate(apart)
+    both = [{"name": "a"}, {"name": "b", "on_policy": {}}]
     with pytest.raises(ValidationError, match="stages.1 .*trained along"):
-        recipe_class().model_validate(
-            {**apart, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}
-        )
-
-
-def test_more_drafts_than_a_head_makes_are_refused(tiny_model) -> None:
-    recipe = make_recipe("medusa", {"num_speculative_tokens": 9})
-    config = config_for_target(FrozenTarget(tiny_model("llama")), "medusa", num_heads=5)
-    with pytest.raises(ConfigError, match="on_policy.num_speculative_tokens is 9"):
-        sketch_drafter(recipe, config)
+        recipe_class().model_validate({**apart, "stages": both})

@@ -19,13 +19,10 @@ def test_a_writer_counts_the_drafts_of_its_texts(tiny_model, tmp_path, temperatu
     was."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
     drafter, before = trainer.drafter.train(), trainer.drafter.state_dict()
-    sizes = {
-        "num_speculative_tokens": DRAFTS,
-        "max_new_tokens": WRITTEN,
-    }
     data = {"train": [{"path": "chats.jsonl"}], "max_length": 25}
     tree = trainer.recipe.model_dump(mode="json") | {
-        "on_policy": sizes,
+        "on_policy": {"max_new_tokens": WRITTEN},
+        "evaluation": {"num_speculative_tokens": DRAFTS},
         "regenerate": {"batch_size": 3, "temperatures": temperature},
         "data": data,
     }
