@@ -29,7 +29,7 @@ from inference.spec_decode.draft_length.policy import DraftLength
 from inference.spec_decode.logits import process_logits
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.tree_drafting import ancestors
+from inference.spec_decode.tree_attention import along, tree_inputs
 from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.precision import free_memory, on_device
@@ -216,12 +216,10 @@ class Engine:
             t0 = planned
             proposal = self.draft_length.settle(proposer.propose(rows, limits))
         t1 = clock()
-        anchors = on_device(
-            [[request.token_ids[-1]] for request in rows], self.target.device
-        )  # [B, 1]
-        inputs = (
-            torch.cat([anchors, proposal.token_ids], dim=1) if proposal.width else anchors
-        )  # [B, K+1]
+        anchors = [[request.token_ids[-1]] for request in rows]
+        inputs = on_device(anchors, self.target.device)  # [B, 1]
+        if proposal.width:
+            inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
         t2 = clock()
         taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
         logits = self._target_forward.logits(last_hidden)  # [B, 1+K, V]
@@ -231,27 +229,27 @@ class Engine:
         kept = self._decide(logits, proposal, rows)
         t4 = clock()
         if self.on_round is not None:
-            self.on_round(rows, proposal, [each.tokens for each in kept])
+            self.on_round(rows, proposal, [row_kept.tokens for row_kept in kept])
         # of each row the anchor and the accepted drafts
-        kept_places = [[0, *(1 + place for place in each.places)] for each in kept]
+        kept_places = [[0, *(1 + place for place in row_kept.places)] for row_kept in kept]
         self.cache.keep(kept_places)
+        num_accepted = [len(row_kept.places) for row_kept in kept]
         depths = proposal.depths()
-        for row, (request, each, drafted) in enumerate(
-            zip(rows, kept, proposal.counts, strict=True)
-        ):
+        for row, request in enumerate(rows):
             # what follows the end was not accepted
-            accepted = min(len(each.places), request.commit(each.tokens))
+            accepted = min(num_accepted[row], request.commit(kept[row].tokens))
+            drafted = proposal.counts[row]
             depth = max(depths[row][:drafted], default=0)
             request.count_round(drafted, accepted, depth)
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
-            self.draft_length.learn(
-                proposal.counts, [len(each.places) for each in kept], t1 - t0, t4 - t1
-            )
+            self.draft_length.learn(proposal.counts, num_accepted, t1 - t0, t4 - t1)
             if proposer.reads_features:
                 if proposal.parents is not None:
-                    taps, last_hidden = _along(kept_places, taps), _along(kept_places, last_hidden)
-                proposer.observe(rows, [len(each.tokens) for each in kept], taps, last_hidden)
+                    taps = None if taps is None else along(kept_places, taps)
+                    last_hidden = along(kept_places, last_hidden)
+                kept_counts = [1 + accepted for accepted in num_accepted]
+                proposer.observe(rows, kept_counts, taps, last_hidden)
         finished = self._release_finished()
         t5 = clock()
         timers = self.timers
@@ -269,8 +267,9 @@ class Engine:
         if self._target_forward.renew() and self.compiled is not None:
             self.compiled.forget_target()
         new, proposer = self.scheduler.running[first:], self.drafting
-        for row in range(first, first + len(new)) if proposer is not None else ():
-            proposer.reset(row)
+        if proposer is not None:
+            for row in range(first, first + len(new)):
+                proposer.reset(row)
         ends: list[Tensor] = []  # last_hidden [H] of the last positions, the shortest prompt first
         done = 0  # tokens of each prompt that is longer
         while done < new[0].num_prompt_tokens:
@@ -334,14 +333,7 @@ class Engine:
         if proposal is None or proposal.parents is None or T == 1:
             position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
         else:
-            lengths = cache.lengths[start:stop]
-            depths, visible = ancestors(proposal, T - 1, cache.device)
-            first = on_device(lengths, cache.device)[:, None]  # [b, 1]
-            position_ids = first + depths
-            mask, index = cache.tree_mask(start, stop, lengths, visible)
-            key_position_ids = first + torch.where(
-                index < 0, index, depths.gather(1, index.clamp(0, T - 1))
-            )
+            position_ids, mask, key_position_ids = tree_inputs(cache, start, stop, proposal, T - 1)
         if max(cache.lengths[start:stop]) + T > self.max_model_len:
             # padding only: drafts keep to the limit
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
@@ -386,13 +378,3 @@ def _require_abilities(
             f"{layers} are copied around every forward, which is not compiled; set"
             " enforce_eager=True"
         )
-
-
-def _along(places: Sequence[Sequence[int]], features: Tensor | None) -> Tensor | None:
-    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] at the
-    places kept."""
-    if features is None:
-        return None
-    width = max(map(len, places))
-    index = on_device([[*row, *[0] * (width - len(row))] for row in places], features.device)
-    return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -1,4 +1,4 @@
-"""Trees of drafts: who sees whom, and how they grow level by level.
+"""How trees of drafts grow, level by level.
 
 A tree hangs below the last committed token of a row; parents come before their children. Knows
 neither a target nor a drafter: logits come in, tokens and their parents go out."""
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,29 +22,6 @@ from inference.spec_decode.verification.tree_rules import ROOT
 from speculators.drafter import TreeLevel
 from speculators.precision import on_device, to_device
 from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
-
-
-def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Of the anchor (entry 0) and `width` places of a proposal: depths [B, 1+K] and visible bool
-    [B, 1+K, 1+K].
-
-    visible[b, i, j]: entry i sees entry j, which is itself, the anchor or an ancestor. Padding sees
-    the anchor and itself."""
-    B, T = proposal.num_rows, 1 + width
-    assert proposal.parents is not None
-    parents = np.array(
-        [row + [ROOT] * (width - len(row)) for row in proposal.parents], dtype=np.int64
-    ).reshape(B, width)
-    used = np.array([[len(row)] for row in proposal.parents]) > np.arange(width)  # [B, K]
-    rows, depths = np.arange(B), np.zeros((B, T), dtype=np.int64)
-    visible = np.eye(T, dtype=bool)[None].repeat(B, axis=0)
-    visible[:, :, 0] = True
-    for place in range(1, T):
-        above = parents[:, place - 1] + 1
-        depths[:, place] = np.where(used[:, place - 1], depths[rows, above] + 1, 0)
-        visible[:, place] |= visible[rows, above]
-    device = torch.device(device)
-    return on_device(depths, device), on_device(visible, device, torch.bool)
 
 
 @dataclass
