@@ -10,13 +10,11 @@ run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from inference.console import run
@@ -24,66 +22,48 @@ from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
 from inference.entrypoints.vllm_options import NGRAM
 from inference.evaluation.demo_prompts import demo_prompts
-from inference.evaluation.side_by_side import (
-    DEFAULT,
-    SideBySide,
-    remarks,
-    results,
-    results_table,
-)
-from inference.provenance import environment
+from inference.evaluation.side_by_side import compare_methods
 from inference.sampling_params import SamplingParams
-from inference.whole_file import check_writable, write_whole
+from inference.whole_file import check_writable
 from speculators.errors import ConfigError
 
+Option = typer.Option
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
+    model: Annotated[str, Option(help="Target: folder or repository id.")],
     speculative_model: Annotated[
-        str, typer.Option(help="Drafter: folder or repository id; none: only ngram.")
+        str, Option(help="Drafter: folder or repository id; none: only ngram.")
     ] = "",
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Drafts per round; by default what the drafter was made for, or 5."
-        ),
+        Option(min=1, help="Drafts per round; by default what the drafter was made for, or 5."),
     ] = None,
     ngram_prompt_lookup_max: Annotated[
-        int, typer.Option(min=1, help="ngram: longest match looked for.")
+        int, Option(min=1, help="ngram: longest match looked for.")
     ] = 3,
-    demo: Annotated[str, typer.Option(help="The prompts: en (or te), zh (or tc), chat.")] = "en",
+    demo: Annotated[str, Option(help="The prompts: en (or te), zh (or tc), chat.")] = "en",
     template: Annotated[
         Path | None,
-        typer.Option(
-            help="Chat template to use instead of the tokenizer's; makes texts a user's turn."
-        ),
+        Option(help="Chat template instead of the tokenizer's; makes texts a user's turn."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="0 is greedy; above it, responses are not compared.")
-    ] = 0.0,
-    seed: Annotated[
-        int, typer.Option(help="Of the first prompt's response, at temperatures above 0.")
-    ] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed passes of each; medians count.")] = 3,
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Responses written at the same time.")
-    ] = 1,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and response.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; cuda if there is one.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(help="As in vLLM; one device is used.")] = 1,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As in vLLM.")] = 0.9,
+    max_tokens: Annotated[int, Option(min=1, help="Longest response.")] = 128,
+    temperature: Annotated[float, Option(help="0 is greedy; above, texts are not compared.")] = 0.0,
+    seed: Annotated[int, Option(help="Of the first response, at temperatures above 0.")] = 0,
+    repeats: Annotated[int, Option(min=1, help="Timed passes of each; medians count.")] = 3,
+    max_num_seqs: Annotated[int, Option(min=1, help="Responses at the same time.")] = 1,
+    max_model_len: Annotated[int | None, Option(help="Longest prompt and response.")] = None,
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1, ...; cuda, if any.")] = None,
+    dtype: Annotated[str, Option(help="Precision of the target; auto: its own.")] = "auto",
+    tensor_parallel_size: Annotated[int, Option(help="As in vLLM; one device is used.")] = 1,
+    gpu_memory_utilization: Annotated[float, Option(help="As in vLLM.")] = 0.9,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the repository's code.")
+        bool, Option("--trust-remote-code", help="Run the repository's code.")
     ] = False,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As in vLLM.")] = False,
-    save_output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path(
+    enforce_eager: Annotated[bool, Option("--enforce-eager", help="As in vLLM.")] = False,
+    save_output: Annotated[Path, Option(help="JSON file to write.")] = Path(
         "inference_results_with_speculative.json"
     ),
 ) -> None:
@@ -99,9 +79,15 @@ def main(
     check_writable("--save-output", save_output)
     texts, chats = demo_prompts(demo)
     disable_progress_bar()
-    runtimes = SideBySide(
+    same = compare_methods(
         model,
         _methods(speculative_model, num_speculative_tokens, ngram_prompt_lookup_max),
+        lambda tokenizer: as_prompts(texts, chats, tokenizer, template),
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
+        repeats=repeats,
+        title=demo,
+        saved=save_output,
+        arguments=arguments,
         dtype=dtype,
         device=device,
         max_num_seqs=max_num_seqs,
@@ -111,47 +97,25 @@ def main(
         trust_remote_code=trust_remote_code,
         enforce_eager=enforce_eager or None,
     )
-    prompts = as_prompts(texts, chats, runtimes.llms[DEFAULT].get_tokenizer(), template)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    console = Console()
-    with console.status("loading") as status:
-        measured = runtimes.run(prompts, params, repeats, lambda text, _: status.update(text))
-        drafting = [name for name in measured if name != DEFAULT and params.greedy]
-        checks = {name: runtimes.compare(prompts, measured, name) for name in drafting}
-    found = results(measured, checks)
-    versions = environment(runtimes.target.device, runtimes.target.dtype)
-    title = (
-        f"{demo}: {len(prompts)} prompts, T={temperature:g}, {versions['dtype']},"
-        f" {versions['device']}"
-    )
-    console.print(results_table(title, found))
-    for line in remarks(found, checks, runtimes.llms[DEFAULT].get_tokenizer()):
-        console.print(line, highlight=False, soft_wrap=True)
-    text = json.dumps(
-        {**found, "versions": versions, "arguments": arguments}, indent=2, ensure_ascii=False
-    )
-    write_whole(save_output, text + "\n")
-    console.print(f"written to {save_output}", highlight=False, soft_wrap=True)
-    if any(check.mismatches for check in checks.values()):
+    if not same:
         raise typer.Exit(1)
 
 
 def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, dict[str, Any]]:
-    """Name of a way that drafts -> its speculative_config."""
+    """Name of a method -> its speculative_config."""
     methods: dict[str, dict[str, Any]] = {}
     k = tokens or NUM_SPECULATIVE_TOKENS
     if drafter:
         given = k if drafter in NGRAM else tokens  # of a trained one its config.json says it
-        methods["speculative"] = {"model": drafter} | (
-            {"num_speculative_tokens": given} if given else {}
-        )
-    return methods | {
-        "ngram": {
-            "method": "ngram",
-            "num_speculative_tokens": k,
-            "prompt_lookup_max": longest_match,
-        }
+        methods["speculative"] = {"model": drafter}
+        if given:
+            methods["speculative"]["num_speculative_tokens"] = given
+    methods["ngram"] = {
+        "method": "ngram",
+        "num_speculative_tokens": k,
+        "prompt_lookup_max": longest_match,
     }
+    return methods
 
 
 def as_prompts(

@@ -248,12 +248,12 @@ def no_pictures(monkeypatch):
     (tests/inference/report)."""
     from matplotlib.figure import Figure
 
-    from inference.report import charts
+    from inference.report import html
 
     monkeypatch.setattr(
-        charts, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title)
+        html, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title)
     )
-    monkeypatch.setattr(charts, "svg", lambda figure: figure.get_label())
+    monkeypatch.setattr(html, "svg", lambda figure: figure.get_label())
 
 
 @pytest.fixture

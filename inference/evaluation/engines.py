@@ -24,8 +24,7 @@ from inference.entrypoints.loading import (
 from inference.evaluation.timing import IsolatedCosts, transformers_generate
 from inference.outputs import RequestOutput
 from inference.provenance import package_version
-from inference.report.measurement import OUR_ENGINE
-from inference.report.schema import EngineFacts
+from inference.report.schema import OUR_ENGINE, EngineFacts
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 from speculators.drafter import Drafter

@@ -4,39 +4,48 @@ acceptance report.
 Per workload and temperature: acceptance on many prompts in batches, and the acceptance that replay
 expects on the same text; at temperature 0 the text without drafting; times on a few prompts, the
 same in every repeat, with drafting, without, and of `transformers.generate`, one right after the
-other; the parts of a round alone. Then the lossless check in float32. The engine that
-is measured is any of engines.py. Rates are computed by inference.report.build."""
+other; the parts of a round alone. Then the lossless check in float32. The engine that is measured
+is any of engines.py."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, RuntimeEngine
 from inference.evaluation.expected_acceptance import expected_acceptance
 from inference.evaluation.lossless import compare_greedy
-from inference.evaluation.provenance import report_provenance
-from inference.evaluation.timing import Run, costs_of, interleaved, typical_context
+from inference.evaluation.timing import Run, interleaved, typical_context
 from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
-from inference.report.build import build_report, num_output_tokens
-from inference.report.measurement import (
+from inference.provenance import environment, text_sha256, weights_sha256
+from inference.report.build import build_report
+from inference.report.measurement import Measurement
+from inference.report.schema import (
     AUTOREGRESSIVE,
     SPECULATIVE,
     TRANSFORMERS,
-    CellMeasurement,
+    AcceptanceReport,
+    Bound,
     LosslessCheck,
+    Provenance,
+    SuiteFacts,
 )
-from inference.report.schema import AcceptanceReport, Bound, SuiteFacts
 from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError, DataError
+from speculators.hub import cached_folder
+
+SHORT = 8  # tokens that warm an engine up
+
+
+def _no_turn(answers: Sequence[str]) -> Sequence[int]:
+    raise AssertionError("a prompt without later turns is not continued")
 
 
 @dataclass(frozen=True)
@@ -51,14 +60,13 @@ class Chat:
     """
 
     prompt: Sequence[int]
-    later: Sequence[str]
-    ask: Callable[[Sequence[str]], Sequence[int]]
-    longest: int
+    later: Sequence[str] = ()
+    ask: Callable[[Sequence[str]], Sequence[int]] = _no_turn
+    longest: int = 0
 
 
-Workloads = Mapping[
-    str, Sequence[Sequence[int] | Chat]
-]  # by name; a prompt is token ids, templates applied
+# by name; a prompt is token ids, templates applied
+Workloads = Mapping[str, Sequence[Sequence[int] | Chat]]
 
 
 @dataclass(frozen=True)
@@ -78,11 +86,9 @@ Progress = Callable[[float, str], None]  # fraction done, description of the pre
 class EvaluationSettings:
     """The extent of an evaluation. Every count is per workload.
 
-    prompts_per_workload  prompts for acceptance and replay. 16 of 100 tokens are some 500 rounds
-    per workload, which
-                          settles the acceptance length over six workloads to about 1 %
-    rows                  prompts in flight for these; acceptance does not depend on it, only the
-    waiting does
+    prompts_per_workload  prompts for acceptance and replay: 16 of 100 tokens are some 500 rounds,
+                          which settles the acceptance length over six workloads to about 1 %
+    rows                  prompts in flight for these; acceptance does not depend on it
     timed_prompts         prompts of every timed pass, the same ones in every repeat
     repeats               interleaved passes: on, off, transformers, then in reverse; 0: nothing is
                           timed
@@ -111,16 +117,28 @@ class EvaluationSettings:
         """Hash of the prompts and of the limits of responses: reports with the same one can be
         compared."""
         chosen = {
-            name: list(map(_said, prompts[: self.prompts_per_workload]))
-            for name, prompts in workloads.items()
+            f"{suite}/{name}" if suite else name: [[list(c.prompt), *c.later] for c in chats]
+            for suite, name, chats in self.chosen(workloads, suites)
         }
-        for suite in suites:
-            chosen |= {
-                f"{suite.facts.name}/{name}": list(map(_said, some))
-                for name, some in suite.workloads.items()
-            }
         limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
         return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
+
+    def chosen(
+        self, workloads: Workloads, suites: Sequence[MeasuredSuite]
+    ) -> list[tuple[str | None, str, list[Chat]]]:
+        """(suite, workload, its conversations) of what is measured; suites are whole."""
+        parts: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
+            (None, name, some[: self.prompts_per_workload]) for name, some in workloads.items()
+        ]
+        parts += [
+            (suite.facts.name, name, some)
+            for suite in suites
+            for name, some in suite.workloads.items()
+        ]
+        return [
+            (suite, name, [p if isinstance(p, Chat) else Chat(p) for p in some])
+            for suite, name, some in parts
+        ]
 
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
         """One SamplingParams per seed."""
@@ -142,7 +160,7 @@ def evaluate(
     gates: Mapping[str, Bound] | None = None,
     llm_options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda share, note: None,
 ) -> AcceptanceReport:
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their
     folders (or ids).
@@ -157,13 +175,13 @@ def evaluate(
     llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
     provenance    fields of report.Provenance that only the caller knows (recipe_name,
                   recipe_sha256, …)
-    progress      called with the fraction done, by expected time, and a few words
+    progress      called with the fraction of the cells that is done, and a few words
 
     Errors: CheckpointError if the drafter is not exactly as its config says, ConfigError for
     prompts that do not fit or for something that the engine cannot do."""
     settings, began = settings or EvaluationSettings(), time.monotonic()
-    cells = _cells_of(workloads, suites, settings)
-    in_flight = sum(len(cell.prompts) for cell in cells if cell.temperature == cells[0].temperature)
+    cells = _cells(workloads, suites, settings)
+    in_flight = sum(len(cell.chats) for cell in cells if cell.temperature == cells[0].temperature)
     drafting = Drafting.of(
         str(model),
         None if drafter is None else str(drafter),
@@ -177,7 +195,7 @@ def evaluate(
     run = _Evaluation(measured, cells, settings, progress)
     try:
         run.measure()
-        facts = report_provenance(
+        facts = _provenance(
             measured,
             max_num_seqs=settings.batch_size,
             seeds=[settings.seed],
@@ -192,75 +210,92 @@ def evaluate(
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    not_asked = Counter[str | None]()
-    for cell in cells:
-        not_asked[cell.suite] += cell.turns_not_asked
-    measured_facts = [
-        suite.facts.model_copy(update={"turns_not_asked": not_asked[suite.facts.name]})
-        for suite in suites
-    ]
-    return build_report(cells, facts, gates, measured_facts)
+    suite_facts = []
+    for suite in suites:
+        own = [cell for cell in cells if cell.suite == suite.facts.name]
+        not_asked = sum(cell.turns_not_asked for cell in own)
+        suite_facts.append(suite.facts.model_copy(update={"turns_not_asked": not_asked}))
+    progress(1.0, "done")
+    return build_report(cells, facts, gates, suite_facts)
 
 
-def _said(prompt: Sequence[int] | Chat) -> list[Any]:
-    """What decides a prompt, for a hash."""
-    return [list(prompt.prompt), *prompt.later] if isinstance(prompt, Chat) else list(prompt)
+def _provenance(
+    engine: MeasuredEngine,
+    *,
+    target_name: str | None = None,
+    chat_template: str | None = None,
+    **fields: Any,
+) -> Provenance:
+    """The provenance of an engine that has not been closed, with `duration_s` 0. `chat_template`:
+    used instead of the tokenizer's."""
+    drafting, target, facts = engine.drafting, engine.target, engine.facts()
+    template = chat_template or getattr(engine.tokenizer, "chat_template", None)
+    if not (template is None or isinstance(template, str)):  # several, by name
+        template = json.dumps(template)
+    config, weights = drafting.speculative_config, None
+    if drafting.drafter is not None:
+        folder = cached_folder(drafting.drafter)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = weights_sha256(folder)
+    target_folder = cached_folder(drafting.model, drafting.options.get("revision"))
+    return Provenance(
+        **environment(target.device, target.dtype),
+        chat_template_sha256=text_sha256(template),
+        target_name=target_name or drafting.model,
+        target_weights_sha256=weights_sha256(target_folder),
+        drafter_method=drafting.method,
+        drafter_path=drafting.drafter,
+        drafter_config=config,
+        drafter_weights_sha256=weights,
+        num_speculative_tokens=drafting.num_speculative_tokens,
+        engine=facts.name,
+        engines=[facts],
+        created_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        duration_s=0.0,
+        **{"recipe_name": None, "recipe_sha256": None, **fields},
+    )
 
 
 @dataclass
-class CellRun(CellMeasurement):
-    """One (workload, temperature) while it is measured.
+class _CellRun(Measurement):
+    """One (workload, temperature) while it is measured. `prompts`: those of first turns, then those
+    that were asked after them, as `requests` has their responses."""
 
-    prompts     of first turns, then of those that were asked after them
-    chats       of the prompts asked last, with the answers before
-    baseline    responses without drafting"""
-
+    chats: list[Chat] = field(default_factory=list)
     prompts: list[Sequence[int]] = field(default_factory=list)
-    chats: list[tuple[Chat, list[str]]] = field(default_factory=list)
     turns_not_asked: int = 0
-    baseline: list[RequestOutput] = field(default_factory=list)
-
-    def go_on(self, text_of: Callable[[RequestOutput], str]) -> list[Sequence[int]]:
-        """Prompts of the turns that follow the latest responses; empty at the end of all
-        conversations."""
-        newest = self.requests[len(self.requests) - len(self.chats) :]
-        going_on = []
-        asked = []
-        for (chat, answers), output in zip(self.chats, newest, strict=True):
-            if len(answers) == len(chat.later):
-                continue
-            answers = [*answers, text_of(output)]
-            prompt = chat.ask(answers)
-            if len(prompt) > chat.longest:
-                self.turns_not_asked += len(chat.later) - len(answers) + 1
-            else:
-                going_on.append((chat, answers))
-                asked.append(prompt)
-        self.chats = going_on
-        self.prompts += asked
-        return asked
 
 
-def _cells_of(
-    workloads: Workloads,
-    suites: Sequence[MeasuredSuite],
-    settings: EvaluationSettings,
-) -> list[CellRun]:
+@dataclass
+class _Turn:
+    """A prompt that is asked next: of this conversation, after these answers."""
+
+    cell: _CellRun
+    chat: Chat
+    answers: list[str]
+    prompt: Sequence[int]
+
+    def next(self, answer: str) -> _Turn | None:
+        """The turn after this one; None if there is none, or no room for it."""
+        answers = [*self.answers, answer]
+        missing = len(self.chat.later) - len(self.answers)
+        if not missing:
+            return None
+        prompt = self.chat.ask(answers)
+        if len(prompt) > self.chat.longest:
+            self.cell.turns_not_asked += missing
+            return None
+        return _Turn(self.cell, self.chat, answers, prompt)
+
+
+def _cells(
+    workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
+) -> list[_CellRun]:
     """By temperature, then workload, those of suites last. DataError or ConfigError if there is
     nothing to measure."""
-    chosen: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
-        *(
-            (None, name, prompts[: settings.prompts_per_workload])
-            for name, prompts in workloads.items()
-        ),
-        *(
-            (suite.facts.name, name, prompts)
-            for suite in suites
-            for name, prompts in suite.workloads.items()
-        ),
-    ]
-    if not chosen or any(not prompts for *_, prompts in chosen):
-        counts = {name: len(prompts) for _, name, prompts in chosen}
+    chosen = settings.chosen(workloads, suites)
+    if not chosen or any(not chats for *_, chats in chosen):
+        counts = {name: len(chats) for _, name, chats in chosen}
         raise DataError(
             f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}"
         )
@@ -269,118 +304,92 @@ def _cells_of(
             "evaluate: no temperature to measure at; expected at least one, such as 0"
         )
     k = settings.num_speculative_tokens
-    cells = []
-    for temperature in settings.temperatures:
-        for suite, name, prompts in chosen:
-            chats = [p if isinstance(p, Chat) else Chat(p, (), _no_turn, len(p)) for p in prompts]
-            cell = CellRun(name, temperature, "", k, suite=suite)  # method: once it is known
-            cell.chats = [(chat, []) for chat in chats]
-            cell.prompts = [chat.prompt for chat in chats]
-            cells.append(cell)
-    return cells
-
-
-def _no_turn(answers: Sequence[str]) -> Sequence[int]:
-    raise AssertionError("a prompt without later turns is not continued")
+    return [
+        _CellRun(name, temperature, "", k, suite=suite, chats=chats)  # method: once it is known
+        for temperature in settings.temperatures
+        for suite, name, chats in chosen
+    ]
 
 
 class _Evaluation:
     def __init__(
         self,
         engine: MeasuredEngine,
-        cells: list[CellRun],
+        cells: list[_CellRun],
         settings: EvaluationSettings,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self.engine, self.cells, self.settings = engine, cells, settings
         self.progress = progress
-        self.text = ""
         self.done = 0
-        self.total = len(cells) * (3 + settings.repeats) + bool(settings.lossless_prompts)
 
     def measure(self) -> None:
         """Fills every cell, except for the check in float32. The engine has stopped afterwards."""
+        s = self.settings
         temperatures = list(dict.fromkeys(cell.temperature for cell in self.cells))
-        prompts = [prompt for cell in self.cells for prompt in cell.prompts]
-        room = max(
-            (chat.longest for cell in self.cells for chat, _ in cell.chats if chat.later), default=0
-        )
-        self.engine.prepare(
-            [*prompts, *([[0] * room] if room else [])], self.settings.max_tokens, temperatures
-        )
-        self._warm_up()
+        chats = [chat for cell in self.cells for chat in cell.chats]
+        prompts = [chat.prompt for chat in chats]
+        prompts += [[0] * chat.longest for chat in chats if chat.later]  # of turns not yet written
+        self.engine.prepare(prompts, s.max_tokens, temperatures)
+        self._warm_up(prompts[:1])
         for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
-            self._accept(cells)
+            self._note(f"T={temperature:g}: acceptance")
+            self._write(cells)
+            if self.engine.drafting_off and temperature == 0:
+                self._write_without_drafting(cells)
             for cell in cells:
-                self._time(cell)
+                if s.repeats:
+                    self._time(cell)
+                self.done += 1
         self.engine.stop()
+        self._note("replay")
         for cell in self.cells:
-            self._replay(cell)
-            if cell.temperature == 0 and cell.baseline:
-                cell.lossless.append(
-                    self._compare(self.engine, cell.prompts, cell.baseline, cell.requests)
-                )
-            self._advance(1)
+            if self.engine.replayed(cell.temperature):
+                self._replay(cell)
+            if cell.baseline:
+                check = self._compare(self.engine, cell.prompts, cell.baseline, cell.requests)
+                cell.lossless.append(check)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, prompts: Prompts) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the
         others."""
         self.engine.compile(lambda done, most: self._note(f"compiling {done} of {most}"))
         self._note("warming up")
-        first, short = (
-            self.cells[0].prompts[:1],
-            replace(self.settings.sampling(0.0, [0])[0], max_tokens=8),
-        )
+        short = replace(self.settings.sampling(0.0, [0])[0], max_tokens=SHORT)
         for speculate in (True, False) if self.engine.drafting_off else (True,):
-            self.engine.write(first, [short], speculate=speculate, batch=1)
+            self.engine.write(prompts, [short], speculate=speculate, batch=1)
         if self.settings.transformers and self.engine.runs_transformers:
-            self.engine.transformers(first, short, 0)
+            self.engine.transformers(prompts, short, 0)
 
     # ------------------------------------------------------------------ acceptance
 
-    def _accept(self, cells: Sequence[CellRun]) -> None:
-        """Responses with drafting, and at temperature 0 without, of all cells at once, so that the
-        rows in flight stay full."""
-        self._note(f"T={cells[0].temperature:g}: acceptance")
-        asked = [list(cell.prompts) for cell in cells]
-        while any(asked):  # turn after turn, each after the answers just written
-            for cell, outputs in zip(
-                cells, self._generate(cells, asked, speculate=True, first_seed=0), strict=True
-            ):
-                cell.requests += outputs
-            asked = [cell.go_on(self._text) for cell in cells]
-        self._advance(len(cells))
-        if self.engine.drafting_off and cells[0].temperature == 0:
-            written = self._generate(
-                cells, [cell.prompts for cell in cells], speculate=False, first_seed=1_000
-            )
-            for cell, outputs in zip(cells, written, strict=True):
-                cell.baseline = outputs
-        self._advance(len(cells))
+    def _write(self, cells: Sequence[_CellRun]) -> None:
+        """Responses with drafting of all cells at once, so that the rows in flight stay full; turn
+        after turn, each after the answers just written. Seeds are counted per cell."""
+        turns = [_Turn(cell, chat, [], chat.prompt) for cell in cells for chat in cell.chats]
+        while turns:
+            seeds = []
+            for turn in turns:
+                seeds.append(len(turn.cell.prompts))
+                turn.cell.prompts.append(turn.prompt)
+            params = self.settings.sampling(cells[0].temperature, seeds)
+            prompts = [turn.prompt for turn in turns]
+            outputs = self.engine.write(prompts, params, speculate=True, batch=self.settings.rows)
+            for turn, output in zip(turns, outputs, strict=True):
+                turn.cell.requests.append(output)
+            following = [t.next(self._text(o)) for t, o in zip(turns, outputs, strict=True)]
+            turns = [turn for turn in following if turn is not None]
 
-    def _generate(
-        self,
-        cells: Sequence[CellRun],
-        asked: Sequence[Prompts],
-        *,
-        speculate: bool,
-        first_seed: int,
-    ) -> Iterator[list[RequestOutput]]:
-        """The responses to what each cell asks, the last of its prompts; seeds are counted per
-        cell."""
-        s = self.settings
-        prompts = [prompt for some in asked for prompt in some]
-        starts = [
-            first_seed + len(cell.prompts) - len(some)
-            for cell, some in zip(cells, asked, strict=True)
-        ]
-        seeds = [
-            start + i for start, some in zip(starts, asked, strict=True) for i in range(len(some))
-        ]
-        params = s.sampling(cells[0].temperature, seeds)
-        outputs = iter(self.engine.write(prompts, params, speculate=speculate, batch=s.rows))
-        return (list(islice(outputs, len(some))) for some in asked)
+    def _write_without_drafting(self, cells: Sequence[_CellRun]) -> None:
+        """The greedy responses to the same prompts."""
+        prompts = [prompt for cell in cells for prompt in cell.prompts]
+        params = self.settings.sampling(0.0, range(len(prompts)))
+        outputs = self.engine.write(prompts, params, speculate=False, batch=self.settings.rows)
+        start = 0
+        for cell in cells:
+            cell.baseline = outputs[start : start + len(cell.prompts)]
+            start += len(cell.prompts)
 
     def _text(self, output: RequestOutput) -> str:
         """An answer as the next turn of its conversation reads it."""
@@ -388,10 +397,8 @@ class _Evaluation:
             _tokens(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
-    def _replay(self, cell: CellRun) -> None:
+    def _replay(self, cell: _CellRun) -> None:
         """Expected acceptance on the text that drafting wrote."""
-        if not self.engine.replayed(cell.temperature):
-            return
         s = self.settings
         target, drafter = self.engine.models
         assert drafter is not None
@@ -407,56 +414,43 @@ class _Evaluation:
 
     # ------------------------------------------------------------------ times
 
-    def _time(self, cell: CellRun) -> None:
+    def _time(self, cell: _CellRun) -> None:
         """Interleaved passes on the same prompts each, and the isolated costs at this workload's
-        context length."""
+        context length, in the middle of a typical response."""
         s = self.settings
-        if not s.repeats:
-            return
-        where = cell.workload if cell.suite is None else f"{cell.suite}/{cell.workload}"
-        self._note(f"{where}, T={cell.temperature:g}: times")
-        # at the middle of a typical response, appending as many slots to the head as a typical
-        # round does
-        tau = round(acceptance_length(cell.num_accepted_tokens, cell.num_drafts))
-        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, tau)
-        times: dict[str, list[float]] = {}
-        for repeat in range(s.repeats):
-            timed = interleaved(self._passes(cell), cell.workload, repeat, self.engine.device)
-            for name, run in timed.items():
-                cell.passes.setdefault(name, []).append(run)
-            for name, values in parts.measure(s.cost_trials).items() if parts is not None else ():
-                times.setdefault(name, []).extend(values)
-            self._advance(1)
-        cell.costs = None if parts is None else costs_of(times, s.batch_size, parts.context)
-
-    def _passes(self, cell: CellRun) -> dict[str, Run]:
-        s = self.settings
+        self._note(f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip())
         prompts = cell.prompts[: s.timed_prompts]
-        params = s.sampling(cell.temperature, [2_000 + place for place in range(len(prompts))])
+        params = s.sampling(cell.temperature, [2_000 + i for i in range(len(prompts))])
 
-        def timed(speculate: bool) -> tuple[int, int, int]:
+        def write(speculate: bool) -> list[RequestOutput]:
             outputs = self.engine.write(
                 prompts, params, speculate=speculate, batch=s.batch_size, counted=False
             )
             if speculate:
                 cell.phase_seconds.update(self.engine.phase_seconds)
-            return (
-                sum(num_output_tokens(output) for output in outputs),
-                sum(output.metrics.num_drafts for output in outputs),
-                sum(output.metrics.num_accepted_tokens for output in outputs),
-            )
+            return outputs
 
-        def transformers() -> tuple[int, int, int]:
+        def transformers() -> int:
             starts = range(0, len(prompts), s.batch_size)
             parts = [(prompts[i : i + s.batch_size], params[i]) for i in starts]
-            return sum(self.engine.transformers(*part, s.seed) for part in parts), 0, 0
+            return sum(self.engine.transformers(*part, s.seed) for part in parts)
 
-        passes: dict[str, Run] = {SPECULATIVE: lambda: timed(True)}
+        runs: dict[str, Run] = {SPECULATIVE: lambda: write(True)}
         if self.engine.drafting_off:
-            passes[AUTOREGRESSIVE] = lambda: timed(False)
+            runs[AUTOREGRESSIVE] = lambda: write(False)
         if s.transformers and self.engine.runs_transformers:
-            passes[TRANSFORMERS] = transformers
-        return passes
+            runs[TRANSFORMERS] = transformers
+        # a typical round appends as many slots to the head
+        kept = round(acceptance_length(cell.num_accepted_tokens, cell.num_drafts))
+        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, kept)
+        cell.passes = interleaved(
+            runs,
+            cell.workload,
+            s.repeats,
+            self.engine.device,
+            lambda: None if parts is None else parts.measure(s.cost_trials),
+        )
+        cell.costs = None if parts is None else parts.costs
 
     # ------------------------------------------------------------------ the same tokens
 
@@ -485,7 +479,6 @@ class _Evaluation:
                 start = part.stop
         finally:
             exact.close()
-        self._advance(1)
 
     def _compare(
         self,
@@ -494,18 +487,17 @@ class _Evaluation:
         off: Sequence[RequestOutput],
         on: Sequence[RequestOutput],
     ) -> LosslessCheck:
-        texts = [[_tokens(output) for output in outputs] for outputs in (off, on)]
-        k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(prompts))
-        return compare_greedy(engine.target, prompts, *texts, num_speculative_tokens=k, rows=rows)
-
-    def _advance(self, steps: int) -> None:
-        self.done += steps
-        self._note(self.text)
+        return compare_greedy(
+            engine.target,
+            prompts,
+            [_tokens(output) for output in off],
+            [_tokens(output) for output in on],
+            num_speculative_tokens=self.settings.num_speculative_tokens,
+            rows=min(self.settings.rows, len(prompts)),
+        )
 
     def _note(self, text: str) -> None:
-        self.text = text
-        if self.progress is not None:
-            self.progress(self.done / self.total, text)
+        self.progress(self.done / len(self.cells), text)
 
 
 def _tokens(output: RequestOutput) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.plain_decoder import TargetForward
-from inference.report.measurement import LosslessCheck, TokenDifference
+from inference.report.schema import LosslessCheck, TokenDifference
 from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
 

@@ -1,48 +1,43 @@
 """Compares drafting methods for one target in one process, on the same prompts and the same
-weights.
+weights: `draftsmith try` and `python -m inference.offline`.
 
 Every method has an engine of its own; `default` drafts nothing. A repeat runs all of them one right
-after the other, every other repeat in reverse order (inference/evaluation/timing.py). `results` is
-what is saved, `results_table` what is shown."""
+after the other, every other repeat in reverse order (inference/evaluation/timing.py)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from inference.entrypoints.llm import LLM
 from inference.entrypoints.prompts import Prompt
 from inference.evaluation.lossless import compare_greedy
-from inference.evaluation.timing import Run, interleaved
-from inference.metrics import SpecDecodeCounters, acceptance_length
+from inference.evaluation.timing import interleaved
+from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
-from inference.report.build import num_output_tokens
-from inference.report.measurement import LosslessCheck, TokenDifference
-from inference.report.speed import Speeds, TimedPass, stalled
+from inference.provenance import environment
+from inference.report.measurement import Measurement
+from inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell, TokenDifference
+from inference.report.speed import stalled
+from inference.report.table import row
 from inference.sampling_params import SamplingParams
+from inference.whole_file import write_whole
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
 
 DEFAULT = "default"
 WARM_UP_TOKENS = 8
-Progress = Callable[[str, int], None]  # what runs, requests done since the last call
-
-
-@dataclass
-class Measured:
-    """The results of one method. `outputs` are those of the first repeat; counters are summed over
-    all. `rounds`: target forwards after the prefills, counted per request."""
-
-    outputs: list[RequestOutput] = field(default_factory=list)
-    passes: list[TimedPass] = field(default_factory=list)
-    counters: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
-    rounds: int = 0
+COLUMNS = ("tok/s", "τ", "/fwd", "speedup")
+Progress = Callable[[str], None]
 
 
 class SideBySide:
@@ -53,7 +48,7 @@ class SideBySide:
     `default`."""
 
     def __init__(
-        self, model: str | FrozenTarget, methods: Mapping[str, Mapping[str, Any]], **options: Any
+        self, model: str | FrozenTarget, methods: Mapping[str, dict[str, Any]], **options: Any
     ) -> None:
         if DEFAULT in methods:
             raise ConfigError(
@@ -62,105 +57,127 @@ class SideBySide:
             )
         first = LLM(model, **options)
         self.target = first.engine.target
+        self.tokenizer = first.get_tokenizer()
         self.llms = {DEFAULT: first}
         for name, config in methods.items():
-            tokenizer = first.get_tokenizer()
-            self.llms[name] = LLM(self.target, tokenizer, speculative_config=config, **options)
+            self.llms[name] = LLM(self.target, self.tokenizer, speculative_config=config, **options)
 
     def run(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         repeats: int,
-        progress: Progress = lambda text, requests: None,
-    ) -> dict[str, Measured]:
-        """Runs every method: warmed up, then timed `repeats` times.
+        progress: Progress = lambda text: None,
+    ) -> dict[str, Measurement]:
+        """Runs every method: warmed up, then timed `repeats` times; greedy responses are compared
+        with those of the default.
 
         Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text
-        in every repeat."""
+        in every repeat. `requests` are those of the first one."""
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
-        most = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
         rows = self.llms[DEFAULT].engine.scheduler.max_num_seqs
+        short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
         for name in self.llms:
-            progress(f"{name}: warming up", 0)
-            short = [replace(p, max_tokens=most) for p in seeded[:rows]]
-            self._pass(name, prompts[:rows], short, Measured(), lambda requests: None)
-        measured = {name: Measured() for name in self.llms}
-        for repeat in range(repeats):
-            passes: dict[str, Run] = {
-                name: partial(
-                    self._pass,
-                    name,
-                    prompts,
-                    seeded,
-                    measured[name],
-                    partial(progress, f"{name}, repeat {repeat + 1} of {repeats}"),
-                )
-                for name in self.llms
-            }
-            timed = interleaved(passes, "prompts", repeat, self.target.device)
-            for name, run in timed.items():
-                measured[name].passes.append(run)
+            progress(f"{name}: warming up")
+            self._write(name, prompts[:rows], [replace(p, max_tokens=short) for p in seeded[:rows]])
+        measured = {
+            name: Measurement("prompts", params.temperature or 0.0, name, self._tokens(name))
+            for name in self.llms
+        }
+
+        def one_pass(name: str) -> list[RequestOutput]:
+            progress(f"{name}: {len(prompts)} requests")
+            outputs = self._write(name, prompts, seeded)
+            measured[name].requests = measured[name].requests or outputs
+            return outputs
+
+        runs = {name: partial(one_pass, name) for name in self.llms}
+        passes = interleaved(runs, "prompts", repeats, self.target.device)
+        for name, one in measured.items():
+            one.passes = {SPECULATIVE: passes[name]}
+            if name != DEFAULT:
+                one.passes[AUTOREGRESSIVE] = passes[DEFAULT]
+                if params.greedy:
+                    self._compare(prompts, measured[DEFAULT], one)
         return measured
 
-    def compare(
-        self, prompts: Sequence[Prompt], measured: Mapping[str, Measured], name: str
-    ) -> LosslessCheck:
-        """Compares the greedy responses of a method with those of the default."""
+    def _tokens(self, name: str) -> int:
         proposer = self.llms[name].engine.proposer
-        return compare_greedy(
+        return 0 if proposer is None else proposer.num_speculative_tokens
+
+    def _write(
+        self, name: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
+        return self.llms[name].generate(inputs, list(params), use_tqdm=False)
+
+    def _compare(self, prompts: Sequence[Prompt], default: Measurement, one: Measurement) -> None:
+        check = compare_greedy(
             self.target,
             [prompt.token_ids for prompt in prompts],
-            *(
-                [output.outputs[0].token_ids for output in measured[m].outputs]
-                for m in (DEFAULT, name)
-            ),
-            num_speculative_tokens=0 if proposer is None else proposer.num_speculative_tokens,
-            rows=min(self.llms[name].engine.scheduler.max_num_seqs, len(prompts)),
+            *([o.outputs[0].token_ids for o in m.requests] for m in (default, one)),
+            num_speculative_tokens=one.num_speculative_tokens,
+            rows=min(self.llms[one.method].engine.scheduler.max_num_seqs, len(prompts)),
         )
+        one.lossless.append(check)
 
-    def _pass(
-        self,
-        name: str,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        into: Measured,
-        advance: Callable[[int], None],
-    ) -> tuple[int, int, int]:
-        """One pass, added to `into`. One row at a time goes request by request, for the progress;
-        several rows are left to the scheduler."""
-        llm = self.llms[name]
-        llm.reset_metrics()
-        inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
-        size = 1 if llm.engine.scheduler.max_num_seqs == 1 else len(inputs)
-        outputs: list[RequestOutput] = []
-        advance(0)
-        for start in range(0, len(inputs), size):
-            part = slice(start, start + size)
-            outputs += llm.generate(inputs[part], list(params[part]), use_tqdm=False)
-            advance(len(inputs[part]))
-        counters = llm.get_metrics()
-        into.outputs = into.outputs or outputs
-        into.counters.merge(counters)
-        into.rounds += sum(len(output.metrics.accepted_per_round) for output in outputs)
-        tokens = sum(num_output_tokens(output) for output in outputs)
-        return tokens, counters.num_drafts, counters.num_accepted_tokens
+
+def compare_methods(
+    model: str,
+    methods: Mapping[str, dict[str, Any]],
+    prompts_of: Callable[[Any], Sequence[Prompt]],
+    params: SamplingParams,
+    *,
+    repeats: int,
+    title: str,
+    saved: Path | None,
+    arguments: Mapping[str, Any],
+    **options: Any,
+) -> bool:
+    """Runs the methods, prints the table and what it does not say, and saves the results as JSON;
+    False if greedy responses differ by more than a tie. `prompts_of`: the tokenizer -> the
+    prompts."""
+    console = Console()
+    with console.status(f"loading {model}") as status:
+        engines = SideBySide(model, methods, **options)
+        prompts = prompts_of(engines.tokenizer)
+        measured = engines.run(prompts, params, repeats, status.update)
+    cells = {name: one.cell() for name, one in measured.items()}
+    versions = environment(engines.target.device, engines.target.dtype)
+    console.print(
+        results_table(
+            f"{title}: {len(prompts)} prompts, T={params.temperature:g}, {versions['dtype']},"
+            f" {versions['device']}",
+            cells,
+        )
+    )
+    for line in remarks(measured, engines.tokenizer):
+        console.print(line, highlight=False, soft_wrap=True)
+    if saved is not None:
+        tree = {**results(measured, cells), "versions": versions, "arguments": dict(arguments)}
+        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+        console.print(f"written to {saved}", highlight=False, soft_wrap=True)
+    return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
 
 
 def results(
-    measured: Mapping[str, Measured], checks: Mapping[str, LosslessCheck]
+    measured: Mapping[str, Measurement], cells: Mapping[str, Cell]
 ) -> dict[str, dict[str, Any]]:
-    """The saved results by method: outputs, timings, metrics (totals of all passes); with drafting
+    """The saved results by method: outputs and metrics of one pass, timings of all; with drafting
     also `agree` and `speedup`.
 
     `agree` is null where nothing can be compared: at temperatures above 0 only the distributions
     are the same."""
-    speeds = Speeds({name: one.passes for name, one in measured.items()}, DEFAULT)
-    found: dict[str, dict[str, Any]] = {}
-    for name, one in measured.items():
-        rate = speeds.rate(name)
-        assert rate is not None
-        found[name] = {
+    tree: dict[str, dict[str, Any]] = {}
+    for name, cell in cells.items():
+        passes = cell.passes[SPECULATIVE]
+        counters = SpecDecodeCounters(
+            cell.num_drafts,
+            cell.num_draft_tokens,
+            cell.num_accepted_tokens,
+            cell.num_accepted_tokens_per_pos,
+        )
+        tree[name] = {
             "outputs": [
                 {
                     "prompt": output.prompt,
@@ -168,91 +185,73 @@ def results(
                     "token_ids": output.outputs[0].token_ids,
                     "finish_reason": output.outputs[0].finish_reason,
                 }
-                for output in one.outputs
+                for output in measured[name].requests
             ],
             "timings": {
-                "seconds": median(run.seconds for run in one.passes),
-                "tokens_per_second": rate.model_dump(),
-                "passes": [run.model_dump(exclude={"workload"}) for run in one.passes],
-                "stalled_repeats": [run.repeat for run, _ in stalled(one.passes)],
+                "seconds": median(run.seconds for run in passes),
+                "tokens_per_second": cell.tokens_per_second[SPECULATIVE].model_dump(),
+                "passes": [run.model_dump(exclude={"workload"}) for run in passes],
+                "stalled_repeats": [run.repeat for run, _ in stalled(passes)],
             },
             "metrics": {
-                "output_tokens": sum(run.tokens for run in one.passes),
-                "acceptance_length": one.counters.acceptance_length,
-                "tokens_per_forward": acceptance_length(
-                    one.counters.num_accepted_tokens, one.rounds
-                ),
-                "drafted_share": one.counters.num_drafts / one.rounds if one.rounds else 0.0,
-                **one.counters.to_dict(),
+                "output_tokens": cell.output_tokens,
+                "acceptance_length": cell.acceptance_length,
+                "tokens_per_forward": cell.tokens_per_forward,
+                "drafted_share": cell.drafted_share,
+                **counters.to_dict(),
             },
         }
         if name != DEFAULT:
-            speedup = speeds.ratio(name, DEFAULT)
-            found[name]["speedup"] = speedup and speedup.model_dump()
-            found[name]["agree"] = _agreement(checks[name]) if name in checks else None
-    return found
+            speedup = cell.speedup_vs_autoregressive
+            tree[name]["speedup"] = speedup and speedup.model_dump()
+            agree = cell.lossless[0].model_dump() if cell.lossless else None
+            if agree:
+                agree["same"] = agree["checked_prompts"] - len(agree["details"])
+            tree[name]["agree"] = agree
+    return tree
 
 
-def _agreement(check: LosslessCheck) -> dict[str, Any]:
-    same = check.checked_prompts - len(check.details)
-    return {
-        "same": same,
-        "of": check.checked_prompts,
-        **check.model_dump(exclude={"checked_prompts"}),
-    }
-
-
-def results_table(title: str, found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """`results`, a row per method."""
+def results_table(title: str, cells: Mapping[str, Cell]) -> Table:
+    """A row per method."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("", overflow="fold")
-    for heading in ("tokens/s", "τ", "drafted", "/fwd", "speedup (90 %)"):
+    for heading in (*COLUMNS, "drafted", "same text"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("same text", no_wrap=True)
-    for name, one in found.items():
-        metrics = one["metrics"]
-        speedup = one.get("speedup")
-        drafts = name != DEFAULT
-        table.add_row(
-            name,
-            f"{one['timings']['tokens_per_second']['value']:.1f}",
-            f"{metrics['acceptance_length']:.2f}" if drafts else "",
-            f"{100 * metrics['drafted_share']:.0f} %" if drafts else "",
-            f"{metrics['tokens_per_forward']:.2f}" if drafts else "",
-            f"{speedup['value']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})"
-            if speedup
-            else "",
-            _verdict(one["agree"]) if drafts else "",
-        )
+    for name, cell in cells.items():
+        line = row(cell)
+        if name == DEFAULT:
+            table.add_row(name, line["tok/s"])
+            continue
+        drafted = f"{100 * (cell.drafted_share or 0):.0f} %"
+        table.add_row(name, *(line[column] for column in COLUMNS), drafted, _verdict(cell))
     table.caption = (
-        "τ: tokens per verified draft; drafted: share of the forwards with a draft; /fwd: tokens"
-        " per forward of the target, over all"
+        "τ: tokens per verified draft; /fwd: tokens per forward of the target, over all; speedup"
+        " with 90 % of a bootstrap; drafted: share of the forwards with a draft"
     )
     table.caption_justify = "left"
     return table
 
 
-def remarks(
-    found: Mapping[str, Mapping[str, Any]], checks: Mapping[str, LosslessCheck], tokenizer: Any
-) -> list[str]:
+def remarks(measured: Mapping[str, Measurement], tokenizer: Any) -> list[str]:
     """What the table does not say: stalled repeats, responses that repeat themselves, and every
     first difference from the default in words."""
-    said = [
-        f"{name}: the machine stalled in repeat {repeat + 1}; medians leave it out"
-        for name, one in found.items()
-        for repeat in one["timings"]["stalled_repeats"]
+    lines = [
+        f"{name}: the machine stalled in repeat {run.repeat + 1}; medians leave it out"
+        for name, one in measured.items()
+        for run, _ in stalled(one.passes[SPECULATIVE])
     ]
-    outputs = [output["token_ids"] for output in found[DEFAULT]["outputs"]]
+    outputs = [output.outputs[0].token_ids for output in measured[DEFAULT].requests]
     if repeated := sum(map(repeats_itself, outputs)):
-        said.append(
+        lines.append(
             f"{repeated} of {len(outputs)} responses repeat themselves to the end: n-grams and"
             " suffixes gain more on them than on real answers"
         )
-    for name, check in checks.items():
-        said += [_explained(name, difference, tokenizer) for difference in check.details]
-    return said
+    for name, one in measured.items():
+        for check in one.lossless:
+            lines += [_explained(name, difference, tokenizer) for difference in check.details]
+    return lines
 
 
 def repeats_itself(token_ids: Sequence[int]) -> bool:
@@ -264,13 +263,14 @@ def repeats_itself(token_ids: Sequence[int]) -> bool:
     )
 
 
-def _verdict(agree: Mapping[str, Any] | None) -> str:
-    if agree is None:
+def _verdict(cell: Cell) -> str:
+    if not cell.lossless:
         return "sampled"
-    if agree["same"] == agree["of"]:
+    (check,) = cell.lossless
+    if not check.details:
         return "yes"
-    rest = f"{agree['mismatches']} WRONG" if agree["mismatches"] else f"{agree['ties']} tied"
-    return f"{agree['same']} of {agree['of']} ({rest})"
+    rest = f"{check.mismatches} WRONG" if check.mismatches else f"{check.ties} tied"
+    return f"{check.checked_prompts - len(check.details)} of {check.checked_prompts} ({rest})"
 
 
 def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
@@ -279,12 +279,10 @@ def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
     def shown(token: int | None) -> str:
         return "the end" if token is None else repr(tokenizer.decode([token]))
 
-    numbers = (
-        f"the two best logits are {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of"
-        " noise was measured"
-    )
-    why = f"a floating-point tie, {numbers}" if difference.tie else f"a mismatch: {numbers}"
+    kind = "a floating-point tie" if difference.tie else "a mismatch"
     return (
         f"{name}, prompt {difference.prompt}, token {difference.position}:"
-        f" {shown(difference.token)} instead of {shown(difference.reference_token)}; {why}"
+        f" {shown(difference.token)} instead of {shown(difference.reference_token)}; {kind}: the"
+        f" two best logits are {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of"
+        " noise was measured"
     )

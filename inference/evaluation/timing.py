@@ -18,39 +18,46 @@ from transformers import GenerationConfig, PreTrainedModel
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.outputs import RequestOutput
 from inference.plain_decoder import TargetForward
-from inference.report.measurement import Costs
-from inference.report.speed import TimedPass
+from inference.report.measurement import num_output_tokens
+from inference.report.schema import Costs, TimedPass
 from inference.sampling.sampler import argmax, seeded
 from inference.sampling_params import SamplingParams
 from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget
 from speculators.vocab.draft_vocab import to_target_ids
 
-Run = Callable[
-    [], tuple[int, int, int]
-]  # does one pass: output tokens, drafting rounds, accepted drafts
+Run = Callable[[], list[RequestOutput] | int]  # does one pass: its responses, or output tokens
 
 
 def interleaved(
-    passes: Mapping[str, Run], workload: str, repeat: int, device: torch.device
-) -> dict[str, TimedPass]:
-    """One timed run of each pass, one right after the other; every other `repeat` in reverse
-    order."""
-    names = list(passes) if repeat % 2 == 0 else list(passes)[::-1]
-    timed = {}
-    for name in names:
-        _synchronize(device)
-        started = perf_counter()
-        tokens, num_drafts, num_accepted = passes[name]()
-        _synchronize(device)
-        timed[name] = TimedPass(
-            workload=workload,
-            repeat=repeat,
-            tokens=tokens,
-            seconds=perf_counter() - started,
-            num_drafts=num_drafts,
-            num_accepted_tokens=num_accepted,
-        )
+    runs: Mapping[str, Run],
+    workload: str,
+    repeats: int,
+    device: torch.device,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, list[TimedPass]]:
+    """`repeats` timed passes of each run, one right after the other, every other repeat in reverse
+    order. `between`: called after every repeat."""
+    timed: dict[str, list[TimedPass]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
+            _synchronize(device)
+            started = perf_counter()
+            written = runs[name]()
+            _synchronize(device)
+            seconds = perf_counter() - started
+            outputs = [] if isinstance(written, int) else written
+            timed[name].append(
+                TimedPass(
+                    workload=workload,
+                    repeat=repeat,
+                    tokens=written if isinstance(written, int) else num_output_tokens(outputs),
+                    seconds=seconds,
+                    num_drafts=sum(output.metrics.num_drafts for output in outputs),
+                    num_accepted_tokens=sum(o.metrics.num_accepted_tokens for o in outputs),
+                )
+            )
+        between()
     return timed
 
 
@@ -60,22 +67,15 @@ def transformers_generate(
     params: SamplingParams,
     eos_token_ids: Sequence[int],
     seed: int,
-    assistant_model: PreTrainedModel | None = None,
-    **drafting: Any,
 ) -> int:
     """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch
-    (left-padded).
-
-    `assistant_model` and `drafting` (prompt_lookup_num_tokens, …) are its own drafting, of one
-    prompt at a time. Returns the output tokens written, up to and with the end of each response.
-    """
+    (left-padded). Returns the output tokens written, up to and with the end of each response."""
     width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
     ids = torch.tensor(
         [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
     )
-    mask = torch.tensor(
-        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
-    )
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    mask = (torch.arange(width, device=model.device) >= width - lengths[:, None]).long()
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -89,12 +89,9 @@ def transformers_generate(
         eos_token_id=list(eos_token_ids) or None,
         bos_token_id=getattr(model.config, "bos_token_id", None),
         **({} if params.greedy else sampling),
-        **drafting,
     )
     with seeded(seed, model.device):
-        written = model.generate(
-            ids, attention_mask=mask, generation_config=config, assistant_model=assistant_model
-        )
+        written = model.generate(ids, attention_mask=mask, generation_config=config)
     return sum(_length(row, eos_token_ids) for row in written[:, width:].tolist())
 
 
@@ -125,6 +122,7 @@ class IsolatedCosts:
         self.drafter: Any = drafter
         self.kept = min(kept, len(token_ids) - 1)
         self.context = len(token_ids)
+        self.times: dict[str, list[float]] = {}
         self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
         ids = torch.tensor([list(token_ids)] * rows, device=target.device)  # [rows, context]
         self.next_ids = ids[:, :1].expand(rows, k + 1)
@@ -135,18 +133,15 @@ class IsolatedCosts:
             if drafter is not None:
                 self._fill_head(ids, taps, last_hidden)
 
-    def measure(self, trials: int) -> dict[str, list[float]]:
-        """Milliseconds of `trials` trials of each part, taken in turn: target_step_ms, verify_ms,
-        draft_ms."""
+    def measure(self, trials: int) -> None:
+        """Times `trials` more trials of each part, taken in turn, in milliseconds."""
+        forward, logits = self._forward, self._target_forward.logits
         parts: dict[str, Callable[[], Any]] = {
-            "target_step_ms": lambda: self._target_forward.logits(
-                self._forward(self.next_ids[:, :1])[1]
-            ),
-            "verify_ms": lambda: self._target_forward.logits(self._forward(self.next_ids)[1]),
+            "target_step_ms": lambda: logits(forward(self.next_ids[:, :1])[1]),
+            "verify_ms": lambda: logits(forward(self.next_ids)[1]),
         }
         if self.drafter is not None:
             parts["draft_ms"] = self._draft
-        times: dict[str, list[float]] = {name: [] for name in parts}
         with torch.inference_mode():
             for trial in range(-1, trials):  # the first one warms up
                 for name, part in parts.items():
@@ -155,8 +150,14 @@ class IsolatedCosts:
                     part()
                     _synchronize(self.target.device)
                     if trial >= 0:
-                        times[name].append(1e3 * (perf_counter() - started))
-        return times
+                        milliseconds = 1e3 * (perf_counter() - started)
+                        self.times.setdefault(name, []).append(milliseconds)
+
+    @property
+    def costs(self) -> Costs:
+        """The medians of all trials."""
+        medians = {name: median_high(values) for name, values in self.times.items()}
+        return Costs(**medians, batch_size=self.rows, context_length=self.context)
 
     def _forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """ids [rows, T] after what the cache holds; the cache is left as it was."""
@@ -198,12 +199,6 @@ def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:
     return sorted((prompt + ids[: len(ids) // 2 + 1] for prompt, ids in written), key=len)[
         len(written) // 2
     ]
-
-
-def costs_of(times: Mapping[str, Sequence[float]], rows: int, context: int) -> Costs:
-    """The medians of the times of `IsolatedCosts.measure`."""
-    medians = {name: median_high(values) for name, values in times.items()}
-    return Costs(**medians, batch_size=rows, context_length=context)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -2,31 +2,47 @@
 program.
 
 Style, figures and numbers are inside the file, so it opens offline. The layout is
-`templates/report.html.j2`, the figures are drawn by charts.py. No number is computed here: all
-stand in the report or in the training history."""
+`templates/report.html.j2`. No number is computed here: all stand in the report or in the training
+history."""
 
 from __future__ import annotations
 
+import base64
+import io
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from inference.report import charts
-from inference.report.measurement import ALL_WORKLOADS
-from inference.report.schema import AcceptanceReport, TrainingProgress
+from inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
+from inference.report.table import EVERY, notes, row
 from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 
-FIGURES = {  # of each temperature, by their names in the template
-    "speed": charts.speed_bars,
-    "phases": charts.phase_bars,
-    "conditional": charts.rate_lines,
+PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
+INK, GRID = "#23272e", "#e3e3de"
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "grid.color": GRID,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "text.parse_math": False,
 }
-
-
 History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 
 
@@ -49,75 +65,20 @@ def render_html(report: AcceptanceReport, history: History = ()) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, percent=_percent, figure=charts.svg)
-    temperatures = report.temperatures()
-    drawn = [t for t in temperatures if report.cells_at(t)]
-    pooled = [cell for t in temperatures if (cell := report.cell(ALL_WORKLOADS, t)) is not None]
-    rivals = [cell for cell in report.headline if cell.workload == ALL_WORKLOADS]
+    environment.filters.update(figure=svg, number="{:,.2f}".format)
+    checks = [(cell.temperature, check) for cell in report.pooled() for check in cell.lossless]
     return environment.get_template("report.html.j2").render(
         report=report,
         provenance=report.provenance,
         summary=report.summary,
-        gates={gate.name: gate.passed for gate in report.gates},
-        temperatures=temperatures,
-        cells=report.own_cells(),
-        pooled=pooled,
-        acceptance_bars=charts.acceptance_bars(report) if report.results else None,
-        figures={
-            name: [(t, made) for t in drawn if (made := draw(report, t))]
-            for name, draw in FIGURES.items()
-        },
-        training=training_charts(history, report.training),
-        progress=report.training,
-        other_methods=rivals if len(report.methods()) + len(report.engines()) > 2 else [],
-        suites=[report.of_suite(facts.name) for facts in report.suites],
-        lossless=[(cell.temperature, check) for cell in pooled for check in cell.lossless],
+        pooled=report.pooled(),
+        columns=EVERY,
+        rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
+        notes=notes(report),
+        figures=[speedup_bars(report), *position_lines(report), *training_lines(report, history)],
+        checks=checks,
         serving=serving_snippets(report),
     )
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "—" if value is None else f"{value:,.{digits}f}"
-
-
-def _percent(value: float | None, digits: int = 0) -> str:
-    return "—" if value is None else f"{100 * value:.{digits}f} %"
-
-
-def training_charts(history: History, progress: TrainingProgress | None) -> list[tuple[str, Any]]:
-    """(title, figure) of the loss, the acceptance rate of each depth and the expected acceptance
-    length; the last over the tokens seen, where they are known."""
-    loss, tau, rates = {}, {}, defaultdict(dict)
-    for point in history:
-        step = point["step"]
-        loss[step], tau[step] = point.get("loss"), point.get("expected_acceptance_length")
-        for depth, rate in enumerate(point.get("acceptance_rate") or (), 1):
-            rates[f"depth {depth}"][step] = rate
-    figures, held_out = [], progress.held_out if progress else []
-    if len(held_out) > 1:
-        curve = [p.supervised_tokens for p in held_out], [p.acceptance_length for p in held_out]
-        title, tau = "Expected acceptance length, held out", {}
-        made = charts.lines(
-            f"{title}, by tokens seen", {"expected": curve}, "tokens with a loss", (1, None), True
-        )
-        figures.append((title, made))
-    for title, curves, limits in (
-        ("Loss", {"loss": loss}, (0, None)),
-        ("Expected acceptance length, held out", {"expected": tau}, (1, None)),
-        ("Acceptance rate by draft depth", rates, (0, 1)),
-    ):
-        measured = {
-            name: {x: y for x, y in curve.items() if y is not None}
-            for name, curve in curves.items()
-        }
-        drawn = {
-            name: (list(curve), list(curve.values()))
-            for name, curve in measured.items()
-            if len(curve) > 1
-        }
-        if drawn:
-            figures.append((title, charts.lines(f"{title}, by step", drawn, "step", limits)))
-    return figures
 
 
 def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:
@@ -127,11 +88,140 @@ def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:
         "method": p.drafter_method,
         "num_speculative_tokens": p.num_speculative_tokens,
     }
-    if p.drafter_path:
-        options = {"method": p.drafter_method, "model": p.drafter_path} | options
-    else:
-        options |= p.drafter_config
+    options |= {"model": p.drafter_path} if p.drafter_path else p.drafter_config
     return [
         ("vLLM", vllm_command(p.target_name, options)),
         ("Draftsmith", draftsmith_snippet(p.target_name, options)),
     ]
+
+
+# ------------------------------------------------------------------ figures
+
+
+def svg(figure: Figure) -> Markup:
+    """An <img> with the figure as SVG inside it, and its title as the text in place of it."""
+    with matplotlib.rc_context(STYLE), io.BytesIO() as buffer:
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        encoded = base64.b64encode(buffer.getvalue()).decode()
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(
+        figure.get_label(), encoded
+    )
+
+
+def _figure(title: str, height: float, draw: Callable[[Axes], None]) -> Figure:
+    """`draw` on the axes of a figure of its own. `height`: inches, at a width of 5.4."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.4, height), label=title)
+        axes = figure.subplots()
+        draw(axes)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2)
+    return figure
+
+
+def speedup_bars(report: AcceptanceReport) -> Figure | None:
+    """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers; None if
+    nothing was timed."""
+    workloads = report.workloads()
+    timed = {
+        temperature: [
+            cell and cell.speedup_vs_autoregressive
+            for cell in (report.cell(name, temperature) for name in workloads)
+        ]
+        for temperature in report.temperatures()
+    }
+    if not any(speedup for speedups in timed.values() for speedup in speedups):
+        return None
+
+    def draw(axes: Axes) -> None:
+        height = 0.8 / len(timed)
+        for index, (temperature, speedups) in enumerate(timed.items()):
+            known = [(i, speedup) for i, speedup in enumerate(speedups) if speedup]
+            y = [i + (index - (len(timed) - 1) / 2) * height for i, _ in known]
+            values = np.array([speedup.value for _, speedup in known])
+            spread = np.array([(s.value - s.low, s.high - s.value) for _, s in known])
+            colour = PALETTE[index % len(PALETTE)]
+            bars = axes.barh(
+                y,
+                values,
+                height=0.85 * height,
+                color=colour,
+                label=f"T={temperature:g}",
+                xerr=spread.clip(0).T if len(known) else None,
+                error_kw={"ecolor": INK, "elinewidth": 1.0},
+            )
+            axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6, color=colour)
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_xlabel("× faster than the same engine without drafting")
+        axes.set_yticks(range(len(workloads)), labels=workloads)
+        axes.set_ylim(len(workloads) - 0.45, -0.55)
+        axes.margins(x=0.12)
+        axes.yaxis.grid(False)
+
+    return _figure("Speedup by workload", 0.9 + len(workloads) * max(0.36, 0.24 * len(timed)), draw)
+
+
+def position_lines(report: AcceptanceReport) -> list[Figure]:
+    """The conditional acceptance rate by draft position, one curve per workload; a figure for each
+    temperature."""
+    figures = []
+    for temperature in report.temperatures():
+        curves = {
+            cell.workload: dict(enumerate(cell.conditional_acceptance_per_position, 1))
+            for cell in report.own_cells()
+            if cell.temperature == temperature
+        }
+        title = f"Conditional acceptance by draft position, T={temperature:g}"
+        figures.append(lines(title, curves, "draft position k", (0, 1.02)))
+    return figures
+
+
+def training_lines(report: AcceptanceReport, history: History) -> list[Figure]:
+    """The training loss by step, and the held-out acceptance length by tokens seen, as far as they
+    are known."""
+    figures = []
+    loss = {record["step"]: record.get("loss") for record in history}
+    if len(loss) > 1:
+        figures.append(lines("Training loss", {"loss": loss}, "step", (0, None)))
+    progress: TrainingProgress | None = report.training
+    if progress is not None and len(progress.held_out) > 1:
+        curve: dict[int, float | None] = {
+            p.supervised_tokens: p.acceptance_length for p in progress.held_out
+        }
+        title = "Expected acceptance length, held out"
+        figures.append(lines(title, {"τ": curve}, "tokens with a loss", (1, None), log=True))
+    return figures
+
+
+def lines(
+    title: str,
+    curves: Mapping[str, Mapping[int, float | None]],
+    x_label: str,
+    limits: tuple[float | None, float | None],
+    log: bool = False,
+) -> Figure:
+    """Curves by name, x -> y of each; `all` is drawn in ink. `log`: x is logarithmic."""
+
+    def draw(axes: Axes) -> None:
+        for index, (name, curve) in enumerate(curves.items()):
+            points = {x: y for x, y in curve.items() if y is not None}
+            bold = name == ALL_WORKLOADS
+            axes.plot(
+                list(points),
+                list(points.values()),
+                label=name,
+                color=INK if bold else PALETTE[index % len(PALETTE)],
+                marker="osD^vPX*"[index % 8] if len(points) < 40 else None,
+                markersize=4,
+                linewidth=2.4 if bold else 1.4,
+            )
+        axes.set_ylim(*limits)
+        if log:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(EngFormatter(places=0))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(x_label)
+
+    return _figure(title, 3.0, draw)

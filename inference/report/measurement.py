@@ -1,107 +1,69 @@
-"""Raw measurements of an evaluation, before any statistic.
+"""One measurement of a drafting method, from the engine to the report.
 
-evaluation/evaluate.py fills one `CellMeasurement` per (workload, temperature). `pool` joins the
-workloads of one temperature and method into one measurement of the same kind, so that the report's
-`all` is built from sums like any other cell and can never be a mean of means. This module imports
-nothing of the report that is made of it."""
+`Measurement` gathers what was written and timed. Measurements are added, so that the report's `all`
+is made of sums like any other cell and can never be a mean of means; `cell` derives every rate,
+once.
+
+The cost model says how fast speculative decoding could be, given what its parts cost alone. One
+round costs V(K+1) + D(K) and commits τ tokens, which without drafting cost τ · V(1):
+
+    limit = τ · V(1) / (V(K+1) + D(K))            efficiency = measured speedup / limit
+
+V(n) is one target forward over n new tokens per row, D(K) the whole draft phase. The limit counts
+nothing but forwards: sampling, scheduling, committing, prefill, rounds cut short by the end of a
+text and rows that wait for others are left out, and the efficiency is what they cost. It is no
+strict bound: they also slow the run without drafting, so that the efficiency may exceed 1."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pydantic import Field
-
-from inference.outputs import RequestOutput
-from inference.report.record import Record
-from inference.report.speed import TimedPass
+from inference.metrics import (
+    acceptance_length,
+    conditional_rates,
+    influences,
+    joint_rates,
+    sum_of_squares,
+)
+from inference.outputs import RequestMetrics, RequestOutput
+from inference.report.schema import (
+    ALL_WORKLOADS,
+    AUTOREGRESSIVE,
+    OUR_ENGINE,
+    PHASES,
+    SPECULATIVE,
+    TRANSFORMERS,
+    Cell,
+    Costs,
+    ExpectedAcceptance,
+    LosslessCheck,
+    PositionBin,
+    TimedPass,
+)
+from inference.report.speed import Speeds, stalled
 from inference.spec_decode.replay import ReplayResult
+from speculators.errors import DataError
 
-ALL_WORKLOADS = "all"
-OUR_ENGINE = "draftsmith"  # this project's runtime
-PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill")
-SPECULATIVE = "speculative"  # kinds of timed passes
-AUTOREGRESSIVE = "autoregressive"
-TRANSFORMERS = "transformers_generate"
-
-
-class TokenDifference(Record):
-    """The first difference between an output and its reference, and whether it is a tie."""
-
-    prompt: str = Field(description="Which prompt: an id or its place in the workload.")
-    position: int = Field(description="Output index of the first difference.")
-    reference_token: int | None = Field(
-        description="Token id of the reference, null if it had ended."
-    )
-    token: int | None = Field(
-        description="Token id that was produced, null if the output had ended."
-    )
-    top_two_gap: float | None = Field(
-        default=None,
-        description="The target's top-two logit gap there, teacher-forced on the common prefix.",
-    )
-    noise: float | None = Field(
-        default=None,
-        description=(
-            "Largest change of the gap between two leading logits when the same position is run at "
-            "another batch shape."
-        ),
-    )
-    tie: bool = Field(
-        description="True if the gap is below the noise: arithmetic, not drafting, decided."
-    )
-
-
-class LosslessCheck(Record):
-    """Greedy outputs with drafting against a reference without, token for token."""
-
-    dtype: str = Field(
-        description="Weights' dtype during this check; float32 must be equal, bfloat16 may tie."
-    )
-    reference: str = Field(
-        description="What was compared with: `autoregressive` or `transformers_generate`."
-    )
-    checked_prompts: int = Field(description="Prompts compared.")
-    mismatches: int = Field(
-        description="Prompts that differ by more than a tie. Anything but 0 is a failure."
-    )
-    ties: int = Field(description="Prompts whose first difference is a tie.")
-    details: list[TokenDifference] = Field(
-        default=[], description="One entry per differing prompt."
-    )
-
-
-class Costs(Record):
-    """Times of the parts of a round, each measured alone; formulas in
-    `inference/report/cost_model.py`."""
-
-    target_step_ms: float = Field(
-        description="V(1): one target forward over one token per row, lm_head included."
-    )
-    verify_ms: float = Field(
-        description="V(K+1): one target forward over K+1 tokens per row, lm_head included."
-    )
-    draft_ms: float = Field(
-        description="D(K): one whole draft phase of K tokens per row (not per token)."
-    )
-    batch_size: int | None = Field(
-        default=None, description="Rows in the forwards that were timed."
-    )
-    context_length: int | None = Field(
-        default=None, description="Tokens already in the cache of each timed row."
-    )
+KINDS = {  # of timed passes, in words
+    SPECULATIVE: "drafting",
+    AUTOREGRESSIVE: "drafting off",
+    TRANSFORMERS: "transformers.generate",
+}
 
 
 @dataclass
-class CellMeasurement:
-    """Everything measured for one (workload, temperature, method, engine); what was not measured
-    stays empty.
+class Measurement:
+    """One method on one workload at one temperature; what was not measured stays empty.
 
     requests         responses with drafting, of one pass, with their `metrics`
+    baseline         the responses to the same prompts without drafting
+    replay           one result per response, over the text of `requests`
     passes           by kind (SPECULATIVE, AUTOREGRESSIVE, TRANSFORMERS), in the order of repeats
     phase_seconds    keys of PHASES, summed over all speculative passes
-    replay           one result per response, over the text of `requests`
     suite            of which the workload is a category"""
 
     workload: str
@@ -109,10 +71,11 @@ class CellMeasurement:
     method: str
     num_speculative_tokens: int
     requests: list[RequestOutput] = field(default_factory=list)
+    baseline: list[RequestOutput] = field(default_factory=list)
+    replay: list[ReplayResult] = field(default_factory=list)
     passes: dict[str, list[TimedPass]] = field(default_factory=dict)
     phase_seconds: Counter[str] = field(default_factory=Counter)
     costs: Costs | None = None
-    replay: list[ReplayResult] = field(default_factory=list)
     lossless: list[LosslessCheck] = field(default_factory=list)
     engine: str = OUR_ENGINE
     suite: str | None = None
@@ -125,62 +88,251 @@ class CellMeasurement:
     def num_accepted_tokens(self) -> int:
         return sum(request.metrics.num_accepted_tokens for request in self.requests)
 
-
-def pool(group: Sequence[CellMeasurement]) -> CellMeasurement:
-    """Every workload of one temperature, method, engine and suite as one; what one of them lacks,
-    the pool lacks."""
-    first = group[0]
-    kinds = [kind for kind in first.passes if all(kind in m.passes for m in group)]
-    complete = all(m.phase_seconds for m in group)
-    return CellMeasurement(
-        ALL_WORKLOADS,
-        first.temperature,
-        first.method,
-        first.num_speculative_tokens,
-        requests=[request for m in group for request in m.requests],
-        passes={kind: [run for m in group for run in m.passes[kind]] for kind in kinds},
-        phase_seconds=sum((m.phase_seconds for m in group), Counter()) if complete else Counter(),
-        costs=_pool_costs(group),
-        replay=[r for m in group for r in m.replay] if all(m.replay for m in group) else [],
-        lossless=_pool_lossless([check for m in group for check in m.lossless]),
-        engine=first.engine,
-        suite=first.suite,
-    )
-
-
-def _pool_costs(group: Sequence[CellMeasurement]) -> Costs | None:
-    """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the pooled limit is
-    exactly the ratio of the pooled times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
-    costs = [
-        (m.costs, m.num_drafts, m.num_drafts + m.num_accepted_tokens) for m in group if m.costs
-    ]
-    rounds = sum(r for _, r, _ in costs)
-    tokens = sum(t for _, _, t in costs)
-    if len(costs) < len(group) or not rounds:
-        return None
-    batches = {cost.batch_size for cost, _, _ in costs}
-    contexts = {cost.context_length for cost, _, _ in costs}
-    return Costs(
-        target_step_ms=sum(cost.target_step_ms * t for cost, _, t in costs) / tokens,
-        verify_ms=sum(cost.verify_ms * r for cost, r, _ in costs) / rounds,
-        draft_ms=sum(cost.draft_ms * r for cost, r, _ in costs) / rounds,
-        batch_size=batches.pop() if len(batches) == 1 else None,
-        context_length=contexts.pop() if len(contexts) == 1 else None,
-    )
-
-
-def _pool_lossless(checks: Sequence[LosslessCheck]) -> list[LosslessCheck]:
-    alike: dict[tuple[str, str], list[LosslessCheck]] = {}
-    for check in checks:
-        alike.setdefault((check.dtype, check.reference), []).append(check)
-    return [
-        LosslessCheck(
-            dtype=dtype,
-            reference=reference,
-            checked_prompts=sum(check.checked_prompts for check in group),
-            mismatches=sum(check.mismatches for check in group),
-            ties=sum(check.ties for check in group),
-            details=[detail for check in group for detail in check.details],
+    def __add__(self, other: Measurement) -> Measurement:
+        """Both workloads as one, `all`; what one of them lacks, the sum lacks."""
+        kinds = [kind for kind in self.passes if kind in other.passes]
+        timed = bool(self.phase_seconds and other.phase_seconds)
+        return Measurement(
+            ALL_WORKLOADS,
+            self.temperature,
+            self.method,
+            self.num_speculative_tokens,
+            self.requests + other.requests,
+            self.baseline + other.baseline,
+            self.replay + other.replay if self.replay and other.replay else [],
+            {kind: self.passes[kind] + other.passes[kind] for kind in kinds},
+            self.phase_seconds + other.phase_seconds if timed else Counter(),
+            _sum_of_costs(self, other),
+            _sum_of_checks([*self.lossless, *other.lossless]),
+            self.engine,
+            self.suite,
         )
-        for (dtype, reference), group in alike.items()
+
+    def cell(self) -> Cell:
+        """The report's cell, with every rate. DataError if counters or times do not fit
+        together."""
+        where = f"{self.workload}, T={self.temperature:g}, {self.method}"
+        if not self.requests:
+            raise DataError(f"{where}: no request was measured")
+        metrics = [request.metrics for request in self.requests]
+        past_end = [m.num_accepted_past_end for m in metrics]
+        counted = all(len(m.accepted_per_round) >= m.num_drafts for m in metrics)
+        rounds = sum(len(m.accepted_per_round) for m in metrics) if counted else None
+        drafts, accepted = self.num_drafts, self.num_accepted_tokens
+        per_position = _per_position(metrics, self.num_speculative_tokens, where)
+        of_requests = [
+            acceptance_length(m.num_accepted_tokens, m.num_drafts) for m in metrics if m.num_drafts
+        ]
+        return Cell(
+            workload=self.workload,
+            temperature=self.temperature,
+            method=self.method,
+            engine=self.engine,
+            suite=self.suite,
+            prompts=len(metrics),
+            output_tokens=num_output_tokens(self.requests),
+            num_rounds=rounds,
+            num_drafts=drafts,
+            num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
+            num_accepted_tokens=accepted,
+            num_accepted_past_end=None if None in past_end else sum(filter(None, past_end)),
+            num_accepted_tokens_per_pos=per_position,
+            acceptance_length=acceptance_length(accepted, drafts),
+            acceptance_length_macro=(
+                sum(of_requests) / len(of_requests) if of_requests else acceptance_length(0, 0)
+            ),
+            tokens_per_forward=None if rounds is None else acceptance_length(accepted, rounds),
+            drafted_share=drafts / rounds if rounds else None,
+            joint_acceptance_per_position=_known(joint_rates(per_position, drafts)),
+            conditional_acceptance_per_position=_known(conditional_rates(per_position, drafts)),
+            acceptance_by_position=position_bins(self.requests, where),
+            passes=self.passes,
+            expected=expected_acceptance(metrics, self.replay),
+            lossless=self.lossless,
+            costs=self.costs,
+            **self._speed(where),
+        )
+
+    def _speed(self, where: str) -> dict[str, Any]:
+        """The fields of a Cell that come from times."""
+        limit = self._limit()
+        on = self.passes.get(SPECULATIVE)
+        if not on:
+            return {"limit_speedup": limit}
+        speeds = Speeds(self.passes, SPECULATIVE)
+        speedup = speeds.ratio(SPECULATIVE, AUTOREGRESSIVE)
+        slow = [
+            f"{run.workload}, {KINDS[kind]}, repeat {run.repeat + 1}:"
+            f" {run.tokens / run.seconds:.0f} tokens/s, median {usual:.0f}"
+            for kind, some in self.passes.items()
+            for run, usual in stalled(some)
+        ]
+        return {
+            "tokens_per_second": speeds.rates(),
+            "speedup_vs_autoregressive": speedup,
+            "speedup_vs_transformers": speeds.ratio(SPECULATIVE, TRANSFORMERS),
+            "stalled_passes": slow,
+            "time_shares": _time_shares(self.phase_seconds, sum(run.seconds for run in on), where),
+            "limit_speedup": limit,
+            "efficiency": speedup.value / limit if speedup and limit else None,
+        }
+
+    def _limit(self) -> float | None:
+        """τ · V(1) / (V(K+1) + D(K)), with τ of the timed passes, or of all if none was timed."""
+        if self.costs is None:
+            return None
+        timed = self.passes.get(SPECULATIVE, [])
+        drafts = sum(run.num_drafts for run in timed)
+        accepted = sum(run.num_accepted_tokens for run in timed)
+        if not drafts:
+            drafts, accepted = self.num_drafts, self.num_accepted_tokens
+        round_ms = self.costs.verify_ms + self.costs.draft_ms
+        return acceptance_length(accepted, drafts) * self.costs.target_step_ms / round_ms
+
+
+def num_output_tokens(requests: Iterable[RequestOutput]) -> int:
+    """Tokens of all responses."""
+    return sum(len(one.token_ids) for request in requests for one in request.outputs)
+
+
+def position_bins(requests: Iterable[RequestOutput], where: str = "") -> list[PositionBin]:
+    """Acceptance of the rounds with a draft by the position of their anchor in the whole text, in
+    bins [2^i, 2^(i + 1)). Empty bins are left out, and requests that do not say what each round
+    drafted.
+
+    Output token 0 comes from prefill and anchors the first round; a round that accepts j drafts
+    moves the anchor on by j + 1."""
+    totals: dict[int, tuple[int, int]] = {}
+    for index, request in enumerate(requests):
+        m = request.metrics
+        if m.accepted_per_round and sum(m.accepted_per_round) != m.num_accepted_tokens:
+            raise DataError(
+                f"{where}: request {index} accepted {m.num_accepted_tokens} drafts by position,"
+                f" {sum(m.accepted_per_round)} by round: both must count committed drafts only"
+            )
+        anchor = len(request.prompt_token_ids)
+        if not anchor or len(m.drafted_per_round) != len(m.accepted_per_round):
+            continue
+        for drafted, accepted in zip(m.drafted_per_round, m.accepted_per_round, strict=True):
+            if drafted:
+                power = anchor.bit_length() - 1
+                rounds, before = totals.get(power, (0, 0))
+                totals[power] = (rounds + 1, before + accepted)
+            anchor += accepted + 1
+    return [
+        PositionBin(
+            start=1 << power,
+            stop=2 << power,
+            rounds=rounds,
+            num_accepted_tokens=accepted,
+            acceptance_length=acceptance_length(accepted, rounds),
+        )
+        for power, (rounds, accepted) in sorted(totals.items())
     ]
+
+
+def expected_acceptance(
+    metrics: Sequence[RequestMetrics], replay: Sequence[ReplayResult]
+) -> ExpectedAcceptance | None:
+    """Expected acceptance length over the same texts and how far the measured one lies from it,
+    with its standard error.
+
+    Both are ratios of sums over responses (accepted / rounds), so their errors are those of a ratio
+    estimator with the response as the unit: the influence of response i is (a_i − ρ·r_i) / Σr. The
+    influences of replay i and request i are subtracted before squaring, so that what the texts have
+    in common cancels."""
+    if not replay:
+        return None
+    if len(metrics) != len(replay):
+        raise DataError(f"replay: {len(replay)} replayed responses of {len(metrics)} requests")
+    counts = [(m.num_drafts, m.num_accepted_tokens) for m in metrics]
+    measured = acceptance_length(sum(a for _, a in counts), sum(r for r, _ in counts))
+    expected = acceptance_length(sum(r.accepted for r in replay), sum(r.rounds for r in replay))
+    of_measured = [v / expected for v in influences(counts)]
+    of_expected = [
+        v * measured / expected**2 for v in influences([(r.rounds, r.accepted) for r in replay])
+    ]
+    variance = sum_of_squares([a - b for a, b in zip(of_measured, of_expected, strict=True)])
+    return ExpectedAcceptance(
+        acceptance_length=expected,
+        relative_difference=measured / expected - 1.0,
+        standard_error=math.sqrt(variance),
+        responses=len(replay),
+    )
+
+
+def _per_position(metrics: Sequence[RequestMetrics], k: int, where: str) -> list[int]:
+    """Accepted drafts by position, [K]: an engine lists only the positions that it reached."""
+    total = [0] * k
+    for m in metrics:
+        counts = m.num_accepted_tokens_per_pos
+        if any(counts[k:]):
+            raise DataError(f"{where}: drafts were accepted at {len(counts)} positions, K is {k}")
+        for position, count in enumerate(counts[:k]):
+            total[position] += count
+    return total
+
+
+def _time_shares(phases: Counter[str], wall: float, where: str) -> dict[str, float] | None:
+    if not phases:
+        return None
+    if unknown := sorted(set(phases) - set(PHASES)):
+        raise DataError(f"{where}: unknown phases {unknown}; the phases are {', '.join(PHASES)}")
+    claimed = sum(phases.values())
+    if claimed > 1.05 * wall:
+        raise DataError(
+            f"{where}: phases take {claimed:.3f} s of the passes' {wall:.3f} s: they overlap"
+        )
+    shares = {phase: phases[phase] / max(wall, claimed) for phase in PHASES}
+    return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
+
+
+def _sum_of_costs(*measurements: Measurement) -> Costs | None:
+    """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the limit of the sum is
+    exactly the ratio of the summed times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
+    rounds = [m.num_drafts for m in measurements]
+    tokens = [m.num_drafts + m.num_accepted_tokens for m in measurements]
+    costs = [m.costs for m in measurements if m.costs is not None]
+    if len(costs) < len(measurements) or not sum(rounds):
+        return None
+
+    def mean(name: str, weights: Sequence[int]) -> float:
+        values = [getattr(cost, name) for cost in costs]
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+    def common(name: str) -> int | None:
+        values = {getattr(cost, name) for cost in costs}
+        return values.pop() if len(values) == 1 else None
+
+    return Costs(
+        target_step_ms=mean("target_step_ms", tokens),
+        verify_ms=mean("verify_ms", rounds),
+        draft_ms=mean("draft_ms", rounds),
+        batch_size=common("batch_size"),
+        context_length=common("context_length"),
+    )
+
+
+def _sum_of_checks(checks: Sequence[LosslessCheck]) -> list[LosslessCheck]:
+    sums: dict[tuple[str, str], LosslessCheck] = {}
+    for check in checks:
+        key = (check.dtype, check.reference)
+        before = sums.get(key)
+        sums[key] = (
+            check
+            if before is None
+            else LosslessCheck(
+                dtype=check.dtype,
+                reference=check.reference,
+                checked_prompts=before.checked_prompts + check.checked_prompts,
+                mismatches=before.mismatches + check.mismatches,
+                ties=before.ties + check.ties,
+                details=before.details + check.details,
+            )
+        )
+    return list(sums.values())
+
+
+def _known(rates: Sequence[float]) -> list[float | None]:
+    """NaN, which says "never measured" and which JSON lacks, as None."""
+    return [None if math.isnan(rate) else rate for rate in rates]

@@ -13,8 +13,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from inference.report.measurement import ALL_WORKLOADS
-from inference.report.schema import AcceptanceReport
+from inference.report.schema import AUTOREGRESSIVE, AcceptanceReport
+from inference.report.table import CARD, markdown, position_rows, table_of
 from speculators.config import DrafterConfig
 from speculators.export.formats import NATIVE
 from speculators.export.serving_commands import draftsmith_snippet
@@ -22,6 +22,10 @@ from speculators.export.serving_commands import serving as serving_commands
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 TASK = "text-generation"
+METRICS = {
+    "acceptance_length": "acceptance length (tokens per verification)",
+    "speedup": "speedup over the same engine without drafting",
+}
 DIGITS = 4  # after the point, of figures in the metadata
 
 
@@ -59,39 +63,58 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
         model_name=facts.repository.partition("/")[2] if report else None,
         eval_results=evaluation_results(report) if report else None,
     )
-    cells = report.own_cells() if report else []
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         facts=facts,
         report=report,
         serving=snippets,
-        cells=cells,
-        pooled=[cell for cell in cells if cell.workload == ALL_WORKLOADS],
-        unmeasured=unmeasured(report),
-        suites=[report.of_suite(facts.name) for facts in report.suites] if report else [],
+        tables=_tables(report) if report else [],
+        checks=[check for cell in report.pooled() for check in cell.lossless] if report else [],
+        unmeasured=unmeasured(report) if report else [],
     )
     return str(card).rstrip() + "\n"
+
+
+def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
+    """(heading, sentence, table) of the evaluation's own prompts and of every suite."""
+    parts = []
+    if any(cell.suite is None for cell in report.headline):
+        parts.append(("", "", report))
+    for suite in report.suites:
+        about = (
+            f"{suite.conversations} of {suite.conversations_in_file} conversations, later turns"
+            f" asked with the live answers; responses of up to {suite.max_tokens} tokens, K ="
+            f" {suite.num_speculative_tokens}, thinking: {suite.thinking}. "
+        ) + "; ".join(f"`{Path(f.path).name}`: SHA-256 `{f.sha256}`" for f in suite.files)
+        parts.append((suite.name, about, report.of_suite(suite.name)))
+    positions = ["by position, %", "T", *map(str, range(1, _k(report) + 1))]
+    return [
+        (
+            heading,
+            about,
+            table_of(part.own_cells(), CARD)
+            + "\n\n"
+            + markdown(positions, position_rows(part.pooled())),
+        )
+        for heading, about, part in parts
+    ]
+
+
+def _k(report: AcceptanceReport) -> int:
+    return report.provenance.num_speculative_tokens
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
     """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each
     temperature, those of all suites too."""
-    results, shown = [], {cell.suite for cell in report.headline}
-    beside = [report.of_suite(facts.name) for facts in report.suites if facts.name not in shown]
-    for cell in (cell for part in [report, *beside] for cell in part.own_cells()):
-        if not cell.num_drafts:
+    results = []
+    for cell in report.results:
+        if not cell.num_drafts or cell.engine != report.provenance.engine:
             continue
-        metrics = [
-            (
-                "acceptance_length",
-                "acceptance length (tokens per verification)",
-                cell.acceptance_length,
-            )
-        ]
+        figures = {"acceptance_length": cell.acceptance_length}
         if cell.speedup_vs_autoregressive is not None:
-            name = "speedup over the same engine without drafting"
-            metrics.append(("speedup", name, cell.speedup_vs_autoregressive.value))
+            figures["speedup"] = cell.speedup_vs_autoregressive.value
         results += [
             EvalResult(
                 task_type=TASK,
@@ -99,11 +122,11 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
                 dataset_name=f"{cell.label}, temperature {cell.temperature:g}",
                 dataset_config=f"temperature {cell.temperature:g}",
                 dataset_args={"temperature": cell.temperature, "prompts": cell.prompts},
-                metric_type=kind,
-                metric_name=name,
+                metric_type=name,
+                metric_name=METRICS[name],
                 metric_value=round(value, DIGITS),
             )
-            for kind, name, value in metrics
+            for name, value in figures.items()
         ]
     return results
 
@@ -131,41 +154,36 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
     return snippets
 
 
-def unmeasured(report: AcceptanceReport | None) -> list[str]:
+def unmeasured(report: AcceptanceReport) -> list[str]:
     """Sentences that name what was not measured and could be taken for measured."""
-    if report is None:
-        return []
     p, cells = report.provenance, report.own_cells()
-    said = [
-        (
-            f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other"
-            " temperatures than those of the table."
-        ),
+    lines = [
+        f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other"
+        " temperatures than those of the table.",
         _other_engines(report),
     ]
     if p.max_num_seqs:
-        said.append(
+        lines.append(
             f"Batches of another size than {p.max_num_seqs}: speed was measured at that one."
         )
     if not any(cell.tokens_per_second for cell in cells):
-        said.append("Speed: nothing was timed.")
-    elif not any(cell.speedup_vs_autoregressive for cell in cells):
-        said.append("Speedup: there was no timed run without drafting.")
+        lines.append("Speed: nothing was timed.")
+    elif not any(AUTOREGRESSIVE in cell.tokens_per_second for cell in cells):
+        lines.append("Speedup: there was no timed run without drafting.")
     if not any(cell.lossless for cell in cells):
-        said.append("Equality of outputs with and without drafting.")
-    return said
+        lines.append("Equality of outputs with and without drafting.")
+    return lines
 
 
 def _other_engines(report: AcceptanceReport) -> str:
-    other = next((name for name in report.engines() if name != report.provenance.engine), None)
-    if other is None:
+    own, *others = report.engines()
+    if not others:
         return "vLLM and SGLang: the figures are those of Draftsmith's own runtime."
     lengths = [
-        f"{cell.acceptance_length:.2f} at temperature {temperature:g}"
-        for temperature in report.temperatures()
-        if (cell := report.cell(ALL_WORKLOADS, temperature, engine=other)) is not None
+        f"{cell.acceptance_length:.2f} at temperature {cell.temperature:g}"
+        for cell in report.pooled(others[0])
     ]
     return (
-        f"SGLang. The table is of {report.provenance.engine}; in {other} the acceptance length over"
-        f" all workloads was {', '.join(lengths)}."
+        f"SGLang. The table is of {own}; in {others[0]} the acceptance length over all workloads"
+        f" was {', '.join(lengths)}."
     )

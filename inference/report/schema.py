@@ -1,7 +1,8 @@
 """The acceptance report as data: the models of the versioned `acceptance.json`, loading and saving.
 
-The contents of the report, from the cells of cell.py upwards. The descriptions of the fields are
-their documentation: scripts/docs_tables.py makes the tables of docs/acceptance-json.md of them."""
+Counters, times and the rates derived from them are stored; nothing is computed on loading. The
+texts below the fields are their documentation: scripts/docs_tables.py makes the tables of
+docs/acceptance-json.md of them."""
 
 from __future__ import annotations
 
@@ -10,15 +11,18 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from inference.report.cell import Cell, headline_cells
-from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
-from inference.report.record import Record
 from inference.whole_file import write_whole
 from speculators.errors import DataError
 
 SCHEMA_VERSION: Literal["2.0"] = "2.0"
+ALL_WORKLOADS = "all"
+OUR_ENGINE = "draftsmith"  # this project's runtime
+PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill")
+SPECULATIVE = "speculative"  # kinds of timed passes
+AUTOREGRESSIVE = "autoregressive"
+TRANSFORMERS = "transformers_generate"
 SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "lossless_mismatches": (
         "prompts that differ from their reference by more than a tie, all checks added"
@@ -42,11 +46,218 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
 }
 
 
+class Record(BaseModel):
+    """No unknown keys, no NaN or infinity (JSON has neither)."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+class TokenDifference(Record):
+    """The first difference between an output and its reference, and whether it is a tie."""
+
+    prompt: str
+    """Which prompt: an id or its place in the workload."""
+    position: int
+    """Output index of the first difference."""
+    reference_token: int | None
+    """Token id of the reference, null if it had ended."""
+    token: int | None
+    """Token id that was produced, null if the output had ended."""
+    top_two_gap: float | None = None
+    """The target's top-two logit gap there, teacher-forced on the common prefix."""
+    noise: float | None = None
+    """Largest change of the gap between two leading logits when the same position is run at another
+    batch shape."""
+    tie: bool
+    """True if the gap is below the noise: arithmetic, not drafting, decided."""
+
+
+class LosslessCheck(Record):
+    """Greedy outputs with drafting against a reference without, token for token."""
+
+    dtype: str
+    """Weights' dtype during this check; float32 must be equal, bfloat16 may tie."""
+    reference: str
+    """What was compared with: `autoregressive`, the same engine without drafting."""
+    checked_prompts: int
+    """Prompts compared."""
+    mismatches: int
+    """Prompts that differ by more than a tie. Anything but 0 is a failure."""
+    ties: int
+    """Prompts whose first difference is a tie."""
+    details: list[TokenDifference] = []
+    """One entry per differing prompt."""
+
+
+class Costs(Record):
+    """Median times of the parts of a round, each measured alone."""
+
+    target_step_ms: float = Field(gt=0)
+    """V(1): one target forward over one token per row, lm_head included."""
+    verify_ms: float = Field(gt=0)
+    """V(K+1): one target forward over K+1 tokens per row, lm_head included."""
+    draft_ms: float = Field(ge=0)
+    """D(K): one whole draft phase of K tokens per row (not per token)."""
+    batch_size: int | None = None
+    """Rows in the forwards that were timed."""
+    context_length: int | None = None
+    """Tokens already in the cache of each timed row."""
+
+
+class TimedPass(Record):
+    """One pass over the timed prompts of a workload."""
+
+    workload: str
+    """Workload whose prompts were run."""
+    repeat: int = Field(ge=0)
+    """Passes of one repeat ran one right after the other."""
+    tokens: int = Field(gt=0)
+    """Output tokens."""
+    seconds: float = Field(gt=0)
+    """Wall time, prefill included."""
+    num_drafts: int = 0
+    """Rounds that verified a proposal."""
+    num_accepted_tokens: int = 0
+    """Drafts accepted in them."""
+
+
+class Estimate(Record):
+    """A value, and the interval in which it lies in 90 % of the bootstrap's draws."""
+
+    value: float
+    """From the medians of the repeats."""
+    low: float
+    """5 % of the draws are lower."""
+    high: float
+    """5 % of the draws are higher."""
+
+
+class ExpectedAcceptance(Record):
+    """The acceptance length that training's replay expects on the very text that drafting wrote,
+    where only the accept decisions are left to chance."""
+
+    acceptance_length: float
+    """`expected_acceptance_length` by replay."""
+    relative_difference: float
+    """(measured − expected) ÷ expected, measured = `acceptance_length`."""
+    standard_error: float
+    """Standard error of `relative_difference` from the spread over requests; a difference of more
+    than about three of these is not chance."""
+    responses: int
+    """Responses the replay walked over."""
+
+
+class PositionBin(Record):
+    """Acceptance of the rounds with a draft that start in one stretch of the text, prompt
+    included."""
+
+    start: int
+    """First position of the bin: a power of two; 0 is the prompt's first token."""
+    stop: int
+    """One past the last position of the bin, twice `start`."""
+    rounds: int
+    """Rounds with a draft whose anchor (the last committed token when they began) lies in the
+    bin."""
+    num_accepted_tokens: int
+    """Drafts accepted in them."""
+    acceptance_length: float
+    """1 + accepted ÷ rounds, over these rounds."""
+
+
+class Cell(Record):
+    """One method on one workload at one temperature."""
+
+    workload: str
+    """Workload name, or `all`: every workload pooled (sums, not means of means)."""
+    temperature: float = Field(ge=0)
+    """Sampling temperature; 0 is greedy."""
+    method: str
+    """Drafting method (`eagle3`, `ngram`, …)."""
+    engine: str = OUR_ENGINE
+    """Engine that ran it: `draftsmith` or `vllm`."""
+    suite: str | None = None
+    """Suite of which the workload is a category, and `all` all of them; null: the evaluation's own
+    prompts."""
+    prompts: int
+    """Prompts in the cell; of a suite, every turn of a conversation is one."""
+    output_tokens: int
+    """Tokens produced, over all prompts, in one pass."""
+    num_rounds: int | None
+    """Target forwards after the prefills, counted per request; null: not known."""
+    num_drafts: int
+    """Those of them that verified a proposal."""
+    num_draft_tokens: int
+    """Tokens drafted in those rounds."""
+    num_accepted_tokens: int
+    """Drafted tokens that were accepted and committed (but `num_accepted_past_end`)."""
+    num_accepted_past_end: int | None = 0
+    """Accepted drafts past the end of the text, where an engine counts them and does not say in
+    which round; null: it counts them and does not say how many."""
+    num_accepted_tokens_per_pos: list[int]
+    """Accepted tokens by draft position 1…K."""
+    acceptance_length: float
+    """τ, micro: 1 + num_accepted_tokens ÷ num_drafts, over all rounds with a draft (vLLM's
+    definition)."""
+    acceptance_length_macro: float
+    """τ, macro: mean over requests of each request's own acceptance length (requests without a
+    draft are left out)."""
+    tokens_per_forward: float | None
+    """1 + num_accepted_tokens ÷ num_rounds: over all rounds, those without a draft too. It is what
+    the speedup goes by, and equals τ for drafters that always draft."""
+    drafted_share: float | None
+    """num_drafts ÷ num_rounds: share of the rounds with a draft."""
+    joint_acceptance_per_position: list[float | None]
+    """P(first k drafts all accepted), k = 1…K; null without rounds."""
+    conditional_acceptance_per_position: list[float | None]
+    """P(k-th draft accepted given the first k−1 were), k = 1…K; null where those never were."""
+    acceptance_by_position: list[PositionBin] = []
+    """Acceptance length by absolute position, prompt included, to show decay in long texts; empty
+    where an engine does not say what each round drafted."""
+    passes: dict[str, list[TimedPass]] = {}
+    """Every timed pass, by kind: `speculative`, `autoregressive`, `transformers_generate`; the same
+    prompts in every repeat."""
+    tokens_per_second: dict[str, Estimate] = {}
+    """By kind of pass: Σ tokens ÷ Σ seconds over workloads, each with the median seconds per token
+    of its repeats."""
+    speedup_vs_autoregressive: Estimate | None = None
+    """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
+    speedup_vs_transformers: Estimate | None = None
+    """Rate of `speculative` ÷ that of `transformers_generate`; another engine."""
+    stalled_passes: list[str] = []
+    """Passes slower than 60 % of the median rate of their repeats, in words."""
+    time_shares: dict[str, float] | None = None
+    """Shares of the speculative passes' wall time by phase, and `other`, which no phase claimed;
+    null if not known."""
+    costs: Costs | None = None
+    """The parts of a round, timed alone."""
+    limit_speedup: float | None = None
+    """τ · V(1) / (V(K+1) + D(K)), τ of the timed passes (of all, if none was timed)."""
+    efficiency: float | None = None
+    """`speedup_vs_autoregressive.value` ÷ `limit_speedup`: what sampling, scheduling, committing
+    and prefill leave of the limit."""
+    expected: ExpectedAcceptance | None = None
+    """Acceptance that replay expects."""
+    lossless: list[LosslessCheck] = []
+    """Token equality checks of this cell (greedy cells; one entry per dtype)."""
+
+    @property
+    def label(self) -> str:
+        """The workload, with its suite if it is of one: `mt_bench/writing`."""
+        return self.workload if self.suite is None else f"{self.suite}/{self.workload}"
+
+
 class Bound(Record):
     """Bounds of a recipe on one figure of the summary."""
 
-    min: float | None = Field(default=None, description="Smallest value that passes.")
-    max: float | None = Field(default=None, description="Largest value that passes.")
+    min: float | None = None
+    """Smallest value that passes."""
+    max: float | None = None
+    """Largest value that passes."""
 
     @model_validator(mode="after")
     def _binds(self) -> Bound:
@@ -60,224 +271,204 @@ class Bound(Record):
 class Gate(Record):
     """One bound the recipe demands, and the figure that met or missed it."""
 
-    name: str = Field(description="A key of `summary`.")
-    value: float = Field(description="The figure reached.")
-    min: float | None = Field(
-        default=None, description="Smallest value that passes, null if unbounded."
-    )
-    max: float | None = Field(
-        default=None, description="Largest value that passes, null if unbounded."
-    )
-    passed: bool = Field(description="min ≤ value ≤ max.")
+    name: str
+    """A key of `summary`."""
+    value: float
+    """The figure reached."""
+    min: float | None = None
+    """Smallest value that passes, null if unbounded."""
+    max: float | None = None
+    """Largest value that passes, null if unbounded."""
+    passed: bool
+    """min ≤ value ≤ max."""
 
 
 class EngineFacts(Record):
     """An engine that was measured."""
 
-    name: str = Field(description="`draftsmith` or `vllm`.")
-    version: str = Field(description="Its version.")
-    python_version: str | None = Field(
-        default=None, description="Its interpreter; null: not known, or this one."
-    )
-    torch_version: str | None = Field(
-        default=None, description="Its PyTorch; null: not known, or this one."
-    )
-    platform: str | None = Field(
-        default=None, description="Kind of device it ran on, by its own word; null as above."
-    )
-    draft_sample_method: str | None = Field(
-        default=None,
-        description=(
-            "How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or"
-            " `greedy`; null: the method has no q, or it is not known."
-        ),
-    )
-    url: str | None = Field(
-        default=None, description="Server that was asked; null: started for the evaluation."
-    )
+    name: str
+    """`draftsmith` or `vllm`."""
+    version: str
+    """Its version."""
+    python_version: str | None = None
+    """Its interpreter; null: not known, or this one."""
+    torch_version: str | None = None
+    """Its PyTorch; null: not known, or this one."""
+    platform: str | None = None
+    """Kind of device it ran on, by its own word; null as above."""
+    draft_sample_method: str | None = None
+    """How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`;
+    null: the method has no q, or it is not known."""
+    url: str | None = None
+    """Server that was asked; null: started for the evaluation."""
 
 
 class Provenance(Record):
     """Everything needed to know what was measured, on what, and to measure it again."""
 
-    draftsmith_version: str = Field(description="Version of this package.")
-    git_commit: str | None = Field(
-        description="Commit of the source tree, `-dirty` if changed; null outside git."
-    )
-    python_version: str = Field(description="Python interpreter.")
-    torch_version: str = Field(description="PyTorch, with its build tag.")
-    transformers_version: str = Field(description="transformers.")
-    platform: str = Field(description="Operating system and architecture.")
-    cpu_model: str = Field(description="Processor name.")
-    cpu_cores: int = Field(description="Logical cores this process may use.")
-    threads: int = Field(description="torch intra-op threads during the measurement.")
-    device: str = Field(description="Device the target ran on.")
-    accelerator: str | None = Field(default=None, description="Accelerator's name, null on CPU.")
-    dtype: str = Field(description="Target's dtype during the timed runs.")
-    recipe_name: str | None = Field(
-        description="Recipe that asked for this report; null if there was none."
-    )
-    recipe_sha256: str | None = Field(description="Hash of the resolved recipe.")
-    chat_template_sha256: str | None = Field(
-        description="Hash of the tokenizer's chat template; null if it has none."
-    )
-    target_name: str = Field(description="Target as the recipe names it.")
-    target_change: dict[str, float] | None = Field(
-        default=None,
-        description=(
-            "Of a target that was trained along with its drafter: nats per token of held-out"
-            " `responses`, `before` and `after`; null: the target is as it was."
-        ),
-    )
-    target_weights_sha256: str = Field(
-        description="Hash over the target's weight files, in name order."
-    )
-    drafter_method: str = Field(description="Method the summary and the gates speak of.")
-    drafter_path: str | None = Field(
-        default=None, description="Exported drafter that was loaded; null if training-free."
-    )
-    drafter_config: dict[str, Any] = Field(
-        description="The drafter's own config.json, or its options."
-    )
-    drafter_weights_sha256: str | None = Field(
-        default=None,
-        description="Hash over the drafter's weight files, in name order; null if training-free.",
-    )
-    num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
-    max_num_seqs: int | None = Field(default=None, description="Rows the runtime decodes at once.")
-    engine: str = Field(
-        default=OUR_ENGINE, description="Engine the summary and the gates speak of."
-    )
-    engines: list[EngineFacts] = Field(default=[], description="Every engine that was measured.")
-    prompts_sha256: str | None = Field(
-        default=None,
-        description=(
-            "Hash of the prompts' tokens and of what limits a response (max_tokens, top_p, top_k):"
-            " engines are compared where it is equal."
-        ),
-    )
-    created_at: str = Field(description="When the report was made: UTC, ISO 8601.")
-    duration_s: float = Field(description="How long the evaluation took.")
-    seeds: list[int] = Field(description="Seeds of the sampled runs.")
+    draftsmith_version: str
+    """Version of this package."""
+    git_commit: str | None
+    """Commit of the source tree, `-dirty` if changed; null outside git."""
+    python_version: str
+    """Python interpreter."""
+    torch_version: str
+    """PyTorch, with its build tag."""
+    transformers_version: str
+    """transformers."""
+    platform: str
+    """Operating system and architecture."""
+    cpu_model: str
+    """Processor name."""
+    cpu_cores: int
+    """Logical cores this process may use."""
+    threads: int
+    """torch intra-op threads during the measurement."""
+    device: str
+    """Device the target ran on."""
+    accelerator: str | None = None
+    """Accelerator's name, null on CPU."""
+    dtype: str
+    """Target's dtype during the timed runs."""
+    recipe_name: str | None
+    """Recipe that asked for this report; null if there was none."""
+    recipe_sha256: str | None
+    """Hash of the resolved recipe."""
+    chat_template_sha256: str | None
+    """Hash of the tokenizer's chat template; null if it has none."""
+    target_name: str
+    """Target as the recipe names it."""
+    target_change: dict[str, float] | None = None
+    """Of a target that was trained along with its drafter: nats per token of held-out `responses`,
+    `before` and `after`; null: the target is as it was."""
+    target_weights_sha256: str
+    """Hash over the target's weight files, in name order."""
+    drafter_method: str
+    """Method that was measured."""
+    drafter_path: str | None = None
+    """Exported drafter that was loaded; null if training-free."""
+    drafter_config: dict[str, Any]
+    """The drafter's own config.json, or its options."""
+    drafter_weights_sha256: str | None = None
+    """Hash over the drafter's weight files, in name order; null if training-free."""
+    num_speculative_tokens: int = Field(ge=1)
+    """K: tokens drafted per round at most."""
+    max_num_seqs: int | None = None
+    """Rows decoded at once while timing."""
+    engine: str = OUR_ENGINE
+    """Engine the summary and the gates speak of."""
+    engines: list[EngineFacts] = []
+    """Every engine that was measured."""
+    prompts_sha256: str | None = None
+    """Hash of the prompts' tokens and of what limits a response (max_tokens, top_p, top_k): engines
+    are compared where it is equal."""
+    created_at: str
+    """When the report was made: UTC, ISO 8601."""
+    duration_s: float
+    """How long the evaluation took."""
+    seeds: list[int]
+    """Seeds of the sampled runs."""
 
 
 class HeldOutPoint(Record):
     """A held-out evaluation in training."""
 
-    step: int = Field(description="Optimizer steps before it, of all stages.")
-    supervised_tokens: int = Field(
-        description="Tokens with a loss seen before it, repeats counted."
-    )
-    acceptance_length: float = Field(
-        description="Expected τ by replay, mean over the temperatures."
-    )
-    standard_error: float | None = Field(
-        description="Its standard error over prompts; null if not known."
-    )
+    step: int
+    """Optimizer steps before it, of all stages."""
+    supervised_tokens: int
+    """Tokens with a loss seen before it, repeats counted."""
+    acceptance_length: float
+    """Expected τ by replay, mean over the temperatures."""
+    standard_error: float | None
+    """Its standard error over prompts; null if not known."""
 
 
 class TrainingProgress(Record):
     """How far the drafter is trained: the held-out acceptance against the tokens seen, and its
     trend."""
 
-    steps: int = Field(description="Optimizer steps, of all stages.")
-    supervised_tokens: int = Field(description="Tokens with a loss, repeats counted.")
-    held_out: list[HeldOutPoint] = Field(description="Every held-out evaluation, in their order.")
-    gain_per_doubling: float | None = Field(
-        description=(
-            "Change of the expected τ with each doubling of the tokens: the slope of a straight"
-            " line in log2(tokens), least squares over the evaluations in the last two doublings;"
-            " null with fewer than three."
-        )
-    )
-    gain_standard_error: float | None = Field(
-        description="Standard error of the slope, from the residuals of the line; null as above."
-    )
+    steps: int
+    """Optimizer steps, of all stages."""
+    supervised_tokens: int
+    """Tokens with a loss, repeats counted."""
+    held_out: list[HeldOutPoint]
+    """Every held-out evaluation, in their order."""
+    gain_per_doubling: float | None
+    """Change of the expected τ with each doubling of the tokens: the slope of a straight line in
+    log2(tokens), least squares over the evaluations in the last two doublings; null with fewer than
+    three."""
+    gain_standard_error: float | None
+    """Standard error of the slope, from the residuals of the line; null as above."""
 
 
 class SuiteFile(Record):
     """A file of a suite."""
 
-    path: str = Field(description="As it was given.")
-    sha256: str = Field(description="Hash of its bytes.")
+    path: str
+    """As it was given."""
+    sha256: str
+    """Hash of its bytes."""
 
 
 class SuiteFacts(Record):
     """A suite that was measured, and what a figure of it depends on besides target and drafter."""
 
-    name: str = Field(description="`suite` of its cells.")
-    files: list[SuiteFile] = Field(description="The files it was read from.")
-    conversations: int = Field(description="Conversations that were held, at each temperature.")
-    conversations_in_file: int = Field(description="Conversations in the files.")
-    conversations_without_room: int = Field(
-        default=0,
-        description="Left out, because target and longest responses have no room for them.",
-    )
-    turns_not_asked: int = Field(
-        default=0,
-        description=(
-            "Later turns, over all temperatures, whose prompt had grown too long by the answers."
-        ),
-    )
-    max_tokens: int = Field(ge=1, description="Longest response.")
-    num_speculative_tokens: int = Field(ge=1, description="K: tokens drafted per round at most.")
-    thinking: Literal["on", "off", "template's default", "none"] = Field(
-        description=(
-            "Thinking mode: as the chat template was told, what it does untold, or none: it has no"
-            " such mode."
-        )
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description="Variables that the chat template was given."
-    )
+    name: str
+    """`suite` of its cells."""
+    files: list[SuiteFile]
+    """The files it was read from."""
+    conversations: int
+    """Conversations that were held, at each temperature."""
+    conversations_in_file: int
+    """Conversations in the files."""
+    conversations_without_room: int = 0
+    """Left out, because target and longest responses have no room for them."""
+    turns_not_asked: int = 0
+    """Later turns, over all temperatures, whose prompt had grown too long by the answers."""
+    max_tokens: int = Field(ge=1)
+    """Longest response."""
+    num_speculative_tokens: int = Field(ge=1)
+    """K: tokens drafted per round at most."""
+    thinking: Literal["on", "off", "template's default", "none"]
+    """Thinking mode: as the chat template was told, what it does untold, or none: it has no such
+    mode."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables that the chat template was given."""
 
 
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["2.0"] = Field(
-        default=SCHEMA_VERSION, description="Version of this layout."
-    )
-    provenance: Provenance = Field(description="What was measured, with what, on what.")
-    summary: dict[str, float] = Field(
-        description=(
-            "Headline figures of `provenance.drafter_method` over all workloads; keys below. What "
-            "was not measured is absent."
-        )
-    )
-    gates: list[Gate] = Field(
-        default=[], description="The recipe's bounds and whether they are met."
-    )
-    suites: list[SuiteFacts] = Field(
-        default=[], description="The suites that were measured; their cells name them."
-    )
-    results: list[Cell] = Field(
-        description=(
-            "One cell per workload, temperature, method and engine, and `all`, the workloads"
-            " together; of each suite alike, whose workloads are its categories."
-        )
-    )
-    training: TrainingProgress | None = Field(
-        default=None,
-        description=(
-            "Held-out acceptance during training; null if the drafter was not trained in this run."
-        ),
-    )
+    schema_version: Literal["2.0"] = SCHEMA_VERSION
+    """Version of this layout."""
+    provenance: Provenance
+    """What was measured, with what, on what."""
+    summary: dict[str, float]
+    """Headline figures over all workloads; keys below. What was not measured is absent."""
+    gates: list[Gate] = []
+    """The recipe's bounds and whether they are met."""
+    suites: list[SuiteFacts] = []
+    """The suites that were measured; their cells name them."""
+    results: list[Cell]
+    """One cell per workload, temperature and engine, and `all`, the workloads together; of each
+    suite alike, whose workloads are its categories."""
+    training: TrainingProgress | None = None
+    """Held-out acceptance during training; null if the drafter was not trained in this run."""
+
+    @property
+    def passed(self) -> bool:
+        """True if every gate is met."""
+        return all(gate.passed for gate in self.gates)
 
     @property
     def headline(self) -> list[Cell]:
-        """The cells of the evaluation's own prompts, or of the first suite if there are none. All
-        methods below but `stalled_passes` look at these alone."""
-        return headline_cells(self.results)
+        """The cells that summary, gates and figures speak of: those of the evaluation's own
+        prompts, or of the first suite if there are no others."""
+        suites = [cell.suite for cell in self.results]
+        first = None if None in suites or not suites else suites[0]
+        return [cell for cell in self.results if cell.suite == first]
 
-    def of_suite(self, name: str) -> AcceptanceReport:
-        """The report as if that suite alone had been measured."""
-        cells = [cell for cell in self.results if cell.suite == name]
-        suites = [facts for facts in self.suites if facts.name == name]
-        return self.model_copy(
-            update={"results": cells, "suites": suites, "summary": {}, "gates": []}
-        )
-
+    @property
     def stalled_passes(self) -> list[str]:
         """Timed passes during which the machine stalled, each in words."""
         return [
@@ -287,42 +478,34 @@ class AcceptanceReport(Record):
             for line in cell.stalled_passes
         ]
 
-    @property
-    def passed(self) -> bool:
-        """True if every gate passed (a report without gates passes)."""
-        return all(gate.passed for gate in self.gates)
-
-    def cell(
-        self,
-        workload: str,
-        temperature: float,
-        method: str | None = None,
-        engine: str | None = None,
-    ) -> Cell | None:
-        """The cell at these coordinates (`method` and `engine` default to the report's own), None
-        if it was not measured."""
-        coordinates = (
-            workload,
-            method or self.provenance.drafter_method,
-            engine or self.provenance.engine,
+    def of_suite(self, name: str) -> AcceptanceReport:
+        """The report as if that suite alone had been measured."""
+        cells = [cell for cell in self.results if cell.suite == name]
+        suites = [facts for facts in self.suites if facts.name == name]
+        return self.model_copy(
+            update={"results": cells, "suites": suites, "summary": {}, "gates": []}
         )
-        for cell in self.headline:
-            if (
-                cell.workload,
-                cell.method,
-                cell.engine,
-            ) == coordinates and cell.temperature == temperature:
-                return cell
-        return None
 
-    def cells_at(self, temperature: float) -> list[Cell]:
-        """The cells of the report's own method and engine at one temperature, `all` last."""
-        cells = (self.cell(workload, temperature) for workload in self.workloads())
+    def cell(self, workload: str, temperature: float, engine: str | None = None) -> Cell | None:
+        """The headline's cell at these coordinates (`engine` defaults to the report's own), None if
+        it was not measured."""
+        key = (workload, temperature, engine or self.provenance.engine)
+        cells = {(cell.workload, cell.temperature, cell.engine): cell for cell in self.headline}
+        return cells.get(key)
+
+    def own_cells(self, engine: str | None = None) -> list[Cell]:
+        """The headline's cells of one engine (default: the report's own) by temperature, `all` the
+        last of each."""
+        cells = (
+            self.cell(workload, temperature, engine)
+            for temperature in self.temperatures()
+            for workload in self.workloads()
+        )
         return [cell for cell in cells if cell is not None]
 
-    def own_cells(self) -> list[Cell]:
-        """The cells of the report's own method and engine, by temperature."""
-        return [cell for temperature in self.temperatures() for cell in self.cells_at(temperature)]
+    def pooled(self, engine: str | None = None) -> list[Cell]:
+        """The headline's `all` cells of one engine, by temperature."""
+        return [cell for cell in self.own_cells(engine) if cell.workload == ALL_WORKLOADS]
 
     def temperatures(self) -> list[float]:
         """Every temperature measured, ascending."""
@@ -332,11 +515,6 @@ class AcceptanceReport(Record):
         """Every workload in the order measured; `all` last, if it is there."""
         names = list(dict.fromkeys(cell.workload for cell in self.headline))
         return sorted(names, key=lambda name: name == ALL_WORKLOADS)
-
-    def methods(self) -> list[str]:
-        """Every method, the report's own first."""
-        names = list(dict.fromkeys(cell.method for cell in self.headline))
-        return sorted(names, key=lambda name: name != self.provenance.drafter_method)
 
     def engines(self) -> list[str]:
         """Every engine, the report's own first."""
@@ -357,12 +535,10 @@ def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
         return AcceptanceReport.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        again = (
-            f" (version {first['input']!r}: evaluate again)" if where == "schema_version" else ""
-        )
+        field = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path}: {where}: {first['msg']}{again}, {error.error_count()} problem(s) in all"
+            f"{path}: {field}: {first['msg']}, {error.error_count()} problem(s) in all; evaluate"
+            " again with this version"
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(

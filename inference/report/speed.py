@@ -11,33 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import numpy as np
-from pydantic import Field
 
-from inference.report.record import Record
+from inference.report.schema import Estimate, TimedPass
 from speculators.errors import DataError
 
 STALLED = 0.6  # a pass below this share of the median rate of its repeats is reported
 RESAMPLES = 1000
 INTERVAL = (0.05, 0.95)
-
-
-class TimedPass(Record):
-    """One pass over the timed prompts of a workload."""
-
-    workload: str = Field(description="Workload whose prompts were run.")
-    repeat: int = Field(ge=0, description="Passes of one repeat ran one right after the other.")
-    tokens: int = Field(gt=0, description="Output tokens.")
-    seconds: float = Field(gt=0, description="Wall time, prefill included.")
-    num_drafts: int = Field(default=0, description="Rounds that verified a proposal.")
-    num_accepted_tokens: int = Field(default=0, description="Drafts accepted in them.")
-
-
-class Estimate(Record):
-    """A value, and the interval in which it lies in 90 % of the bootstrap's draws."""
-
-    value: float = Field(description="From the medians of the repeats.")
-    low: float = Field(description="5 % of the draws are lower.")
-    high: float = Field(description="5 % of the draws are higher.")
 
 
 class Speeds:
@@ -68,28 +48,28 @@ class Speeds:
             total_tokens += tokens
             total_seconds[:, 0] += tokens * np.median(times, axis=-1)
             total_seconds[:, 1:] += tokens * np.median(times[:, draws], axis=-1)
-        self._rates = total_tokens / total_seconds  # [kinds, 1 + RESAMPLES]
+        rates = total_tokens / total_seconds
+        self._rates = dict(zip(self.kinds, rates, strict=True))  # of each kind [1 + RESAMPLES]
 
-    def rate(self, kind: str) -> Estimate | None:
-        """Output tokens per second; None for a kind that was not timed."""
-        return _estimate(self._rates[self.kinds.index(kind)]) if kind in self.kinds else None
+    def rates(self) -> dict[str, Estimate]:
+        """Output tokens per second by kind."""
+        return {kind: _estimate(values) for kind, values in self._rates.items()}
 
     def ratio(self, kind: str, reference: str) -> Estimate | None:
         """Rate of `kind` / rate of `reference`; None if one of them was not timed."""
-        if kind not in self.kinds or reference not in self.kinds:
+        if not {kind, reference} <= set(self.kinds):
             return None
-        own, other = (self._rates[self.kinds.index(name)] for name in (kind, reference))
-        return _estimate(own / other)
+        return _estimate(self._rates[kind] / self._rates[reference])
 
 
 def stalled(passes: Iterable[TimedPass]) -> list[tuple[TimedPass, float]]:
     """The passes of one kind that were slower than STALLED of the median rate of their workload,
     each with that median in tokens per second."""
-    found = []
+    slow = []
     for group in _by_workload(passes).values():
         usual = median(run.tokens / run.seconds for run in group)
-        found += [(run, usual) for run in group if run.tokens / run.seconds < STALLED * usual]
-    return found
+        slow += [(run, usual) for run in group if run.tokens / run.seconds < STALLED * usual]
+    return slow
 
 
 def _by_workload(passes: Iterable[TimedPass]) -> dict[str, list[TimedPass]]:

@@ -1,8 +1,9 @@
-"""The acceptance report on a terminal, in 80 columns: a table of the cells, and the gates. It
-computes no figure."""
+"""The rows of the acceptance report, and the terminal's tables of them, in 80 columns. The page and
+the model card show the same rows. It computes no figure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -10,134 +11,165 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inference.report.cell import Cell
-from inference.report.measurement import ALL_WORKLOADS, OUR_ENGINE
-from inference.report.schema import AcceptanceReport
+from inference.report.schema import (
+    ALL_WORKLOADS,
+    AUTOREGRESSIVE,
+    OUR_ENGINE,
+    SPECULATIVE,
+    AcceptanceReport,
+    Cell,
+)
+
+NONE = "-"  # not measured
+TERMINAL = ("workload", "T", "τ", "/fwd", "tok/s", "off", "speedup", "eff.", "same")
+SUITE = ("workload", "T", "requests", "τ", "τ mean", "tok/s", "speedup", "same")
+CARD = ("workload", "T", "requests", "τ", "τ mean", "speedup", "tok/s", "off", "same")
+EVERY = (
+    *("workload", "engine", "T", "requests", "τ", "τ mean", "expected", "/fwd"),
+    *("tok/s", "off", "speedup", "limit", "eff.", "same"),
+)
+Row = dict[str, str]
+
+
+def row(cell: Cell) -> Row:
+    """A cell in words, by column."""
+    rates = {kind: f"{rate.value:.1f}" for kind, rate in cell.tokens_per_second.items()}
+    speedup = cell.speedup_vs_autoregressive
+    expected = cell.expected
+    drafted = cell.num_drafts > 0
+    return {
+        "workload": cell.workload,
+        "engine": cell.engine,
+        "T": f"{cell.temperature:g}",
+        "requests": str(cell.prompts),
+        "τ": f"{cell.acceptance_length:.2f}" if drafted else NONE,
+        "τ mean": f"{cell.acceptance_length_macro:.2f}" if drafted else NONE,
+        "expected": (
+            f"{expected.acceptance_length:.2f} ({100 * expected.relative_difference:+.1f} ±"
+            f" {100 * expected.standard_error:.1f} %)"
+            if expected
+            else NONE
+        ),
+        "/fwd": NONE if cell.tokens_per_forward is None else f"{cell.tokens_per_forward:.2f}",
+        "tok/s": rates.get(SPECULATIVE, NONE),
+        "off": rates.get(AUTOREGRESSIVE, NONE),
+        "speedup": (
+            f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else NONE
+        ),
+        "limit": NONE if cell.limit_speedup is None else f"{cell.limit_speedup:.2f}",
+        "eff.": NONE if cell.efficiency is None else f"{100 * cell.efficiency:.0f}%",
+        "same": _same_text(cell),
+    }
+
+
+def _same_text(cell: Cell) -> str:
+    if not cell.lossless:
+        return NONE
+    mismatches = sum(check.mismatches for check in cell.lossless)
+    ties = sum(check.ties for check in cell.lossless)
+    return f"NO {mismatches}" if mismatches else f"yes ~{ties}" if ties else "yes"
+
+
+def position_rows(cells: Iterable[Cell]) -> list[list[str]]:
+    """Acceptance by position of the draft in per cent: name, temperature, then a value each."""
+    return [
+        [
+            name,
+            f"{cell.temperature:g}",
+            *(NONE if rate is None else f"{100 * rate:.1f}" for rate in rates),
+        ]
+        for cell in cells
+        for name, rates in (
+            ("joint", cell.joint_acceptance_per_position),
+            ("conditional", cell.conditional_acceptance_per_position),
+        )
+    ]
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the row of all workloads is bold."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for first, *rest in rows:
+        name = first.replace("|", "\\|")
+        lines.append([f"**{name}**" if name == ALL_WORKLOADS else name, *rest])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def table_of(cells: Iterable[Cell], columns: Sequence[str]) -> str:
+    """`markdown` of cells."""
+    return markdown(columns, ([row(cell)[name] for name in columns] for cell in cells))
+
+
+def notes(report: AcceptanceReport) -> list[str]:
+    """What the rows do not say, a sentence each."""
+    lines = []
+    for cell in report.pooled():
+        at = f"T={cell.temperature:g}"
+        if cell.drafted_share is not None and cell.drafted_share < 1:
+            lines.append(
+                f"{at}: drafted in {100 * cell.drafted_share:.0f} % of the rounds; τ is over these,"
+                " /fwd (tokens per target forward) over all"
+            )
+        if len(cell.acceptance_by_position) > 1:
+            bins = ", ".join(
+                f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
+                for b in cell.acceptance_by_position
+            )
+            lines.append(f"τ by position in the text at {at} (rounds): {bins}")
+    lines += [f"stalled: {line}" for line in report.stalled_passes]
+    if (training := report.training) and training.gain_per_doubling is not None:
+        lines.append(
+            "held-out τ over the last two doublings of the tokens seen"
+            f" ({training.supervised_tokens:,}): {training.gain_per_doubling:+.3f} ±"
+            f" {training.gain_standard_error:.3f} per doubling"
+        )
+    return lines
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
-    """Print the cells of the report's own method by temperature, one engine under the other if
-    there are several, the other methods' totals, every suite, and the gates."""
+    """Print the cells by temperature, one engine under the other if there are several, every suite,
+    the notes and the gates."""
     console = console or Console()
     if any(cell.suite is None for cell in report.headline):
-        console.print(acceptance_table(report))
+        console.print(_cells(report, _title(report), TERMINAL))
     for facts in report.suites:
-        for table in suite_tables(report.of_suite(facts.name)):
-            console.print(table)
-    for temperature in report.temperatures():
-        cell = report.cell(ALL_WORKLOADS, temperature)
-        if cell is not None and cell.drafted_share is not None and cell.drafted_share < 1:
-            console.print(
-                f"T={temperature:g}: drafted in {100 * cell.drafted_share:.0f} % of the rounds; τ"
-                " is over these, /fwd (tokens per target forward) over all",
-                highlight=False,
-            )
-        if cell is not None and len(bins := cell.acceptance_by_position) > 1:
-            shown = ", ".join(
-                f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
-                for b in bins
-            )
-            console.print(
-                f"τ by position in the text at T={temperature:g} (rounds): {shown}", highlight=False
-            )
-    for line in report.stalled_passes():
-        console.print(f"stalled: {line}", style="yellow", highlight=False)
+        part = report.of_suite(facts.name)
+        title = (
+            f"{facts.name}: {_title(report)}\n{facts.conversations} of"
+            f" {facts.conversations_in_file} conversations, up to {facts.max_tokens} tokens,"
+            f" thinking: {facts.thinking}"
+        )
+        lengths = _cells(part, title, SUITE)
+        lengths.caption = "τ: over verifications; τ mean: of requests. " + ", ".join(
+            f"{Path(file.path).name}: SHA-256 {file.sha256[:12]}…" for file in facts.files
+        )
+        lengths.caption_justify = "left"
+        console.print(lengths)
+        positions = map(str, range(1, facts.num_speculative_tokens + 1))
+        rates = _table("acceptance by position, %", "", "T", *positions)
+        for line in position_rows(part.pooled()):
+            rates.add_row(*line)
+        console.print(rates)
+    for line in notes(report):
+        console.print(line, highlight=False)
     if report.gates:
         console.print(gates_table(report))
-    if (training := report.training) and training.gain_per_doubling is not None:
-        console.print(
-            "held-out τ over the last two doublings of the tokens seen"
-            f" ({training.supervised_tokens:,}): {training.gain_per_doubling:+.3f} ±"
-            f" {training.gain_standard_error:.3f} per doubling",
-            highlight=False,
-        )
 
 
-def acceptance_table(report: AcceptanceReport) -> Table:
-    """τ, tokens per forward, tokens/s with drafting and off, speedup, efficiency, same
-    text."""
-    p = report.provenance
-    table = _table(
-        _title(report),
-        "workload",
-        "T",
-        "τ",
-        "/fwd",
-        "tok/s",
-        "off",
-        "speedup",
-        "eff.",
-        "same",
-    )
+def _cells(report: AcceptanceReport, title: str, columns: Sequence[str]) -> Table:
+    table = _table(title, *columns)
+    own, *others = report.engines()
     for temperature in report.temperatures():
         for workload in report.workloads():
-            for engine in report.engines():
-                cell, own = report.cell(workload, temperature, engine=engine), engine == p.engine
-                if cell is not None:
-                    bold = own and workload == ALL_WORKLOADS
-                    table.add_row(
-                        *_row(cell, workload if own else f"  in {engine}"),
-                        style="bold" if bold else None,
-                    )
+            if cell := report.cell(workload, temperature, own):
+                style = "bold" if workload == ALL_WORKLOADS else None
+                table.add_row(*(row(cell)[name] for name in columns), style=style)
+            for engine in others:
+                if cell := report.cell(workload, temperature, engine):
+                    line = row(cell) | {"workload": f"  in {engine}"}
+                    table.add_row(*(line[name] for name in columns))
         table.add_section()
-    for cell in report.headline:
-        if cell.workload == ALL_WORKLOADS and cell.method != p.drafter_method:
-            table.add_row(*_row(cell, f"{ALL_WORKLOADS} ({cell.method})"), style="dim")
     return table
-
-
-def suite_tables(report: AcceptanceReport) -> list[Table]:
-    """Of a report of one suite: a row per category and one for all, with both definitions of τ;
-    then the rates by position over all categories."""
-    (facts,) = report.suites
-    title = (
-        f"{facts.name}: {_title(report)}\n{facts.conversations} of {facts.conversations_in_file}"
-        f" conversations, up to {facts.max_tokens} tokens, thinking: {facts.thinking}"
-    )
-    lengths = _table(
-        title, "category", "T", "requests", "τ pooled", "τ mean", "tok/s", "speedup", "same"
-    )
-    rates = _table(
-        "acceptance by position, %", "", "T", *map(str, range(1, facts.num_speculative_tokens + 1))
-    )
-    for temperature in report.temperatures():
-        for engine in report.engines():
-            where = "" if engine == report.provenance.engine else f" in {engine}"
-            for cell in (
-                report.cell(workload, temperature, engine=engine) for workload in report.workloads()
-            ):
-                if cell is None:
-                    continue
-                lengths.add_row(
-                    *_suite_row(cell, where),
-                    style="bold" if cell.workload == ALL_WORKLOADS else None,
-                )
-                if cell.workload == ALL_WORKLOADS:
-                    for name in ("joint", "conditional"):
-                        values = getattr(cell, f"{name}_acceptance_per_position")
-                        shown = ["-" if rate is None else f"{100 * rate:.1f}" for rate in values]
-                        rates.add_row(f"{name}{where}", f"{temperature:g}", *shown)
-        lengths.add_section()
-    lengths.caption = "τ pooled: over verifications; τ mean: of requests. " + ", ".join(
-        f"{Path(file.path).name}: SHA-256 {file.sha256[:12]}…" for file in facts.files
-    )
-    lengths.caption_justify = "left"
-    return [lengths, rates]
-
-
-def _suite_row(cell: Cell, where: str) -> list[str]:
-    rates = cell.tokens_per_second
-    speedup = cell.speedup_vs_autoregressive
-    return [
-        cell.workload + where,
-        f"{cell.temperature:g}",
-        str(cell.prompts),
-        f"{cell.acceptance_length:.2f}",
-        f"{cell.acceptance_length_macro:.2f}",
-        f"{rates.speculative.value:.1f}" if rates else "-",
-        f"{speedup.value:.2f}" if speedup else "-",
-        _lossless(cell),
-    ]
 
 
 def _title(report: AcceptanceReport) -> str:
@@ -156,30 +188,6 @@ def _table(title: str, first: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
-
-
-def _row(cell: Cell, name: str) -> list[str]:
-    rates = cell.tokens_per_second
-    speedup = cell.speedup_vs_autoregressive
-    return [
-        name,
-        f"{cell.temperature:g}",
-        f"{cell.acceptance_length:.2f}",
-        "-" if cell.tokens_per_forward is None else f"{cell.tokens_per_forward:.2f}",
-        f"{rates.speculative.value:.1f}" if rates else "-",
-        f"{rates.autoregressive.value:.1f}" if rates and rates.autoregressive else "-",
-        f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else "-",
-        "-" if cell.efficiency is None else f"{100 * cell.efficiency:.0f}%",
-        _lossless(cell),
-    ]
-
-
-def _lossless(cell: Cell) -> str:
-    if not cell.lossless:
-        return "-"
-    mismatches = sum(check.mismatches for check in cell.lossless)
-    ties = sum(check.ties for check in cell.lossless)
-    return f"NO {mismatches}" if mismatches else f"yes ~{ties}" if ties else "yes"
 
 
 def gates_table(report: AcceptanceReport) -> Table:

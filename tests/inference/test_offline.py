@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from inference import LLM, SamplingParams
 from inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
-from inference.evaluation.side_by_side import SideBySide, remarks, repeats_itself, results
+from inference.evaluation.side_by_side import SideBySide, remarks, repeats_itself
 from inference.offline import app
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
@@ -60,9 +60,7 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
         f"--save-output={saved}",
     )
     assert done.exit_code == 0, done.output
-    assert all(
-        word in done.output for word in ("default", "speculative", "ngram", "tokens/s", "yes")
-    )
+    assert all(word in done.output for word in ("default", "speculative", "ngram", "tok/s", "yes"))
     found = json.loads(saved.read_text(encoding="utf-8"))
     assert set(found) == {"default", "speculative", "ngram", "versions", "arguments"}
     assert found["arguments"]["num_speculative_tokens"] == 5 and found["versions"]["torch_version"]
@@ -75,11 +73,9 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
         ]
         assert [run["repeat"] for run in one["timings"]["passes"]] == [0, 1]
         rate = one["timings"]["tokens_per_second"]["value"]
-        assert one["metrics"]["output_tokens"] == 2 * sum(
-            len(o["token_ids"]) for o in one["outputs"]
-        )
+        assert one["metrics"]["output_tokens"] == sum(len(o["token_ids"]) for o in one["outputs"])
         assert name == "default" or (
-            one["agree"]["same"] == one["agree"]["of"]
+            one["agree"]["same"] == one["agree"]["checked_prompts"]
             and one["speedup"]["value"]
             == pytest.approx(rate / found["default"]["timings"]["tokens_per_second"]["value"])
         )
@@ -120,7 +116,7 @@ def test_a_target_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch)
     done = run(f"--model={folders[0]}", "--max-tokens=6", "--repeats=1", f"--save-output={saved}")
     assert done.exit_code == 1
     assert (
-        "0 of 8 (8 WRONG)" in done.output
+        "7 of 8 (1 WRONG)" in done.output
         and "prompt 7, token 2" in done.output
         and "mismatch" in done.output
     )
@@ -141,30 +137,29 @@ def test_every_demo_has_prompts_and_every_alias_a_demo():
         assert len(texts) + len(chats) >= 8 and not (texts and chats)
 
 
-def test_every_repeat_of_a_way_writes_the_same_and_counts_its_rounds(folders):
-    ways = SideBySide(
+def test_every_repeat_of_a_method_writes_the_same(folders):
+    engines = SideBySide(
         folders[0], {"head": {"model": folders[1], "num_speculative_tokens": 2}}, max_num_seqs=2
     )
     prompts = [type("P", (), {"text": None, "token_ids": [5 + i] * 9})() for i in range(4)]
-    once, twice = (
-        ways.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), n)["head"] for n in (1, 2)
-    )
-    assert [o.outputs[0].token_ids for o in once.outputs] == [
-        o.outputs[0].token_ids for o in twice.outputs
-    ]
-    assert (twice.rounds, twice.counters.num_drafts) == (2 * once.rounds, 2 * once.rounds)
-    assert once.rounds == sum(len(o.metrics.accepted_per_round) for o in once.outputs)
+    one = engines.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), 2)["head"]
+    first, second = one.passes["speculative"]
+    assert (first.tokens, first.num_drafts) == (second.tokens, second.num_drafts)
+    cell = one.cell()
+    assert cell.num_rounds == cell.num_drafts == first.num_drafts and not cell.lossless
     with pytest.raises(ConfigError, match="default"):
         SideBySide(folders[0], {"default": {"method": "ngram", "num_speculative_tokens": 2}})
 
 
-def test_responses_that_repeat_themselves_are_told(folders):
+def test_responses_that_repeat_themselves_are_named(folders):
     """On them n-grams look better than they are."""
     assert repeats_itself([1, 2, 3, 4, *[5, 6] * 8]) and repeats_itself([9] * 16)
     assert not repeats_itself(list(range(40))) and not repeats_itself([9] * 15)
-    ways = SideBySide(folders[0], {"ngram": {"method": "ngram", "num_speculative_tokens": 2}})
+    engines = SideBySide(folders[0], {"ngram": {"method": "ngram", "num_speculative_tokens": 2}})
     prompts = [type("P", (), {"text": None, "token_ids": [5, 6, 7]})()]
-    measured = ways.run(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 1)
-    measured["default"].outputs[0].outputs[0].token_ids[:] = [9] * 20
-    (said,) = remarks(results(measured, {}), {}, None)
-    assert said.startswith("1 of 1 responses repeat themselves")
+    measured = engines.run(
+        prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 1
+    )
+    measured["default"].requests[0].outputs[0].token_ids[:] = [9] * 20
+    (line,) = remarks(measured, engines.tokenizer)
+    assert line.startswith("1 of 1 responses repeat themselves")

@@ -513,7 +513,7 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
     ):
         assert said in output
     page = (out / "report.html").read_text()
-    assert "Suite spec_bench" in page and facts.files[0].sha256 in page
+    assert "spec_bench" in page and facts.files[0].sha256 in page
 
     missing = refused(*of, "--out", out)
     assert "suites/spec_bench.jsonl: no such file" in missing and "Spec-Bench/main" in missing

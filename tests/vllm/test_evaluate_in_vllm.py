@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.report.merge_engines import lay_beside
+from inference.report.build import lay_beside
 from inference.vllm_bridge.engine import VllmOptions
 from inference.vllm_bridge.server import VllmServers
 from speculators.export import export_drafter

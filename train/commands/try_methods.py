@@ -3,12 +3,10 @@ runs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from speculators.errors import ConfigError
 
@@ -45,19 +43,12 @@ def try_methods(
     ] = None,
 ) -> None:
     """Drafting off, n-grams, suffixes, lookahead and any drafters side by side: does it pay?"""
-    from inference.entrypoints.prompts import read_prompts
+    from inference.entrypoints.prompts import Prompt, read_prompts
     from inference.evaluation.demo_prompts import demo_prompts
-    from inference.evaluation.side_by_side import (
-        DEFAULT,
-        SideBySide,
-        remarks,
-        results,
-        results_table,
-    )
+    from inference.evaluation.side_by_side import compare_methods
     from inference.offline import as_prompts
-    from inference.provenance import environment
     from inference.sampling_params import SamplingParams
-    from inference.whole_file import check_writable, write_whole
+    from inference.whole_file import check_writable
     from train.pipeline.evaluate_again import prompts_of_file
 
     arguments = {
@@ -68,44 +59,27 @@ def try_methods(
     if json_file is not None:
         check_writable("--json", json_file)
     ids = prompts and prompts_of_file(model, prompts, num_prompts, max_tokens)
-    console = Console()
-    with console.status(f"loading {model}") as status:
-        engines = SideBySide(
-            model,
-            _methods(drafter or [], num_speculative_tokens),
-            dtype=dtype,
-            device=device or None,
-            max_num_seqs=max_num_seqs,
-        )
-        tokenizer = engines.llms[DEFAULT].get_tokenizer()
+
+    def prompts_of(tokenizer: Any) -> list[Prompt]:
         if ids:
-            chosen = read_prompts([{"prompt_token_ids": some} for some in ids], tokenizer)
-        else:
-            demo = "chat" if getattr(tokenizer, "chat_template", None) else "en"
-            chosen = as_prompts(*demo_prompts(demo), tokenizer, None)[:num_prompts]
-        total = len(chosen) * len(engines.llms) * repeats
-        done = 0
+            return read_prompts([{"prompt_token_ids": one} for one in ids], tokenizer)
+        demo = "chat" if getattr(tokenizer, "chat_template", None) else "en"
+        return as_prompts(*demo_prompts(demo), tokenizer, None)[:num_prompts]
 
-        def progress(text: str, requests: int) -> None:
-            nonlocal done
-            done += requests
-            status.update(f"{text} ({done} of {total} requests)")
-
-        params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-        measured = engines.run(chosen, params, repeats, progress)
-        names = [name for name in measured if name != DEFAULT and params.greedy]
-        checks = {name: engines.compare(chosen, measured, name) for name in names}
-    found = results(measured, checks)
-    versions = environment(engines.target.device, engines.target.dtype)
-    title = f"{model}: {len(chosen)} prompts, T={temperature:g}, {versions['dtype']}"
-    console.print(results_table(title, found))
-    for line in remarks(found, checks, tokenizer):
-        console.print(line, highlight=False, soft_wrap=True)
-    if json_file is not None:
-        figures = {**found, "versions": versions, "arguments": arguments}
-        write_whole(json_file, json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
-        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
-    if any(check.mismatches for check in checks.values()):
+    same = compare_methods(
+        model,
+        _methods(drafter or [], num_speculative_tokens),
+        prompts_of,
+        SamplingParams(temperature=temperature, max_tokens=max_tokens),
+        repeats=repeats,
+        title=model,
+        saved=json_file,
+        arguments=arguments,
+        dtype=dtype,
+        device=device or None,
+        max_num_seqs=max_num_seqs,
+    )
+    if not same:
         raise typer.Exit(1)
 
 

@@ -25,12 +25,21 @@ from inference.evaluation.evaluate import (
     evaluate,
 )
 from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
-from inference.report.build import check_gates
+from inference.report.build import (
+    check_gates,
+    lay_beside,
+    measured_before,
+    training_progress,
+)
 from inference.report.html import write_html
-from inference.report.measurement import OUR_ENGINE
-from inference.report.merge_engines import lay_beside, measured_before
-from inference.report.progress import training_progress
-from inference.report.schema import AcceptanceReport, Bound, SuiteFacts, SuiteFile, save_report
+from inference.report.schema import (
+    OUR_ENGINE,
+    AcceptanceReport,
+    Bound,
+    SuiteFacts,
+    SuiteFile,
+    save_report,
+)
 from inference.report.table import print_report
 from inference.vllm_bridge.engine import VLLM, VllmOptions, vllm_python
 from speculators.errors import ConfigError, DataError
@@ -106,54 +115,54 @@ def evaluate_in(
     workloads: Workloads,
     settings: EvaluationSettings,
     *,
-    progress: Progress | None = None,
+    progress: Progress = lambda share, note: None,
     **rest: Any,
 ) -> AcceptanceReport:
     """`inference.evaluation.evaluate.evaluate` in each engine, side by side in one report.
 
     vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may
     lie that vLLM's can be laid beside. `rest`: of `evaluate`."""
-    compiled = {} if engines.enforce_eager is None else {"enforce_eager": engines.enforce_eager}
+    own = rest | {"llm_options": {**rest.get("llm_options", {})}}
+    if engines.enforce_eager is not None:
+        own["llm_options"]["enforce_eager"] = engines.enforce_eager
     if engines.enforce_eager is False:
-        compiled |= {
-            "compilation_config": {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}
-        }
-        compiled |= _longest(workloads, rest.get("suites", ()), settings)
-    own = rest | {"llm_options": {**rest.get("llm_options", {}), **compiled}}
+        sizes = {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}
+        own["llm_options"]["compilation_config"] = sizes
+        own["llm_options"] |= _longest(workloads, rest.get("suites", ()), settings)
     if engines.vllm is None:
         return evaluate(model, drafter, workloads, settings, progress=progress, **own)
-
-    def part(first: float, last: float) -> Progress | None:
-        return (
-            None
-            if progress is None
-            else lambda share, note: progress(first + (last - first) * share, note)
-        )
-
     half = 0.5 if engines.ours else 1.0
-    chosen = replace(settings, temperatures=engines.temperatures or settings.temperatures)
     theirs = evaluate(
-        model, drafter, workloads, chosen, engine=engines.vllm, progress=part(0.0, half), **rest
+        model,
+        drafter,
+        workloads,
+        replace(settings, temperatures=engines.temperatures or settings.temperatures),
+        engine=engines.vllm,
+        progress=lambda share, note: progress(half * share, f"vllm: {note}"),
+        **rest,
     )
     ours = None if engines.ours else measured_before(folders, REPORT, theirs.provenance)
     if ours is None and (engines.ours or engines.needs_ours):
-        ours = evaluate(model, drafter, workloads, settings, progress=part(half, 1.0), **own)
+        ours = evaluate(
+            model,
+            drafter,
+            workloads,
+            settings,
+            progress=lambda share, note: progress(half + (1 - half) * share, note),
+            **own,
+        )
     return theirs if ours is None else lay_beside(ours, theirs)
 
 
 def _longest(
-    workloads: dict[str, list[list[int]]],
-    suites: Sequence[MeasuredSuite],
-    settings: EvaluationSettings,
+    workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
 ) -> dict[str, int]:
     """The `max_model_len` of an engine whose rows have all their memory at the start; nothing where
     later turns, which are not written yet, decide it."""
-    prompts: list[Any] = [prompt for some in workloads.values() for prompt in some]
-    prompts += [prompt for suite in suites for some in suite.workloads.values() for prompt in some]
-    if any(getattr(prompt, "later", ()) for prompt in prompts):
+    chats = [chat for *_, some in settings.chosen(workloads, suites) for chat in some]
+    if any(chat.later for chat in chats):
         return {}
-    longest = max(len(getattr(prompt, "prompt", prompt)) for prompt in prompts)
-    return {"max_model_len": longest + settings.max_tokens}
+    return {"max_model_len": max(len(chat.prompt) for chat in chats) + settings.max_tokens}
 
 
 def accept(
@@ -185,9 +194,7 @@ def accept(
             lambda share, note: advance(round(100 * share, 1), note),
             engines,
         )
-    save_report(
-        report, folder / REPORT
-    )  # what was measured is kept even if a gate turns out to name nothing
+    save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
     gates = check_gates(report.summary, gate_bounds(recipe))
     report = report.model_copy(update={"gates": gates, "training": training_progress(history)})
     save_report(report, folder / REPORT)
@@ -200,13 +207,9 @@ def accept(
             f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token"
             f" on {change['responses']:.0f} held-out responses"
         )
-    verdict = (
-        f"missed: {', '.join(missed)}"
-        if missed
-        else "all gates passed"
-        if report.gates
-        else "no gates"
-    )
+    verdict = "all gates passed" if report.gates else "no gates"
+    if missed:
+        verdict = f"missed: {', '.join(missed)}"
     stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
     return 0 if report.passed else 1
 
@@ -214,13 +217,13 @@ def accept(
 def measure(
     recipe: Recipe,
     settings: EvaluationSettings,
-    progress: Progress | None = None,
+    progress: Progress = lambda share, note: None,
     engines: Engines | None = None,
 ) -> AcceptanceReport:
     """The report on the run's export, without gates."""
     target, template = recipe.target, recipe.data.chat_template
     model = str(Path(recipe.output_dir) / TARGET) if recipe.joint else target.model
-    provenance = {
+    provenance: dict[str, Any] = {
         "recipe_name": recipe.name,
         "recipe_sha256": recipe.recipe_hash(),
         "target_name": model,
@@ -385,18 +388,15 @@ def _chat(
     bare = len(ask([""] * answered))
     if limit is not None and bare + (answered + 1) * max_tokens > limit:
         return None
-    longest = (
-        bare + 2 * answered * max_tokens
-    )  # a text may have more tokens than those it was written with
+    # a text may have more tokens than those it was written with
+    longest = bare + 2 * answered * max_tokens
     if limit is not None:
         longest = min(longest, limit - max_tokens)
     return Chat(ask([]), conversation.turns[1:], ask, longest)
 
 
-THINKING = (
-    "enable_thinking",
-    "thinking",
-)  # variables of chat templates that turn the thinking mode on and off
+# variables of chat templates that turn the thinking mode on and off
+THINKING = ("enable_thinking", "thinking")
 
 
 def thinking_mode(template: Any, kwargs: Mapping[str, Any]) -> str:
@@ -415,12 +415,8 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
         temperature, figure = split_gate(name)
         if temperature is not None:
             names = [f"t{temperature:g}.{figure}"]
-        elif figure in (
-            "lossless_mismatches",
-            "expected_measured_gap",
-            "vllm_gap",
-        ):  # over all temperatures already
-            names = [figure]
+        elif figure in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):
+            names = [figure]  # over all temperatures already
         else:
             names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
         bounds |= {

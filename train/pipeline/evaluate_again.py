@@ -13,8 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from inference.report.html import write_html
-from inference.report.measurement import OUR_ENGINE
-from inference.report.schema import save_report
+from inference.report.schema import OUR_ENGINE, save_report
 from inference.report.table import print_report
 from speculators.errors import CheckpointError, ConfigError
 from train.pipeline.acceptance_stage import (

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from inference.evaluation.expected_acceptance import expected_acceptance
-from inference.report.measurement import OUR_ENGINE
+from inference.report.schema import OUR_ENGINE
 from inference.spec_decode.replay import ReplayResult, standard_error
 from speculators.drafter import Drafter
 from speculators.errors import ConfigError

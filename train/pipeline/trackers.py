@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from accelerate import Accelerator
 
-from inference.report.charts import acceptance_bars, pixels
 from inference.report.schema import AcceptanceReport, load_report
+from inference.report.table import TERMINAL, table_of
 from speculators.errors import ConfigError
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import PAGE, REPORT
@@ -109,7 +109,6 @@ def _to_tensorboard(run: Any, report: AcceptanceReport, files: Sequence[Path], s
     for name, value in summary_of(report).items():
         run.add_scalar(name, value, step)
     run.add_text("acceptance/report", as_markdown(report), step)
-    run.add_image("acceptance/length", pixels(acceptance_bars(report)), step, dataformats="HWC")
     run.flush()
 
 
@@ -127,26 +126,8 @@ _ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_tr
 
 def as_markdown(report: AcceptanceReport) -> str:
     """A line per workload and temperature, and the gates."""
-    lines = [
-        "| workload | T | acceptance length | expected | speedup |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for cell in report.own_cells():
-        expected = f"{cell.expected.acceptance_length:.3f}" if cell.expected else "-"
-        speedup = f"{s.value:.2f}" if (s := cell.speedup_vs_autoregressive) else "-"
-        row = [
-            cell.workload,
-            f"{cell.temperature:g}",
-            f"{cell.acceptance_length:.3f}",
-            expected,
-            speedup,
-        ]
-        lines.append(f"| {' | '.join(row)} |")
-    lines += [
-        "",
-        *(f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates),
-    ]
-    return "\n".join(lines)
+    gates = [f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates]
+    return "\n".join([table_of(report.own_cells(), TERMINAL), "", *gates])
 
 
 def _flat(recipe: Recipe) -> dict[str, int | float | str | bool]:

@@ -3,13 +3,12 @@ no figure that was not measured."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 from huggingface_hub import ModelCard
 
-from inference.report.merge_engines import lay_beside
+from inference.report.build import lay_beside
 from inference.report.model_card import (
     CardFacts,
     evaluation_results,
@@ -18,6 +17,7 @@ from inference.report.model_card import (
     unmeasured,
 )
 from inference.report.schema import AcceptanceReport
+from inference.report.table import CARD, row
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.report.test_report import (  # noqa: F401 (fixtures)
@@ -77,28 +77,16 @@ def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: Accepta
     assert "3 bounds" in text and "2 are met" in text
 
 
-def test_a_speedup_is_the_quotient_of_the_rates_in_its_row(tiny_model, report: AcceptanceReport):
-    text = model_card(facts_of(tiny_model, "eagle3"), report)
-    rows = re.findall(r"\| (\d\.\d\d) \([^|]*\) \| ([\d.]+) \| ([\d.]+) \|", text)
-    assert len(rows) == len(report.own_cells())
-    for speedup, on, off in rows:
-        assert float(speedup) == pytest.approx(float(on) / float(off), abs=0.006)
-
-
-def test_suites_are_on_the_card(tiny_model, report: AcceptanceReport):
+def test_the_table_has_the_rows_of_the_terminal(tiny_model, report: AcceptanceReport):
     both = with_suites(report, "spec_bench", "mt_bench")
     text = model_card(facts_of(tiny_model, "eagle3"), both)
-    assert (
-        "### spec_bench" in text
-        and "### mt_bench" in text
-        and both.suites[1].files[0].sha256 in text
-    )
-    cell = both.of_suite("mt_bench").cell("all", 1.0)
-    assert (
-        f"| **all** | 1 | 24 | {cell.acceptance_length:.2f} | {cell.acceptance_length_macro:.2f} |"
-        in text
-    )
-    assert "thinking: off" in text and "up to 128 tokens" in text
+    for part in (report, both.of_suite("mt_bench")):
+        for cell in part.own_cells():
+            line = row(cell)
+            name = f"**{line['workload']}**" if cell.workload == "all" else line["workload"]
+            assert f"| {' | '.join([name, *(line[column] for column in CARD[1:])])} |" in text
+    assert "### spec_bench" in text and both.suites[1].files[0].sha256 in text
+    assert "thinking: off" in text
     kinds = {result.dataset_type for result in evaluation_results(both)}
     assert {"spec_bench/all", "mt_bench/summarization", "chat"} <= kinds
 
@@ -118,7 +106,7 @@ def test_what_a_bare_report_lacks_is_named(tiny_model):
 def test_another_engine_is_named_with_its_figure(report: AcceptanceReport):
     both = lay_beside(*both_engines(report))
     said = " ".join(unmeasured(both))
-    figure = both.cell("all", 0.0, engine="vllm").acceptance_length
+    figure = both.cell("all", 0.0, "vllm").acceptance_length
     assert (
         f"in vllm the acceptance length over all workloads was {figure:.2f} at temperature 0"
         in said

@@ -126,7 +126,7 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     ]
     assert report.provenance.recipe_sha256 == recipe(gates).recipe_hash()
     page = (root / "run" / "report.html").read_text()
-    assert "Acceptance rate by draft depth" in page
+    assert "Training loss" in page
     printed = console.file.getvalue()
     assert "sums" in printed and "all gates passed" in printed
 
