@@ -13,13 +13,9 @@ class RequestMetrics:
     are those of `SpecDecodeCounters`, summed over the request's responses.
 
     accepted_per_round  committed draft tokens of every round after prefill, 0 for a round without a
-    proposal; with
-                        n > 1 the responses' lists follow one another. Round i of a response starts
-                        at output token 1 + sum(accepted_per_round[:i]) + i.
+                        proposal; with n > 1 the responses' lists follow one another. Round i of a
+                        response starts at output token 1 + sum(accepted_per_round[:i]) + i.
     drafted_per_round   tokens drafted in each of these rounds; empty: not known
-    num_accepted_past_end  of the accepted tokens, those past the end of the response: none, but
-    where another engine
-                        counts them; None: it does not tell how many
     """
 
     arrival_time: float = 0.0
@@ -31,7 +27,6 @@ class RequestMetrics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     accepted_per_round: list[int] = field(default_factory=list)
     drafted_per_round: list[int] = field(default_factory=list)
-    num_accepted_past_end: int | None = 0
 
 
 @dataclass

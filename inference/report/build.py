@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from inference.metrics import acceptance_length
 from inference.report.measurement import Measurement
 from inference.report.schema import (
     ALL_WORKLOADS,
@@ -153,20 +152,17 @@ def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceR
 
 def _gaps(report: AcceptanceReport, name: str) -> dict[str, float]:
     """|τ − τ of this runtime| ÷ the latter, by temperature; absent where one of them was not
-    measured or does not say what it counted past the end of a text, and above temperature 0 where
-    one samples its drafts and the other does not."""
+    measured, and above temperature 0 where one samples its drafts and the other does not."""
     figures: dict[str, float] = {}
     gaps = []
     alike = len({engine.draft_sample_method for engine in report.provenance.engines}) == 1
     for theirs in report.pooled(name):
         temperature = theirs.temperature
         ours = report.cell(ALL_WORKLOADS, temperature, OUR_ENGINE)
-        past_end = theirs.num_accepted_past_end
-        if ours is None or past_end is None or (temperature > 0 and not alike):
+        if ours is None or (temperature > 0 and not alike):
             continue
-        tau = acceptance_length(theirs.num_accepted_tokens - past_end, theirs.num_drafts)
-        gaps.append(abs(tau - ours.acceptance_length) / ours.acceptance_length)
-        figures[f"t{temperature:g}.{name}_acceptance_length"] = tau
+        gaps.append(abs(theirs.acceptance_length / ours.acceptance_length - 1))
+        figures[f"t{temperature:g}.{name}_acceptance_length"] = theirs.acceptance_length
         figures[f"t{temperature:g}.{name}_gap"] = gaps[-1]
     return figures | ({f"{name}_gap": max(gaps)} if gaps else {})
 

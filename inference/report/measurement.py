@@ -115,7 +115,6 @@ class Measurement:
         if not self.requests:
             raise DataError(f"{where}: no request was measured")
         metrics = [request.metrics for request in self.requests]
-        past_end = [m.num_accepted_past_end for m in metrics]
         counted = all(len(m.accepted_per_round) >= m.num_drafts for m in metrics)
         rounds = sum(len(m.accepted_per_round) for m in metrics) if counted else None
         drafts, accepted = self.num_drafts, self.num_accepted_tokens
@@ -135,7 +134,6 @@ class Measurement:
             num_drafts=drafts,
             num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
             num_accepted_tokens=accepted,
-            num_accepted_past_end=None if None in past_end else sum(filter(None, past_end)),
             num_accepted_tokens_per_pos=per_position,
             acceptance_length=acceptance_length(accepted, drafts),
             acceptance_length_macro=(

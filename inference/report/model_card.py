@@ -88,21 +88,18 @@ def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
             f" {suite.num_speculative_tokens}, thinking: {suite.thinking}. "
         ) + "; ".join(f"`{Path(f.path).name}`: SHA-256 `{f.sha256}`" for f in suite.files)
         parts.append((suite.name, about, report.of_suite(suite.name)))
-    positions = ["by position, %", "T", *map(str, range(1, _k(report) + 1))]
+    positions = map(str, range(1, report.provenance.num_speculative_tokens + 1))
+    heads = ["by position, %", "T", *positions]
     return [
         (
             heading,
             about,
             table_of(part.own_cells(), CARD)
             + "\n\n"
-            + markdown(positions, position_rows(part.pooled())),
+            + markdown(heads, position_rows(part.pooled())),
         )
         for heading, about, part in parts
     ]
-
-
-def _k(report: AcceptanceReport) -> int:
-    return report.provenance.num_speculative_tokens
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:

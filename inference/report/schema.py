@@ -36,7 +36,7 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "t<T>.expected_measured_gap": (
         "|measured − expected| ÷ expected, replayed over the text that drafting wrote"
     ),
-    "t<T>.vllm_acceptance_length": "τ in vLLM, without drafts past the end of a text",
+    "t<T>.vllm_acceptance_length": "τ in vLLM",
     "t<T>.vllm_gap": "|τ in vLLM − τ in this runtime| ÷ the latter",
     "t<T>.tokens_per_second": "with drafting",
     "t<T>.speedup_vs_autoregressive": "`t<T>.tokens_per_second` ÷ the same engine's without drafts",
@@ -194,10 +194,7 @@ class Cell(Record):
     num_draft_tokens: int
     """Tokens drafted in those rounds."""
     num_accepted_tokens: int
-    """Drafted tokens that were accepted and committed (but `num_accepted_past_end`)."""
-    num_accepted_past_end: int | None = 0
-    """Accepted drafts past the end of the text, where an engine counts them and does not say in
-    which round; null: it counts them and does not say how many."""
+    """Drafted tokens that were accepted and committed."""
     num_accepted_tokens_per_pos: list[int]
     """Accepted tokens by draft position 1…K."""
     acceptance_length: float

@@ -25,13 +25,8 @@ from inference.evaluation.evaluate import (
     evaluate,
 )
 from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
-from inference.report.build import (
-    check_gates,
-    lay_beside,
-    measured_before,
-    training_progress,
-)
-from inference.report.html import write_html
+from inference.report.build import check_gates, lay_beside, measured_before, training_progress
+from inference.report.html import History, write_html
 from inference.report.schema import (
     OUR_ENGINE,
     AcceptanceReport,
@@ -52,6 +47,8 @@ from train.recipe.recipe import Recipe
 from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
 from train.recipe.sections import split_gate
 from train.trainer.joint_target import change_of
+
+THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn the mode on
 
 
 @dataclass(frozen=True)
@@ -107,100 +104,48 @@ def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -
     return Engines(OUR_ENGINE in e.engines, vllm, e.vllm_temperatures)
 
 
-def evaluate_in(
-    engines: Engines,
-    folders: list[Path],
-    model: str,
-    drafter: str | Path | None,
-    workloads: Workloads,
-    settings: EvaluationSettings,
-    *,
-    progress: Progress = lambda share, note: None,
-    **rest: Any,
-) -> AcceptanceReport:
-    """`inference.evaluation.evaluate.evaluate` in each engine, side by side in one report.
-
-    vLLM comes first, since it may refuse. `folders`: where an earlier report of this runtime may
-    lie that vLLM's can be laid beside. `rest`: of `evaluate`."""
-    own = rest | {"llm_options": {**rest.get("llm_options", {})}}
-    if engines.enforce_eager is not None:
-        own["llm_options"]["enforce_eager"] = engines.enforce_eager
-    if engines.enforce_eager is False:
-        sizes = {"mode": 3, "cudagraph_capture_sizes": [settings.batch_size]}
-        own["llm_options"]["compilation_config"] = sizes
-        own["llm_options"] |= _longest(workloads, rest.get("suites", ()), settings)
-    if engines.vllm is None:
-        return evaluate(model, drafter, workloads, settings, progress=progress, **own)
-    half = 0.5 if engines.ours else 1.0
-    theirs = evaluate(
-        model,
-        drafter,
-        workloads,
-        replace(settings, temperatures=engines.temperatures or settings.temperatures),
-        engine=engines.vllm,
-        progress=lambda share, note: progress(half * share, f"vllm: {note}"),
-        **rest,
-    )
-    ours = None if engines.ours else measured_before(folders, REPORT, theirs.provenance)
-    if ours is None and (engines.ours or engines.needs_ours):
-        ours = evaluate(
-            model,
-            drafter,
-            workloads,
-            settings,
-            progress=lambda share, note: progress(half + (1 - half) * share, note),
-            **own,
-        )
-    return theirs if ours is None else lay_beside(ours, theirs)
-
-
-def _longest(
-    workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
-) -> dict[str, int]:
-    """The `max_model_len` of an engine whose rows have all their memory at the start; nothing where
-    later turns, which are not written yet, decide it."""
-    chats = [chat for *_, some in settings.chosen(workloads, suites) for chat in some]
-    if any(chat.later for chat in chats):
-        return {}
-    return {"max_model_len": max(len(chat.prompt) for chat in chats) + settings.max_tokens}
-
-
 def accept(
     recipe: Recipe,
     *,
     stages: Stages | None = None,
-    history: Sequence[Mapping[str, Any]] = (),
-    settings: EvaluationSettings | None = None,
+    history: History = (),
     engines: Engines | None = None,
 ) -> int:
     """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of
     the recipe is missed.
 
-    `history`: the training loop's records, for the page's curves. `settings`, `engines`: instead of
-    the recipe's."""
+    `history`: the training loop's records, for the page's curves. `engines`: instead of the
+    recipe's."""
     stages = stages or Stages(1)
-    folder = Path(recipe.output_dir)
     if not recipe.measured:
         stages.say(
             "acceptance: not measured, the recipe names no evaluation.prompts, data.validation or"
             " suites"
         )
         return 0
-    engines = engines or engines_of(recipe, stages.say)
-    with stages.stage("acceptance", 100) as advance:
-        report = measure(
-            recipe,
-            settings or settings_of(recipe),
-            lambda share, note: advance(round(100 * share, 1), note),
-            engines,
-        )
+    target = str(Path(recipe.output_dir) / TARGET) if recipe.joint else recipe.target.model
+    provenance: dict[str, Any] = {
+        "recipe_name": recipe.name,
+        "recipe_sha256": recipe.recipe_hash(),
+        "target_name": target,
+    }
+    if recipe.joint:
+        provenance["target_change"] = change_of(Path(target))
+    if (template := recipe.data.chat_template) is not None:
+        provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
+    report = measure(
+        recipe,
+        Path(recipe.output_dir) / EXPORT,
+        stages,
+        engines or engines_of(recipe, stages.say),
+        target=target,
+        provenance=provenance,
+    )
+    report = report.model_copy(update={"training": training_progress(history)})
+    folder = Path(recipe.output_dir)
     save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
-    gates = check_gates(report.summary, gate_bounds(recipe))
-    report = report.model_copy(update={"gates": gates, "training": training_progress(history)})
-    save_report(report, folder / REPORT)
-    write_html(report, folder / PAGE, history)
-    if stages.enabled:
-        print_report(report, stages.console)
+    report.gates = check_gates(report.summary, gate_bounds(recipe))
+    write_report(report, folder, stages, history)
     missed = [gate.name for gate in report.gates if not gate.passed]
     if change := report.provenance.target_change:
         stages.say(
@@ -211,59 +156,111 @@ def accept(
     if missed:
         verdict = f"missed: {', '.join(missed)}"
     stages.say(f"{verdict}; {folder / PAGE}, {folder / REPORT}")
-    return 0 if report.passed else 1
+    return 1 if missed else 0
+
+
+def write_report(
+    report: AcceptanceReport, folder: Path, stages: Stages, history: History = ()
+) -> None:
+    """The report as JSON, as a page, and as a table on the terminal."""
+    save_report(report, folder / REPORT)
+    write_html(report, folder / PAGE, history)
+    if stages.enabled:
+        print_report(report, stages.console)
 
 
 def measure(
     recipe: Recipe,
-    settings: EvaluationSettings,
-    progress: Progress = lambda share, note: None,
+    drafter: str | Path | None,
+    stages: Stages,
     engines: Engines | None = None,
+    *,
+    folders: Sequence[Path] = (),
+    target: str | None = None,
+    **options: Any,
 ) -> AcceptanceReport:
-    """The report on the run's export, without gates."""
-    target, template = recipe.target, recipe.data.chat_template
-    model = str(Path(recipe.output_dir) / TARGET) if recipe.joint else target.model
-    provenance: dict[str, Any] = {
-        "recipe_name": recipe.name,
-        "recipe_sha256": recipe.recipe_hash(),
-        "target_name": model,
-    }
-    if recipe.joint:
-        provenance["target_change"] = change_of(Path(model))
-    if template is not None:
-        provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
-    return evaluate_in(
-        engines or Engines(),
-        [Path(recipe.output_dir)],
-        model,
-        Path(recipe.output_dir) / EXPORT,
-        workloads(recipe, settings),
-        settings,
-        suites=measured_suites(recipe, settings),
-        provenance=provenance,
-        llm_options={
-            "dtype": target.dtype,
-            "revision": None if recipe.joint else target.revision,
-            "trust_remote_code": target.trust_remote_code,
+    """The report on `drafter` without gates, by the recipe's evaluation section, in one engine or
+    two side by side. vLLM comes first, since it may refuse.
+
+    `folders`: where an earlier report of this runtime may lie that vLLM's can be laid beside, after
+    the run's own. `target`: instead of the recipe's, which it was trained from. `options`: of
+    `inference.evaluation.evaluate.evaluate`."""
+    engines, settings = engines or Engines(), settings_of(recipe)
+    t = recipe.target
+    common = options | {
+        "suites": measured_suites(recipe, settings),
+        "llm_options": {
+            "dtype": t.dtype,
+            "revision": t.revision if target in (None, t.model) else None,
+            "trust_remote_code": t.trust_remote_code,
         },
-        progress=progress,
-    )
+    }
+    chosen = workloads(recipe, settings)
+
+    def run(settings: EvaluationSettings, **rest: Any) -> AcceptanceReport:
+        return evaluate(target or t.model, drafter, chosen, settings, **common | rest)
+
+    def run_ours(progress: Progress) -> AcceptanceReport:
+        own = common["llm_options"] | _compiled(engines, settings, chosen, common["suites"])
+        return run(settings, llm_options=own, progress=progress)
+
+    with stages.stage("acceptance", 100) as advance:
+
+        def part(first: float, last: float, name: str = "") -> Progress:
+            return lambda share, note: advance(
+                round(100 * (first + (last - first) * share), 1), name + note
+            )
+
+        if engines.vllm is None:
+            return run_ours(part(0.0, 1.0))
+        half = 0.5 if engines.ours else 1.0
+        theirs = run(
+            replace(settings, temperatures=engines.temperatures or settings.temperatures),
+            engine=engines.vllm,
+            progress=part(0.0, half, "vllm: "),
+        )
+        earlier = [Path(recipe.output_dir), *folders]
+        ours = None if engines.ours else measured_before(earlier, REPORT, theirs.provenance)
+        if ours is None and (engines.ours or engines.needs_ours):
+            ours = run_ours(part(half, 1.0))
+    return theirs if ours is None else lay_beside(ours, theirs)
+
+
+def _compiled(
+    engines: Engines,
+    settings: EvaluationSettings,
+    chosen: Workloads,
+    suites: Sequence[MeasuredSuite],
+) -> dict[str, Any]:
+    """Options of an LLM that compile the rounds, or not. A compiled engine's rows have all their
+    memory at the start, so it is told the longest of them where no later turn decides it."""
+    if engines.enforce_eager is None:
+        return {}
+    options: dict[str, Any] = {"enforce_eager": engines.enforce_eager}
+    if not engines.enforce_eager:
+        sizes = [settings.batch_size]
+        options["compilation_config"] = {"mode": 3, "cudagraph_capture_sizes": sizes}
+        chats = [chat for *_, some in settings.chosen(chosen, suites) for chat in some]
+        if not any(chat.later for chat in chats):
+            longest = max(len(chat.prompt) for chat in chats)
+            options["max_model_len"] = longest + settings.max_tokens
+    return options
 
 
 def settings_of(recipe: Recipe) -> EvaluationSettings:
     """The recipe's evaluation section; what it does not name keeps its default."""
     e, usual = recipe.evaluation, EvaluationSettings()
     named = {f.name: getattr(e, f.name) for f in fields(usual) if hasattr(e, f.name)}
-    return replace(
-        usual,
-        **named
-        | {
-            "temperatures": tuple(e.temperatures),
-            "timed_prompts": max(e.timed_prompts, e.batch_size),
-            "transformers": e.baseline_transformers,
-            "lossless_prompts": usual.lossless_prompts if e.lossless_check else 0,
-        },
-    )
+    named |= {
+        "temperatures": tuple(e.temperatures),
+        "timed_prompts": max(e.timed_prompts, e.batch_size),
+        "transformers": e.baseline_transformers,
+        "lossless_prompts": usual.lossless_prompts if e.lossless_check else 0,
+    }
+    return replace(usual, **named)
+
+
+# ------------------------------------------------------------------ prompts
 
 
 def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
@@ -283,12 +280,9 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     chosen = {}
     for name, prompts in by_workload.items():
-        fitting = [
-            prompt
-            for prompt in prompts
-            if limit is None or len(prompt) + settings.max_tokens <= limit
-        ]
-        if limit is not None and not fitting:
+        longest = None if limit is None else limit - settings.max_tokens
+        fitting = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
+        if not fitting:
             raise DataError(
                 f"evaluation: every prompt of workload {name!r} is too long: the shortest of"
                 f" {len(prompts)} has {min(map(len, prompts))} tokens, max_tokens is"
@@ -300,19 +294,17 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
 
 
 def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
-    target = recipe.target
-    options = {"revision": target.revision, "trust_remote_code": target.trust_remote_code}
-    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(target.model, None, **options))
-    return tokenizer, getattr(
-        target_config(target.model, **options), "max_position_embeddings", None
-    )
+    t = recipe.target
+    source: dict[str, Any] = {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
+    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(t.model, None, **source))
+    return tokenizer, getattr(target_config(t.model, **source), "max_position_embeddings", None)
 
 
 def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
     """A seeded choice of `count` items (None: all), in their order."""
     if count is None or count >= len(items):
         return list(items)
-    return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), count))]
+    return [items[i] for i in sorted(random.Random(seed).sample(range(len(items)), count))]
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
@@ -328,40 +320,37 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
     tokenizer, limit = _tokenizer_and_limit(recipe)
     kwargs = dict(recipe.data.chat_template_kwargs)
     template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
-    made = []
+    suites = []
     for name, path in e.suite_paths.items():
-        read = load_suite(name, path)
-        chats = [(one.category, _chat(one, tokenizer, limit, settings.max_tokens)) for one in read]
-        by_category: dict[str, list[Chat]] = {category: [] for category, _ in chats}
-        for category, chat in chats:
-            if chat is not None:
-                by_category[category].append(chat)
-        if full := [category for category, some in by_category.items() if not some]:
+        rows = load_suite(name, path)
+        by_category: dict[str, list[Chat]] = {row.category: [] for row in rows}
+        for row in rows:
+            if (chat := _chat(row, tokenizer, limit, settings.max_tokens)) is not None:
+                by_category[row.category].append(chat)
+        if full := [category for category, chats in by_category.items() if not chats]:
             raise DataError(
                 f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long"
                 f" for the target, whose context is {limit} tokens, with responses of"
                 f" {settings.max_tokens}; lower max_tokens"
             )
         chosen = {
-            c: _sample(some, e.suite_prompts, f"{e.seed}/{name}/{c}")
-            for c, some in by_category.items()
+            category: _sample(chats, e.suite_prompts, f"{e.seed}/{name}/{category}")
+            for category, chats in by_category.items()
         }
+        files = suite_files(name, path)
         facts = SuiteFacts(
             name=name,
             thinking=thinking_mode(template, kwargs),
             chat_template_kwargs=kwargs,
-            files=[
-                SuiteFile(path=str(file), sha256=sha256_of(file))
-                for file in suite_files(name, path)
-            ],
+            files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in files],
             conversations=sum(map(len, chosen.values())),
-            conversations_in_file=len(read),
-            conversations_without_room=sum(chat is None for _, chat in chats),
+            conversations_in_file=len(rows),
+            conversations_without_room=len(rows) - sum(map(len, by_category.values())),
             max_tokens=settings.max_tokens,
             num_speculative_tokens=settings.num_speculative_tokens,
         )
-        made.append(MeasuredSuite(facts, chosen))
-    return made
+        suites.append(MeasuredSuite(facts, chosen))
+    return suites
 
 
 def _chat(
@@ -376,35 +365,31 @@ def _chat(
     def ask(answers: Sequence[str]) -> list[int]:
         messages = [{"role": "user", "content": conversation.turns[0]}]
         for answer, turn in zip(answers, conversation.turns[1:]):
-            messages += [
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": turn},
-            ]
+            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "user", "content": turn})
         return tokenizer.prompt_ids(
             Example(conversation.category, conversation.origin, tuple(messages))
         )
 
-    answered = len(conversation.turns) - 1
-    bare = len(ask([""] * answered))
-    if limit is not None and bare + (answered + 1) * max_tokens > limit:
+    later = conversation.turns[1:]
+    bare = len(ask([""] * len(later)))
+    if limit is not None and bare + (len(later) + 1) * max_tokens > limit:
         return None
     # a text may have more tokens than those it was written with
-    longest = bare + 2 * answered * max_tokens
+    longest = bare + 2 * len(later) * max_tokens
     if limit is not None:
         longest = min(longest, limit - max_tokens)
-    return Chat(ask([]), conversation.turns[1:], ask, longest)
-
-
-# variables of chat templates that turn the thinking mode on and off
-THINKING = ("enable_thinking", "thinking")
+    return Chat(ask([]), later, ask, longest)
 
 
 def thinking_mode(template: Any, kwargs: Mapping[str, Any]) -> str:
     """`on` or `off` if the chat template is told, `template's default` if it is not, `none` if it
     has no such mode."""
     known = [name for name in THINKING if re.search(rf"\b{name}\b", str(template or ""))]
-    told = [bool(kwargs[name]) for name in known if name in kwargs]
-    return ("on" if told[0] else "off") if told else "template's default" if known else "none"
+    for name in known:
+        if name in kwargs:
+            return "on" if kwargs[name] else "off"
+    return "template's default" if known else "none"
 
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
@@ -419,9 +404,7 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
             names = [figure]  # over all temperatures already
         else:
             names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
-        bounds |= {
-            key: Bound(min=gate.min, max=gate.max)
-            for key in names
-            if key not in bounds or temperature is not None
-        }
+        for key in names:
+            if key not in bounds or temperature is not None:
+                bounds[key] = Bound(min=gate.min, max=gate.max)
     return bounds

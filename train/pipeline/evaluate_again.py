@@ -12,23 +12,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inference.report.html import write_html
-from inference.report.schema import OUR_ENGINE, save_report
-from inference.report.table import print_report
+from inference.report.schema import OUR_ENGINE
 from speculators.errors import CheckpointError, ConfigError
 from train.pipeline.acceptance_stage import (
     Engines,
     accept,
-    evaluate_in,
-    measured_suites,
+    measure,
     settings_of,
     workloads,
+    write_report,
 )
 from train.pipeline.adapted_target import with_adapted_target
 from train.pipeline.progress import Stages
 from train.pipeline.run import checkpoints
 from train.recipe.recipe import Recipe, make_recipe
-from train.recipe.run_folder import EXPORT, PAGE, REPORT
+from train.recipe.run_folder import EXPORT, PAGE
 from train.trainer import checkpoint
 
 HELD_OUT = Path(__file__).parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
@@ -80,26 +78,18 @@ def evaluate_folders(
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
-    recipe = _recipe(model, data, keys, out)
-    stages, settings = Stages(1), settings_of(recipe)
-    with stages.stage("acceptance", 100) as advance:
-        report = evaluate_in(
-            engines or Engines(),
-            [out] if drafter is None else [out, Path(drafter).parent],
-            recipe.target.model,
-            drafter,
-            workloads(recipe, settings),
-            settings,
-            suites=measured_suites(recipe, settings),
-            method=method,
-            provenance={"target_name": model},
-            llm_options={"dtype": dtype, "revision": recipe.target.revision},
-            progress=lambda share, note: advance(round(100 * share, 1), note),
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    save_report(report, out / REPORT)
-    write_html(report, out / PAGE)
-    print_report(report, stages.console)
+    recipe = _recipe(model, data, keys, out, dtype)
+    stages = Stages(1)
+    report = measure(
+        recipe,
+        drafter,
+        stages,
+        engines,
+        folders=[] if drafter is None else [Path(drafter).parent],
+        method=method,
+        provenance={"target_name": model},
+    )
+    write_report(report, out, stages)
     return out / PAGE
 
 
@@ -114,7 +104,11 @@ def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list
 
 
 def _recipe(
-    model: str, data: Mapping[str, Any], evaluation: Mapping[str, Any], out: Path
+    model: str,
+    data: Mapping[str, Any],
+    evaluation: Mapping[str, Any],
+    out: Path,
+    dtype: str = "auto",
 ) -> Recipe:
     """The recipe that an evaluation without one stands for. ConfigError names the option whose
     value cannot be."""
@@ -123,7 +117,7 @@ def _recipe(
             {
                 "name": "evaluation",
                 "output_dir": str(out),
-                "target": {"model": model},
+                "target": {"model": model, "dtype": dtype},
                 "data": {"on_bad_row": "drop", **data},
                 "evaluation": dict(evaluation),
             }
@@ -135,5 +129,5 @@ def _recipe(
 
 def _option(location: Sequence[Any]) -> str:
     """The option of the command that a key of the recipe comes from, such as `--temperature`."""
-    key = next(str(part) for part in location if part not in ("evaluation", "data"))
+    key = next(str(part) for part in location if part not in ("evaluation", "data", "target"))
     return "--" + key.replace("_", "-").replace("temperatures", "temperature")

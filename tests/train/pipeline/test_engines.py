@@ -151,30 +151,15 @@ def test_without_the_quickstarts_prompts_a_file_must_be_named(monkeypatch, tmp_p
         evaluate_again.evaluate_folders("somewhere", None, None, tmp_path, [0.0])
 
 
-def test_compiled_rounds_are_of_this_runtime_and_of_the_sizes_that_are_timed(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(
-        acceptance_stage, "evaluate", lambda *given, **options: asked.append(options["llm_options"])
-    )
+def test_compiled_rounds_are_of_the_sizes_that_are_timed():
     settings = EvaluationSettings(batch_size=2, max_tokens=7)
-    for eager in (None, True, False):
-        given = (
-            Engines(enforce_eager=eager),
-            [tmp_path],
-            "model",
-            None,
-            {"w": [[1, 2], [3, 4, 5]]},
-            settings,
-        )
-        acceptance_stage.evaluate_in(*given, llm_options={"dtype": "auto"})
+    options = [
+        acceptance_stage._compiled(Engines(enforce_eager=eager), settings, {"w": [[1, 2, 3]]}, ())
+        for eager in (None, True, False)
+    ]
     compiled = {"mode": 3, "cudagraph_capture_sizes": [2]}
-    assert asked == [
-        {"dtype": "auto"},
-        {"dtype": "auto", "enforce_eager": True},
-        {
-            "dtype": "auto",
-            "enforce_eager": False,
-            "compilation_config": compiled,
-            "max_model_len": 10,
-        },
+    assert options == [
+        {},
+        {"enforce_eager": True},
+        {"enforce_eager": False, "compilation_config": compiled, "max_model_len": 10},
     ]
