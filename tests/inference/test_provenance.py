@@ -13,21 +13,19 @@ from inference.report.schema import Provenance
 from speculators.errors import DataError
 
 
-def test_environment_names_fields_of_the_report() -> None:
-    found = environment("cpu", torch.bfloat16)
-    assert set(found) <= set(Provenance.model_fields)
-    assert (found["device"], found["dtype"], found["accelerator"]) == ("cpu", "bfloat16", None)
-    assert found["cpu_cores"] >= 1 and found["cpu_model"]
-    assert found["git_commit"] is None or re.fullmatch(
-        r"[0-9a-f]{40}(-dirty)?", found["git_commit"]
-    )
-
-
-def test_a_folder_outside_git_has_no_commit(tmp_path: Path) -> None:
+def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
+    facts = environment("cpu", torch.bfloat16)
+    assert set(facts) <= set(Provenance.model_fields)
+    assert (facts["device"], facts["dtype"], facts["accelerator"]) == ("cpu", "bfloat16", None)
+    assert facts["cpu_cores"] >= 1 and facts["cpu_model"]
+    assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(facts["git_commit"]))
     assert git_commit(tmp_path) is None
+    assert text_sha256(None) is None and text_sha256("") != text_sha256(" ")
 
 
 def test_weight_hash_follows_content_and_names(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        weights_sha256(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"1")
     (tmp_path / "config.json").write_text("{}")
     first = weights_sha256(tmp_path)
@@ -39,29 +37,14 @@ def test_weight_hash_follows_content_and_names(tmp_path: Path) -> None:
     assert len({first, renamed, weights_sha256(tmp_path)}) == 3
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no weight files"):
-        weights_sha256(tmp_path)
-
-
-def test_text_hash() -> None:
-    assert text_sha256(None) is None
-    assert text_sha256("") != text_sha256(" ")
-
-
 def test_config_is_hashed_by_what_it_says(tmp_path):
     def written(text: str) -> str:
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         return config_sha256(tmp_path)
 
     first = written('{"rope_theta": 10000.0, "transformers_version": "4.57.0"}')
-    assert (
-        written(
-            '{"transformers_version": "5.1.0",\n "_name_or_path": "elsewhere", "rope_theta":'
-            " 10000.0}"
-        )
-        == first
-    )
+    same = '{"transformers_version": "5.1.0",\n "_name_or_path": "x", "rope_theta": 10000.0}'
+    assert written(same) == first
     assert written('{"rope_theta": 20000.0, "transformers_version": "4.57.0"}') != first
-    with pytest.raises(DataError, match="config.json: cannot be read"):
+    with pytest.raises(DataError, match=r"config\.json"):
         written("{")

@@ -3,7 +3,6 @@ whole."""
 
 from __future__ import annotations
 
-import math
 import shutil
 import weakref
 from dataclasses import replace
@@ -23,7 +22,6 @@ from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inference.report.measurement import expected_acceptance as compare_expected
 from inference.report.schema import Bound, SuiteFacts, load_report, save_report
 from inference.sampling.sampler import probabilities
-from inference.spec_decode.replay import ReplayResult
 from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter, load_drafter
 from speculators.families.eagle3 import Eagle3
@@ -124,9 +122,7 @@ def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_p": 0.8}, {"top_k": 7}], ids=["plain", "top_p", "top_k"]
-)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8, "top_k": 7}], ids=["plain", "filtered"])
 def test_sampled_replay_is_the_runtime_in_expectation(llm, drafter, filters) -> None:
     """On the text that drafting wrote only the accept decisions differ from replay, and they
     average out."""
@@ -154,26 +150,24 @@ def test_a_text_of_one_token_has_no_rounds(llm, drafter) -> None:
         expected_acceptance(llm.engine.target, drafter, [([5], [7, 8]), ([], [7])], 1.0, K)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize(
-    "filters", [{}, {"top_p": 0.7}, {"top_k": 3}], ids=["plain", "top_p", "top_k"]
+    ("temperature", "filters"), [(0.0, {}), (0.7, {}), (0.7, {"top_p": 0.7}), (0.7, {"top_k": 3})]
 )
 def test_accept_probability_is_the_ratio_of_the_processed_distributions(
     temperature, filters
 ) -> None:
     torch.manual_seed(0)
     draft_to_target = torch.tensor([1, 2, 5, 8, 11])
-    q_logits, p_logits, labels = (
-        2 * torch.randn(40, 5),
-        2 * torch.randn(40, 12),
-        torch.randint(12, (40,)),
+    q_logits, p_logits = 2 * torch.randn(40, 5), 2 * torch.randn(40, 12)
+    labels = torch.randint(12, (40,))
+    params = SamplingParams(temperature=temperature, **filters)
+    q, p = (
+        table.gather(-1, labels[:, None])[:, 0]
+        for table in (
+            scatter_to_target(probabilities(q_logits, params), draft_to_target, 12),
+            probabilities(p_logits, params),
+        )
     )
-    params = SamplingParams(temperature=temperature, **filters)
-    q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12).gather(
-        -1, labels[:, None]
-    )[:, 0]
-    p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
-    params = SamplingParams(temperature=temperature, **filters)
     got = accept_probabilities(
         q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target, 16
     )
@@ -315,35 +309,25 @@ def evaluated(folders):
 
 
 def test_the_report_is_whole(evaluated, tmp_path) -> None:
-    report, _ = evaluated
-    assert [(c.workload, c.temperature) for c in report.results] == [
-        ("one", 0),
-        ("two", 0),
-        ("one", 1),
-        ("two", 1),
-        ("all", 0),
-        ("all", 1),
-    ]
+    report, shares = evaluated
+    names = [(c.workload, c.temperature) for c in report.results]
+    one_two = [(name, t) for t in (0, 1) for name in ("one", "two")]
+    assert names == [*one_two, ("all", 0), ("all", 1)]
+    kinds = {"speculative", "autoregressive", "transformers_generate"}
     for cell in report.results:
-        assert set(cell.tokens_per_second) == set(cell.passes)
-        assert cell.efficiency and cell.expected
+        assert set(cell.tokens_per_second) == set(cell.passes) == kinds
+        assert cell.efficiency and cell.expected and cell.time_shares["verify"] > 0
         assert cell.tokens_per_forward == cell.acceptance_length  # a head drafts in every round
-        if cell.workload != "all":
-            kinds = {kind: [run.repeat for run in some] for kind, some in cell.passes.items()}
-            alike = ("speculative", "autoregressive", "transformers_generate")
-            assert kinds == {kind: [0, 1] for kind in alike}
-            for some in cell.passes.values():  # the same prompts and seeds, so the same tokens
-                assert len({run.tokens for run in some}) == 1
-        assert cell.time_shares["verify"] > 0
+        for some in cell.passes.values() if cell.workload != "all" else ():
+            assert [run.repeat for run in some] == [0, 1]
+            assert len({run.tokens for run in some}) == 1  # the same prompts and seeds
     assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
-    assert {gate.name: gate.passed for gate in report.gates} == {
-        "lossless_mismatches": True,
-        "t0.acceptance_length": False,
-    }
-    assert (
-        report.provenance.recipe_name == "tiny" and report.provenance.drafter_config["draftsmith"]
-    )
+    gates = {gate.name: gate.passed for gate in report.gates}
+    assert gates == {"lossless_mismatches": True, "t0.acceptance_length": False}
+    provenance = report.provenance
+    assert provenance.recipe_name == "tiny" and provenance.drafter_config["draftsmith"]
     assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
+    assert shares == sorted(shares) and (shares[0], shares[-1]) == (0, 1)
 
 
 def test_greedy_cells_expect_exactly_what_they_measure(evaluated) -> None:
@@ -352,11 +336,6 @@ def test_greedy_cells_expect_exactly_what_they_measure(evaluated) -> None:
     assert [check.checked_prompts for check in pooled.lossless] == [
         4 + 7
     ]  # float32 twice: pooled by dtype
-
-
-def test_progress_only_rises_and_ends_at_one(evaluated) -> None:
-    seen = evaluated[1]
-    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] == pytest.approx(1.0)
 
 
 def test_a_drafter_is_loaded_strictly(folders, tmp_path) -> None:
@@ -379,18 +358,6 @@ def test_a_workload_without_prompts_is_refused(folders) -> None:
 # suites
 
 
-def facts_of(name: str) -> SuiteFacts:
-    return SuiteFacts(
-        name=name,
-        files=[],
-        conversations=3,
-        conversations_in_file=3,
-        max_tokens=10,
-        num_speculative_tokens=K,
-        thinking="none",
-    )
-
-
 def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) -> None:
     """Its prompt holds the text that drafting just wrote; every turn is a request, and both means
     are of requests."""
@@ -400,110 +367,85 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
         def ask(answers) -> list[int]:
             asked.append(tuple(answers))
             turns = [first, *later][: len(answers) + 1]
-            return byte_tokenizer(
-                "|".join([*(t + ":" + a for t, a in zip(turns, answers)), turns[-1]])
-            ).input_ids
+            said = [f"{turn}:{answer}" for turn, answer in zip(turns, answers)]
+            return byte_tokenizer("|".join([*said, turns[-1]])).input_ids
 
         return Chat(ask([]), later, ask, longest)
 
-    suite = MeasuredSuite(
-        facts_of("two"), {"a": [chat("x", "y"), chat("z")], "b": [chat("v", "w", "u", longest=2)]}
+    chats = {"a": [chat("x", "y"), chat("z")], "b": [chat("v", "w", "u", longest=2)]}
+    facts = SuiteFacts(
+        name="two",
+        files=[],
+        conversations=3,
+        conversations_in_file=3,
+        max_tokens=10,
+        num_speculative_tokens=K,
+        thinking="none",
     )
     settings = replace(SMALL, temperatures=(0.0,), max_tokens=10, repeats=0, lossless_prompts=0)
-    report = evaluate(*folders, {"own": some_prompts(2)}, settings, suites=[suite])
+    suites = [MeasuredSuite(facts, chats)]
+    report = evaluate(*folders, {"own": some_prompts(2)}, settings, suites=suites)
     a, b, pooled = (report.of_suite("two").cell(name, 0) for name in ("a", "b", "all"))
-    assert (a.prompts, b.prompts, pooled.prompts) == (3, 1, 4) and report.cell(
-        "all", 0
-    ).prompts == 2
-    (answer,) = (
-        answers[0] for answers in asked if len(answers) == 1 and answers[0] != asked[-1][0]
-    )
-    llm = LLM(folders[0])
-    (written,) = llm.generate(
-        [{"prompt_token_ids": byte_tokenizer("x").input_ids}], settings.sampling(0.0, [0])
-    )
-    assert answer == byte_tokenizer.decode(written.outputs[0].token_ids, skip_special_tokens=True)
-    assert report.suites[0].turns_not_asked == 2, (
-        "the prompt had grown beyond what there is room for"
-    )
+    assert (a.prompts, b.prompts, pooled.prompts) == (3, 1, 4)
+    assert report.cell("all", 0).prompts == 2
+    prompt = {"prompt_token_ids": byte_tokenizer("x").input_ids}
+    (output,) = LLM(folders[0]).generate([prompt], settings.sampling(0.0, [0]))
+    answer = byte_tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    assert (answer,) in asked
+    assert report.suites[0].turns_not_asked == 2, "there is no room for the grown prompt"
     rounds, accepted = a.num_drafts + b.num_drafts, a.num_accepted_tokens + b.num_accepted_tokens
     assert pooled.acceptance_length == pytest.approx(1 + accepted / rounds)
-    assert pooled.acceptance_length_macro == pytest.approx(
-        (3 * a.acceptance_length_macro + b.acceptance_length) / 4
-    )
-    assert pooled.expected.relative_difference == pytest.approx(
-        0, abs=1e-12
-    )  # the later turns are replayed alike
+    mean = (3 * a.acceptance_length_macro + b.acceptance_length) / 4
+    assert pooled.acceptance_length_macro == pytest.approx(mean)
+    # the later turns are replayed and compared alike
+    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)
     assert pooled.lossless[0].checked_prompts == 4 and pooled.lossless[0].mismatches == 0
-    assert (
-        report.summary["t0.acceptance_length"]
-        == report.cell("all", 0).acceptance_length
-        != pooled.acceptance_length
-    )
+    own = report.cell("all", 0).acceptance_length
+    assert report.summary["t0.acceptance_length"] == own != pooled.acceptance_length
 
 
-def test_sums_of_results_pool_texts() -> None:
-    a, b = ReplayResult(2.0, [1.0], [1.0, 1.0]), ReplayResult(4.0, [1.0], [3.0, 1.0])
-    assert math.isclose((a + b).expected_acceptance_length, 1 + 2 / 6)
+BRIEF = EvaluationSettings(
+    temperatures=(0.0,),
+    num_speculative_tokens=K,
+    max_tokens=8,
+    prompts_per_workload=3,
+    repeats=1,
+    timed_prompts=1,
+    transformers=False,
+    lossless_prompts=1,
+)
 
 
 @pytest.mark.slow
 def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     """Engines, replay, the float32 comparison: no host tensor among those of the device."""
-    settings = EvaluationSettings(
-        num_speculative_tokens=K,
-        max_tokens=8,
-        prompts_per_workload=2,
-        repeats=1,
-        timed_prompts=1,
-        transformers=False,
-        lossless_prompts=1,
-    )
-    report = evaluate(
-        *folders,
-        {"w": some_prompts(2)},
-        settings,
-        llm_options={"device": "cuda", "enforce_eager": True},
-    )
-    assert (
-        report.summary["lossless_mismatches"] == 0 and report.summary["t0.acceptance_length"] >= 1
-    )
+    settings = replace(BRIEF, temperatures=(0.0, 1.0))
+    options = {"device": "cuda", "enforce_eager": True}
+    report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options=options)
+    assert report.summary["lossless_mismatches"] == 0
+    assert report.summary["t0.acceptance_length"] >= 1
 
 
 @pytest.mark.slow
-def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(
-    folders, monkeypatch
-):
-    settings = EvaluationSettings(
-        temperatures=(0.0,),
-        num_speculative_tokens=K,
-        max_tokens=8,
-        prompts_per_workload=2,
-        repeats=1,
-        timed_prompts=1,
-        transformers=False,
-        lossless_prompts=0,
-    )
+def test_compiled_rounds_are_compiled_before_they_are_timed_and_measure_the_same(folders):
     compiled = {
         "enforce_eager": False,
         "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]},
+        "max_model_len": 40,
     }
     lengths: list[float] = []
     notes: list[str] = []
-    for options in ({}, {**compiled, "max_model_len": 40}):
+    for options in ({}, compiled):
         notes.clear()
         report = evaluate(
             *folders,
             {"w": some_prompts(2)},
-            settings,
+            replace(BRIEF, lossless_prompts=0),
             llm_options=options,
-            progress=lambda _, note: notes.append(note),
+            progress=lambda _, note: notes.append(note.split(" ")[0]),
         )
         lengths.append(report.summary["t0.acceptance_length"])
-    assert lengths[0] == lengths[1]
-    assert [note.split(" ")[0] for note in notes].index("compiling") < notes.index(
-        "T=0: acceptance"
-    )
+    assert lengths[0] == lengths[1] and notes.index("compiling") < notes.index("T=0:")
 
 
 def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):
@@ -523,14 +465,7 @@ def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monk
 
     monkeypatch.setattr(RuntimeEngine, "__init__", make)
     monkeypatch.setattr(RuntimeEngine, "in_float32", in_float32)
-    settings = EvaluationSettings(
-        num_speculative_tokens=K,
-        max_tokens=8,
-        prompts_per_workload=3,
-        repeats=0,
-        transformers=False,
-        lossless_prompts=1,
-    )
+    settings = replace(BRIEF, repeats=0)
     report = evaluate(*folders, {"a": some_prompts(3), "b": some_prompts(3, 1)}, settings)
     assert alive == [False] and rows == [6, 2]
     assert report.summary["lossless_mismatches"] == 0

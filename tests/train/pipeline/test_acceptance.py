@@ -64,23 +64,15 @@ def world(tiny_model, tmp_path_factory):
     byte_tokenizer().save_pretrained(root / "target")
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
-    drafter = (
-        Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3]))
-        .attach(target)
-        .initialise_from(target)
-    )
+    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target)
+    drafter.initialise_from(target)
     export_drafter(drafter, root / "run" / "export", dtype=torch.float32)
-    rows = [
-        {
-            "workload": name,
-            "messages": [
-                {"role": "user", "content": f"{name} {i}"},
-                {"role": "assistant", "content": "x"},
-            ],
-        }
-        for i in range(4)
-        for name in ("sums", "talk")
-    ]
+    rows = []
+    for i in range(4):
+        for name in ("sums", "talk"):
+            said = (("user", f"{name} {i}"), ("assistant", "x"))
+            messages = [{"role": role, "content": text} for role, text in said]
+            rows.append({"workload": name, "messages": messages})
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def recipe(gates: dict | None = None, **evaluation):
@@ -111,28 +103,19 @@ def world(tiny_model, tmp_path_factory):
 def test_a_run_is_measured_reported_and_gated(world) -> None:
     root, recipe = world
     console = Console(file=io.StringIO(), width=100)
-    history = [
-        {"step": 5, "loss": 1.5, "acceptance_rate": [0.4, 0.2]},
-        {"step": 9, "loss": 1.2, "acceptance_rate": [0.5]},
-    ]
+    history = [{"step": 5, "loss": 1.5}, {"step": 9, "loss": 1.2}]
     gates = {"lossless_mismatches": {"max": 0}, "acceptance_length": {"min": 1.0}}
     assert accept(recipe(gates), stages=Stages(1, console=console), history=history) == 0
     report = load_report(root / "run" / "acceptance.json")
     assert report.workloads() == ["sums", "talk", "all"] and report.temperatures() == [0, 1]
-    assert [gate.name for gate in report.gates] == [
-        "lossless_mismatches",
-        "t0.acceptance_length",
-        "t1.acceptance_length",
-    ]
+    names = ["lossless_mismatches", "t0.acceptance_length", "t1.acceptance_length"]
+    assert [gate.name for gate in report.gates] == names
     assert report.provenance.recipe_sha256 == recipe(gates).recipe_hash()
-    page = (root / "run" / "report.html").read_text()
-    assert "Training loss" in page
-    printed = console.file.getvalue()
-    assert "sums" in printed and "all gates passed" in printed
+    assert "Training loss" in (root / "run" / "report.html").read_text()
+    assert "all gates passed" in console.file.getvalue()
 
-    missed = recipe(
-        {"t0.acceptance_length": {"min": 2.99}}, temperatures=[0.0], lossless_check=False
-    )
+    demanded = {"t0.acceptance_length": {"min": 2.99}}
+    missed = recipe(demanded, temperatures=[0.0], lossless_check=False)
     console.file = io.StringIO()
     assert accept(missed, stages=Stages(1, console=console)) == 1
     assert "missed: t0.acceptance_length" in console.file.getvalue()
@@ -179,32 +162,24 @@ def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
 
 def test_conversations_without_room_are_counted(world) -> None:
     root, recipe = world
-    turns = [["a", "b"], ["a", "b", "c"], ["d"]]
-    rows = [{"category": f"{i}", "turns": some} for i, some in enumerate(turns)]
-    (root / "long.jsonl").write_text(
-        "".join(json.dumps(rows[i] | {"category": "x"}) + "\n" for i in range(3))
-    )
-    made = recipe(suites={"mt_bench": str(root / "long.jsonl")}, max_tokens=75, suite_prompts=1)
+    file = root / "long.jsonl"
+    rows = [{"category": "x", "turns": turns} for turns in (["a", "b"], ["a", "b", "c"], ["d"])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = recipe(suites={"mt_bench": str(file)}, max_tokens=75, suite_prompts=1)
     (suite,) = measured_suites(made, settings_of(made))
     assert (suite.facts.conversations, suite.facts.conversations_in_file) == (1, 3)
     assert suite.facts.conversations_without_room == 1, "three answers of 75 tokens do not fit"
-    (root / "long.jsonl").write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(DataError, match="every conversation of category '1' is too long"):
+    file.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(DataError, match="'x'"):
         measured_suites(made, settings_of(made))
 
 
 def test_the_thinking_mode_is_that_of_the_template() -> None:
     switch = "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
-    found = [
-        thinking_mode(switch, kwargs)
-        for kwargs in ({}, {"enable_thinking": True}, {"enable_thinking": False})
-    ]
-    assert [*found, thinking_mode("{{ messages }}", {})] == [
-        "template's default",
-        "on",
-        "off",
-        "none",
-    ]
+    asked = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+    modes = [thinking_mode(switch, kwargs) for kwargs in asked]
+    assert modes == ["template's default", "on", "off"]
+    assert thinking_mode("{{ messages }}", {}) == "none"
 
 
 def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
@@ -227,22 +202,15 @@ def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
 def test_prompts_end_where_the_target_goes_on(world) -> None:
     _, recipe = world
     made = recipe(seed=3)
-    found = workloads(made, settings_of(made))
-    tokenizer = byte_tokenizer()
-    assert {name: len(prompts) for name, prompts in found.items()} == {"sums": 2, "talk": 2}
-    for name, prompts in found.items():
-        for prompt in prompts:
-            assert tokenizer.decode(prompt).startswith(f"user:{name}") and tokenizer.decode(
-                prompt
-            ).endswith("assistant:")
-    assert workloads(made, settings_of(made)) == found
-
-
-def test_prompts_without_room_for_a_response_are_refused(world) -> None:
-    _, recipe = world
-    made = recipe(max_tokens=250)
-    with pytest.raises(DataError, match="every prompt of workload 'sums' is too long"):
-        workloads(made, settings_of(made))
+    chosen = workloads(made, settings_of(made))
+    assert {name: len(prompts) for name, prompts in chosen.items()} == {"sums": 2, "talk": 2}
+    for name, prompts in chosen.items():
+        for text in map(byte_tokenizer().decode, prompts):
+            assert text.startswith(f"user:{name}") and text.endswith("assistant:")
+    assert workloads(made, settings_of(made)) == chosen
+    long = recipe(max_tokens=250)
+    with pytest.raises(DataError, match="'sums'"):
+        workloads(long, settings_of(long))
 
 
 def test_settings_follow_the_recipe(world) -> None:
@@ -252,15 +220,10 @@ def test_settings_follow_the_recipe(world) -> None:
     assert settings.timed_prompts >= settings.batch_size == 4
 
 
-def test_without_prompts_nothing_is_measured(world, tmp_path) -> None:
+def test_without_prompts_or_an_export_nothing_is_measured(world, tmp_path) -> None:
     _, recipe = world
     console = Console(file=io.StringIO(), width=100)
     assert accept(recipe(prompts=[]), stages=Stages(1, console=console)) == 0
     assert "not measured" in console.file.getvalue()
-
-
-def test_an_export_that_is_missing_is_named(world, tmp_path) -> None:
-    _, recipe = world
-    made = recipe().model_copy(update={"output_dir": str(tmp_path)})
     with pytest.raises(CheckpointError, match="export"):
-        accept(made)
+        accept(recipe().model_copy(update={"output_dir": str(tmp_path)}))

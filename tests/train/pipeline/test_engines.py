@@ -74,28 +74,16 @@ def test_the_gap_is_gated_over_the_temperatures_of_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gates", "evaluation", "words"),
+    ("gates", "evaluation", "field"),
     [
-        ({"vllm_gap": {"max": 0.02}}, {}, r"needs evaluation.engines: \[draftsmith, vllm\]"),
-        (
-            {"t1.vllm_gap": {"max": 0.02}},
-            {**BOTH, "vllm": {"temperatures": [0]}},
-            "at temperature 1 needs it in",
-        ),
-        (
-            {"vllm_gap": {"max": 0.02}},
-            {"engines": ["vllm"]},
-            r"needs evaluation.engines: \[draftsmith, vllm\]",
-        ),
-        (
-            {},
-            {**BOTH, "vllm": {"temperatures": [0.5]}},
-            r"\[0.5\] are not among evaluation.temperatures",
-        ),
+        ({"vllm_gap": {"max": 0.02}}, {}, "evaluation.engines"),
+        ({"vllm_gap": {"max": 0.02}}, {"engines": ["vllm"]}, "evaluation.engines"),
+        ({"t1.vllm_gap": {"max": 0.02}}, {**BOTH, "vllm": {"temperatures": [0]}}, "temperature 1"),
+        ({}, {**BOTH, "vllm": {"temperatures": [0.5]}}, "evaluation.temperatures"),
     ],
 )
-def test_contradictions_are_named(gates, evaluation, words) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_contradictions_are_named(gates, evaluation, field) -> None:
+    with pytest.raises(ValueError, match=field):
         recipe(gates, **evaluation)
 
 
@@ -125,24 +113,21 @@ def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "option"),
     [
-        (["--engine", "hf"], "--engine hf: expected draftsmith or vllm"),
-        (["--url", "http://x"], "--url: without --engine vllm"),
-        (["--engine", "vllm", "--baseline-url", "http://x"], "give --url too"),
-        (
-            ["--engine", "vllm", "--url", "http://x", "--vllm-python", "p"],
-            "the server runs already",
-        ),
-        (["--engine", "vllm", "--vllm-options", "[1]"], "--vllm-options: expected a JSON object"),
-        (["--method", "ngram", "--drafter", "d"], "--model and --drafter (or --method)"),
+        (["--engine", "hf"], "--engine"),
+        (["--url", "http://x"], "--url"),
+        (["--engine", "vllm", "--baseline-url", "http://x"], "--url"),
+        (["--engine", "vllm", "--url", "http://x", "--vllm-python", "p"], "--vllm-python"),
+        (["--engine", "vllm", "--vllm-options", "[1]"], "--vllm-options"),
+        (["--method", "ngram", "--drafter", "d"], "--method"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(arguments, words) -> None:
+def test_options_that_mean_nothing_are_refused(arguments, option) -> None:
     result = CliRunner().invoke(
         app, ["evaluate", "--model", "m", *arguments], env={"COLUMNS": "300"}
     )
-    assert result.exit_code == 2 and words in result.output
+    assert result.exit_code == 2 and option in result.output
 
 
 def test_without_the_quickstarts_prompts_a_file_must_be_named(monkeypatch, tmp_path) -> None:
