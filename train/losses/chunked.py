@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.precision import on_host
+from speculators.precision import on_host, to_device
 from train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
 from train.losses.products import Products, precise
 
@@ -33,16 +33,16 @@ class Task:
     """The constants of one call."""
 
     head: Head
-    target_hidden: Tensor  # [N, H], or [M, H] read through target_index
-    target_index: Tensor | None  # [N]
+    target_hidden: Tensor  # [M, H], read through target_index
+    target_index: Tensor  # [N]
     target_logits: Head
     weight: Tensor  # [N]
     labels: Tensor  # [N], in the draft vocabulary, -1 outside
     mix: Mix
     draft_to_target: Tensor | None  # [Vd]
     temperature: float
-    chunk_size: int = 0
-    block_size: int = 0
+    chunk_size: int  # rows
+    block_size: int  # rows
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,19 @@ class Group:
     shared: int
 
     @property
-    def stop(self) -> int:
-        return self.first + self.count * self.shared
+    def rows(self) -> int:
+        return self.count * self.shared
 
     def targets(self) -> slice:
         """A row of each target."""
-        return slice(self.first, self.stop, self.shared)
+        return slice(self.first, self.first + self.rows, self.shared)
 
     def split(self, rows: int) -> Iterator[Group]:
         """Groups of at most `rows` rows, but of one target at least."""
         step = max(1, rows // self.shared)
         for start in range(0, self.count, step):
-            yield Group(
-                self.first + start * self.shared, min(step, self.count - start), self.shared
-            )
+            count = min(step, self.count - start)
+            yield Group(self.first + start * self.shared, count, self.shared)
 
 
 @dataclass(frozen=True)
@@ -96,48 +95,32 @@ def default_block_size(vocabulary: int, device: torch.device) -> int:
 
 
 def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:
-    """(the order of the walk [N], its groups): rows that share a target become neighbours, of which
-    `most` at most form one group's. Their sizes are counted in the host's memory, which waits for
-    the device if `target_index` is not known there."""
-    count, device = len(target_index), target_index.device
-    places, ones = torch.arange(count, device=device), torch.ones_like(target_index)
-    ordered, order = torch.sort(target_index, stable=True)
-    fresh = torch.ones(count, dtype=torch.bool, device=device)
-    fresh[1:] = ordered[1:] != ordered[:-1]
-    rank = (
-        places - torch.where(fresh, places, 0).cummax(0).values
-    )  # among the rows with this target
+    """(the order of the walk [N], its groups), on the host: rows that share a target become
+    neighbours, in runs of at most `most`; runs of one length are a group. Waits for the device if
+    the host does not know `target_index`."""
+    ordered, order = torch.sort(on_host(target_index), stable=True)
+    counts = torch.unique_consecutive(ordered, return_counts=True)[1]
+    rank = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     run = (rank % most == 0).cumsum(0) - 1  # [N]
-    shared = torch.zeros_like(places).scatter_add_(0, run, ones)[run]  # [N] rows of each row's run
+    shared = torch.bincount(run)[run]  # [N] rows of each row's run
     order = order[torch.sort(shared, stable=True).indices]
-    found = torch.bincount(on_host(target_index))  # rows of each target
-    rests = found % most
-    rows_of = torch.bincount(rests, minlength=most + 1) * torch.arange(most + 1)
-    rows_of[most] = (found - rests).sum()
     groups, first = [], 0
-    for size, rows in enumerate(rows_of.tolist()):
-        if rows:
-            groups.append(Group(first, rows // size, size))
-            first += rows
+    for size, rows in zip(*(x.tolist() for x in torch.unique(shared, return_counts=True))):
+        groups.append(Group(first, rows // size, size))
+        first += rows
     return order, groups
 
 
-def in_chunks(groups: Sequence[Group], rows: int) -> Iterator[list[Group]]:
-    """The groups cut into chunks of at most `rows` rows, none of which is much smaller but the
-    last."""
+def in_chunks(groups: Sequence[Group], rows: int, block: int) -> Iterator[list[Group]]:
+    """The groups split into blocks of at most `block` rows, as many in a chunk as fit `rows`."""
     chunk: list[Group] = []
-    room = rows
-    for group in groups:
-        rest: Group | None = group
-        while rest is not None:
-            if chunk and room < rest.shared:
-                yield chunk
-                chunk, room = [], rows
-            piece = next(rest.split(room))
-            chunk.append(piece)
-            room -= piece.stop - piece.first
-            left = rest.count - piece.count
-            rest = Group(piece.stop, left, rest.shared) if left else None
+    size = 0
+    for piece in (piece for group in groups for piece in group.split(block)):
+        if chunk and size + piece.rows > rows:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(piece)
+        size += piece.rows
     if chunk:
         yield chunk
 
@@ -175,27 +158,18 @@ def walk(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
     """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of
     parameters)."""
-    count, exact, index = hidden.shape[0], precise(hidden.dtype), task.target_index
-    order: Tensor | slice = slice(None)
-    groups = [Group(0, count, 1)]
-    if index is not None:
-        order, groups = walk_order(index, task.chunk_size)
-        index = index[order]
-    weight, labels = task.weight[order], task.labels[order]
-    measured = [
-        torch.empty(count, dtype=dtype, device=hidden.device)
-        for dtype in (exact, exact, torch.bool)
-    ]
+    device, exact = hidden.device, precise(hidden.dtype)
+    host_order, groups = walk_order(task.target_index, task.chunk_size)
+    order = to_device(host_order, device)
+    index, weight, labels = (x[order] for x in (task.target_index, task.weight, task.labels))
+    measured = [torch.empty(len(order), dtype=d, device=device) for d in (exact, exact, torch.bool)]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     others: dict[int, Tensor] = {}  # gradients that autograd gives, by parameter
     want = needs_hidden or bool(parameters)
-    inputs = list(parameters)
-    for chunk in in_chunks(groups, task.chunk_size):
-        first, stop = chunk[0].first, chunk[-1].stop
-        rows = order[first:stop] if isinstance(order, Tensor) else slice(first, stop)
-        read = task.target_hidden[
-            rows if index is None else torch.cat([index[group.targets()] for group in chunk])
-        ]
+    first = 0
+    for chunk in in_chunks(groups, task.chunk_size, task.block_size):
+        rows = order[first : first + sum(block.rows for block in chunk)]
+        read = task.target_hidden[torch.cat([index[block.targets()] for block in chunk])]
         states = hidden[rows].detach().requires_grad_(needs_hidden)
         with torch.no_grad(), products:
             target_logits = task.target_logits(read)  # [u, V]
@@ -203,45 +177,39 @@ def walk(
             logits = task.head(states)  # [n, Vd]
         values = logits.detach()
         grad = values if products.made(logits) or not want else torch.empty_like(values)
-        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             past = 0
-            for group in chunk:
-                for block in group.split(task.block_size):
-                    here, its = (
-                        slice(block.first, block.stop),
-                        slice(block.first - first, block.stop - first),
-                    )
-                    shape = block.count, block.shared
-                    given = (
-                        values[its].unflatten(0, shape),
-                        weight[here].view(shape),
-                        labels[here].view(shape),
-                    )
-                    into = grad[its].unflatten(0, shape) if want else None
-                    results = score_block(
-                        task, target_logits[past : past + block.count], *given, into
-                    )
-                    past += block.count
-                    for whole, part in zip(measured, results, strict=True):
-                        whole[here] = part.flatten()
+            for block in chunk:
+                start, shape = block.first - first, (block.count, block.shared)
+                place = slice(block.first, block.first + block.rows)
+                results = score(
+                    task,
+                    values[start : start + block.rows].unflatten(0, shape),
+                    weight[place].view(shape),
+                    labels[place].view(shape),
+                    target_of(task, target_logits[past : past + block.count]),
+                    grad[start : start + block.rows].unflatten(0, shape) if want else None,
+                )
+                past += block.count
+                for whole, part in zip(measured, results, strict=True):
+                    whole[place] = part.flatten()
+        first += len(rows)
         del target_logits
         if not want:
             continue
-        wanted = [states, *inputs] if needs_hidden else inputs
+        wanted = [*([states] if needs_hidden else []), *parameters]
         grads = list(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
         del logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)
-        for parameter in reversed(inputs):
-            if (found := grads.pop()) is not None:  # popped: freed as soon as it is added
+        for parameter in reversed(parameters):
+            if (part := grads.pop()) is not None:  # popped: freed as soon as it is added
                 if id(parameter) not in others:
                     others[id(parameter)] = torch.zeros_like(
                         parameter, dtype=precise(parameter.dtype)
                     )
-                others[id(parameter)].add_(found)
-    if isinstance(order, Tensor):
-        measured = [torch.empty_like(each).index_copy_(0, order, each) for each in measured]
-    loss, alpha, agreement = measured
+                others[id(parameter)].add_(part)
+    loss, alpha, agreement = (torch.empty_like(x).index_copy_(0, order, x) for x in measured)
     return (
         (loss, alpha, agreement),
         grad_hidden,
@@ -255,18 +223,6 @@ def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
     if not parts:
         return torch.zeros_like(parameter, dtype=precise(parameter.dtype))
     return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
-
-
-def score_block(
-    task: Task,
-    target_logits: Tensor,
-    logits: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`score` of one block, from the target's logits [g, V]. Call it under no_grad."""
-    return score(task, logits, weight, labels, target_of(task, target_logits), grad)
 
 
 def score(

@@ -2,9 +2,8 @@
 vocabulary] tensor.
 
 `chunked_objective` computes draft logits, target probabilities, divergences, acceptance and
-gradients for a few hundred rows at a time (`train.losses.chunked`); `plain_objective` is the same
-in ordinary autograd, for tests and small jobs. Both return the *sum* of weight * D: the caller
-divides by a normaliser summed over ranks and accumulation steps.
+gradients for a few hundred rows at a time (`train.losses.chunked`). It returns the *sum* of
+weight * D: the caller divides by a normaliser summed over ranks and accumulation steps.
 
 Families, target architectures, optimizers and the schedule of depth weights do not belong here.
 """
@@ -12,12 +11,13 @@ Families, target architectures, optimizers and the schedule of depth weights do 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from speculators.errors import ConfigError
+from speculators.precision import to_device
 from speculators.vocab.draft_vocab import to_draft_ids
 from train.losses.chunked import (
     Chunked,
@@ -25,10 +25,7 @@ from train.losses.chunked import (
     Task,
     default_block_size,
     default_chunk_size,
-    in_float,
     probe,
-    target_of,
-    to_target,
     walk,
 )
 from train.losses.divergences import Mix
@@ -44,15 +41,6 @@ class StepMetrics:
     agreement: Tensor  # [N] bool, the drafter's argmax is the target's (over the full vocabulary)
 
     @property
-    def count(self) -> int:
-        """Number of rows, of any weight."""
-        return self.alpha.shape[0]
-
-    @property
-    def loss_sum(self) -> Tensor:
-        return self.loss.sum()
-
-    @property
     def alpha_sum(self) -> Tensor:
         return self.alpha.sum()
 
@@ -63,13 +51,8 @@ class StepMetrics:
     def split(self, sizes: Sequence[int]) -> list[StepMetrics]:
         """Splits the metrics by depth, where the rows of several depths were concatenated into one
         call."""
-        parts = zip(
-            self.loss.split(sizes),
-            self.alpha.split(sizes),
-            self.agreement.split(sizes),
-            strict=True,
-        )
-        return [StepMetrics(*part) for part in parts]
+        parts = (x.split(sizes) for x in (self.loss, self.alpha, self.agreement))
+        return [StepMetrics(*part) for part in zip(*parts, strict=True)]
 
 
 def in_loop_lengths(
@@ -135,38 +118,56 @@ def chunked_objective(
     holds one float32 gradient of the head until then: one call over all depths holds one, a call
     per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
     supported."""
-    constants = (
-        target_hidden,
-        target_logits,
-        weight,
-        labels,
-        draft_to_target,
-        temperature,
-        target_index,
-    )
-    task = _task(hidden, draft_head, mix, *constants)
-    if hidden.shape[0] == 0:
+    mix, count = Mix.parse(mix), hidden.shape[0]
+    matching = {"target_hidden": target_hidden} if target_index is None else {}
+    given = {"weight": weight, "labels": labels, "target_index": target_index, **matching}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape[0] != count:
+            raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {count}")
+    if temperature <= 0:
+        raise ConfigError(
+            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax"
+            " for greedy"
+        )
+    if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
+        raise ConfigError(
+            f"loss.smooth_l1: the drafter's states are {hidden.shape[-1]} wide, the target's"
+            f" {target_hidden.shape[-1]}; use it only where they are equal"
+        )
+    if count == 0:
         return _no_rows(hidden, draft_head)
     grad = torch.is_grad_enabled()
     if grad and torch.is_autocast_enabled(hidden.device.type):
         # a copy of a weight cast earlier under no_grad would cut the graph
         torch.clear_autocast_cache()
+    target_hidden = target_hidden.detach()
     with Products() as products:
         parameters, draft_vocabulary = probe(draft_head, hidden)
         with torch.no_grad():
             vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
-    rows, block = (
-        default(vocabulary, hidden.device) for default in (default_chunk_size, default_block_size)
+    rows = chunk_size or default_chunk_size(vocabulary, hidden.device)
+    index = to_device(torch.arange(count), hidden.device) if target_index is None else target_index
+    task = Task(
+        head=draft_head,
+        target_hidden=target_hidden,
+        target_index=index,
+        target_logits=target_logits,
+        weight=weight.detach().to(precise(hidden.dtype)),
+        labels=to_draft_ids(labels, draft_to_target),
+        mix=mix,
+        draft_to_target=draft_to_target,
+        temperature=temperature,
+        chunk_size=rows,
+        block_size=min(rows, default_block_size(vocabulary, hidden.device)),
     )
-    rows = chunk_size or rows
-    task = replace(task, chunk_size=rows, block_size=min(rows, block))
     if grad and (hidden.requires_grad or parameters):
         loss_sum, loss, alpha, agreement = Chunked.apply(hidden, task, products, *parameters)
     else:
         (loss, alpha, agreement), _, _ = walk(task, products, hidden, [], needs_hidden=False)
         loss_sum = loss.sum()
-    if task.mix.state_terms:
-        on_states = _state_terms(task, hidden)
+    if mix.state_terms:  # in ordinary autograd: they are no larger than `hidden`
+        on_states = sum(term(hidden, target_hidden[index]) for term in mix.state_terms)
+        on_states = on_states * task.weight
         loss_sum, loss = loss_sum + on_states.sum(), loss + on_states.detach()
     return loss_sum, StepMetrics(loss, alpha, agreement)
 
@@ -182,95 +183,9 @@ def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tenso
     return (loss * weight.detach().to(loss.dtype)).sum()
 
 
-def plain_objective(
-    hidden: Tensor,
-    draft_head: Head,
-    target_hidden: Tensor,
-    target_logits: Head,
-    weight: Tensor,
-    labels: Tensor,
-    mix: Loss,
-    draft_to_target: Tensor | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, StepMetrics]:
-    """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by
-    autograd."""
-    constants = (target_hidden, target_logits, weight, labels, draft_to_target, temperature)
-    task = _task(hidden, draft_head, mix, *constants)
-    with torch.no_grad():
-        target = target_of(task, target_logits(task.target_hidden))
-        p, best = target.p[:, 0], target.best[:, 0]
-    logits = draft_head(hidden)  # [N, Vd]
-    with torch.autocast(hidden.device.type, enabled=False):
-        log_q = torch.log_softmax(in_float(logits) / temperature, dim=-1)
-        loss = task.mix(log_q, p, task.labels) * task.weight
-        if task.mix.state_terms:
-            loss = loss + _state_terms(task, hidden)
-        alpha = torch.minimum(p, log_q.detach().exp()).sum(-1)
-        agreement = to_target(log_q.detach().argmax(-1), draft_to_target) == best
-    return loss.sum(), StepMetrics(loss.detach(), alpha, agreement)
-
-
 def _no_rows(hidden: Tensor, head: Head) -> tuple[Tensor, StepMetrics]:
     """A loss of zero with a gradient for every parameter, which other ranks wait for."""
     parameters, _ = probe(head, hidden.new_zeros(1, *hidden.shape[1:]))
     loss_sum = sum((weight.sum() * 0.0 for weight in parameters), hidden.sum() * 0.0)
     nothing = hidden.new_zeros(0, dtype=precise(hidden.dtype))
     return loss_sum, StepMetrics(nothing, nothing, nothing.bool())
-
-
-def _task(
-    hidden: Tensor,
-    head: Head,
-    mix: Loss,
-    target_hidden: Tensor,
-    target_logits: Head,
-    weight: Tensor,
-    labels: Tensor,
-    draft_to_target: Tensor | None,
-    temperature: float,
-    target_index: Tensor | None = None,
-) -> Task:
-    """Checks the shapes and prepares the constants of a call."""
-    mix, rows = Mix.parse(mix), hidden.shape[0]
-    per_row = {"weight": weight, "labels": labels}
-    per_row |= (
-        {"target_hidden": target_hidden} if target_index is None else {"target_index": target_index}
-    )
-    for name, tensor in per_row.items():
-        if tensor.shape[0] != rows:
-            raise ValueError(
-                f"objective: {name} has {tensor.shape[0]} rows, hidden has {rows}; they must be the"
-                " same"
-            )
-    if temperature <= 0:
-        raise ConfigError(
-            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax"
-            " for greedy"
-        )
-    if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
-        widths = (
-            f"the drafter's states are {hidden.shape[-1]} wide, the target's"
-            f" {target_hidden.shape[-1]}"
-        )
-        raise ConfigError(f"loss.smooth_l1: {widths}; use it only where they are equal")
-    return Task(
-        head=head,
-        target_hidden=target_hidden.detach(),
-        target_index=target_index,
-        target_logits=target_logits,
-        weight=weight.detach().to(precise(hidden.dtype)),
-        labels=to_draft_ids(labels, draft_to_target),
-        mix=mix,
-        draft_to_target=draft_to_target,
-        temperature=temperature,
-    )
-
-
-def _state_terms(task: Task, hidden: Tensor) -> Tensor:
-    """weight * the sum of the terms on states [N], in ordinary autograd: they are no larger than
-    `hidden`."""
-    target = (
-        task.target_hidden if task.target_index is None else task.target_hidden[task.target_index]
-    )
-    return sum(term(hidden, target) for term in task.mix.state_terms) * task.weight

@@ -3,7 +3,6 @@ memory."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,17 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from inference.evaluation.expected_acceptance import accept_probabilities
-from inference.sampling_params import SamplingParams
 from speculators.errors import ConfigError
-from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, Group, in_chunks, walk_order
+from speculators.vocab.draft_vocab import to_draft_ids
+from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, in_chunks, walk_order
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from train.losses.objective import (
+    StepMetrics,
     chunked_objective,
     default_block_size,
     default_chunk_size,
     in_loop_lengths,
-    plain_objective,
 )
 
 D, V, VD, N = 12, 40, 17, 23
@@ -33,6 +31,27 @@ MIXES = [{name: 0.7} for name in DIVERGENCES] + [
     {"jsd": {"weight": 1.0, "beta": 0.2}, "smooth_l1": 0.1, "forward_kl": 0.4},
     {"top_k_cross_entropy": {"weight": 2.0, "k": 3}},
 ]
+
+
+def plain_objective(
+    hidden, head, target_hidden, target, weight, labels, mix, mapping=None, temperature=1.0
+):
+    """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by
+    autograd."""
+    mix = Mix.parse(mix)
+    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        z = target(target_hidden).to(exact) / temperature
+        p, best = torch.softmax(z, -1), z.argmax(-1)
+        p = p if mapping is None else p[:, mapping]
+    log_q = torch.log_softmax(head(hidden).to(exact) / temperature, dim=-1)
+    with torch.autocast("cpu", enabled=False):
+        loss = mix(log_q, p, to_draft_ids(labels, mapping)) * weight
+        for term in mix.state_terms:
+            loss = loss + term(hidden, target_hidden) * weight
+        choice = log_q.argmax(-1)
+    choice = choice if mapping is None else mapping[choice]
+    return loss.sum(), StepMetrics(loss.detach(), overlap(log_q.detach(), p), choice == best)
 
 
 class Setup:
@@ -114,15 +133,6 @@ def test_gradient_of_the_hybrid_holds_lambda_fixed() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_gradient_of_smooth_l1() -> None:
-    torch.manual_seed(2)
-    hidden, target = (
-        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
-        torch.randn(3, 4, dtype=torch.float64),
-    )
-    assert torch.autograd.gradcheck(lambda h: DIVERGENCES["smooth_l1"](h, target), hidden)
-
-
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd", "tv"])
 def test_zero_exactly_where_the_distributions_meet(name: str) -> None:
     _, p, labels = sample_rows(mass=1.0)
@@ -158,23 +168,29 @@ def test_finite_where_probabilities_underflow(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
+    ("loss", "key"),
     [
-        ({}, "empty"),
-        ({"kl": 1.0}, r"loss\.kl: unknown divergence"),
+        ({}, "loss"),
+        ({"kl": 1.0}, r"loss\.kl"),
         ({"forward_kl": -1}, r"loss\.forward_kl\.weight"),
-        ({"jsd": {"beta": 0.5}}, r"loss\.jsd: no weight"),
-        (
-            {"jsd": {"weight": 1, "bta": 0.5}},
-            r"loss\.jsd\.bta: unknown option of jsd; it takes beta",
-        ),
+        ({"jsd": {"beta": 0.5}}, r"loss\.jsd"),
+        ({"jsd": {"weight": 1, "bta": 0.5}}, r"loss\.jsd\.bta: .* beta"),
         ({"jsd": {"weight": 1, "beta": 1.5}}, r"loss\.jsd\.beta"),
         ({"top_k_cross_entropy": {"weight": 1, "k": 2.5}}, r"loss\.top_k_cross_entropy\.k"),
     ],
 )
-def test_a_wrong_mix_says_which_key(loss: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_mix_says_which_key(loss: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
         Mix.parse(loss)
+
+
+def test_wrong_arguments_are_named() -> None:
+    setup = Setup(False)
+    with pytest.raises(ConfigError, match="temperature"):
+        chunked_objective(*setup.arguments(), temperature=0.0)
+    setup.labels = setup.labels[:-1]
+    with pytest.raises(ValueError, match="labels has 22 rows, hidden has 23"):
+        chunked_objective(*setup.arguments())
 
 
 # --- chunked against plain ---
@@ -182,17 +198,14 @@ def test_a_wrong_mix_says_which_key(loss: dict, message: str) -> None:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)], ids=["f64", "f32"]
-)
-def test_chunked_equals_plain(mix: dict, reduced: bool, dtype: torch.dtype, atol: float) -> None:
+def test_chunked_equals_plain(mix: dict, reduced: bool) -> None:
+    dtype, atol = (torch.float32, 1e-5) if reduced else (torch.float64, 1e-11)
     setup = Setup(reduced, dtype)
-    plain = plain_objective(*setup.arguments(mix), temperature=0.8)
-    for chunk in (1, 7, N, 100):
+    for chunk in (1, 7, 100):
+        plain = plain_objective(*setup.arguments(mix), temperature=0.8)
         chunked = chunked_objective(*setup.arguments(mix), chunk_size=chunk, temperature=0.8)
         assert_same(chunked, plain, setup, atol)
         assert torch.equal(chunked[1].agreement, plain[1].agreement)
-        plain = plain_objective(*setup.arguments(mix), temperature=0.8)
 
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
@@ -215,30 +228,22 @@ def test_shared_targets_change_nothing(mix: dict, reduced: bool) -> None:
 
 
 def test_a_walk_meets_every_row_once_beside_those_of_its_target() -> None:
-    """Also where more rows share a target than a chunk may hold; only the last chunk may be much
-    smaller."""
+    """Also where more rows share a target than a chunk may hold."""
     torch.manual_seed(5)
-    index, most = torch.cat([torch.randint(0, 9, (40,)), torch.full((11,), 20)]), 8
+    index, most, block = torch.cat([torch.randint(0, 9, (40,)), torch.full((11,), 20)]), 8, 4
     order, groups = walk_order(index, most)
     assert torch.equal(order.sort().values, torch.arange(len(index)))
-    for group in groups:
-        assert group.shared <= most
-        rows = index[order[group.first : group.stop]].view(group.count, group.shared)
-        assert (rows == rows[:, :1]).all() and torch.equal(
-            rows[:, 0], index[order][group.targets()]
-        )
-    chunks = list(in_chunks(groups, most))
-    assert chunks[0][0].first == 0
-    ends = [(chunk[0].first, chunk[-1].stop) for chunk in chunks]
-    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(ends)) and ends[-1][
-        1
-    ] == len(index)
-    assert all(0 < stop - first <= most for first, stop in ends)
-    assert list(in_chunks([Group(0, 20, 1)], 8)) == [
-        [Group(0, 8, 1)],
-        [Group(8, 8, 1)],
-        [Group(16, 4, 1)],
-    ]
+    chunks = list(in_chunks(groups, most, block))
+    blocks = [piece for chunk in chunks for piece in chunk]
+    first = 0
+    for piece in blocks:
+        assert piece.first == first and piece.rows <= max(block, piece.shared)
+        first += piece.rows
+        rows = index[order[piece.first : first]].view(piece.count, piece.shared)
+        assert (rows == rows[:, :1]).all()
+        assert torch.equal(rows[:, 0], index[order][piece.targets()])
+    assert first == len(index) and all(sum(p.rows for p in chunk) <= most for chunk in chunks)
+    assert len({int(index[order[group.first]]) for group in groups if group.shared == most}) == 1
 
 
 def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
@@ -267,7 +272,7 @@ def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
     assert moved == [2, 2], "the head's weight and the target's"
 
 
-@pytest.mark.parametrize("mix", MIXES[:3] + MIXES[-4:], ids=lambda mix: "+".join(mix))
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[-2]], ids=lambda mix: "+".join(mix))
 def test_chunked_equals_plain_under_autocast(mix: dict) -> None:
     setup = Setup(True, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -351,23 +356,10 @@ def test_low_precision_head_accumulates_in_float32() -> None:
         assert (ours - truth).norm() < 0.01 * truth.norm()
 
 
-def test_frozen_head_trains_the_states_only() -> None:
-    setup = Setup(False)
-    setup.head.requires_grad_(False)
-    loss, _ = chunked_objective(*setup.arguments(), chunk_size=4)
-    loss.backward()
-    assert setup.hidden.grad.abs().sum() > 0
-    assert all(weight.grad is None for weight in setup.head.parameters())
+def test_heads_of_any_kind() -> None:
+    """A bound method; one that is frozen, which trains the states alone; detached states, which
+    train the head alone; and without gradients there is no graph."""
 
-
-def test_detached_states_train_the_head_only() -> None:
-    setup = Setup(False)
-    setup.hidden = setup.hidden.detach()
-    chunked_objective(*setup.arguments(), chunk_size=4)[0].backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in setup.head.parameters())
-
-
-def test_a_bound_method_is_a_head_too() -> None:
     class Drafter(nn.Module):
         def __init__(self, layers: nn.Module) -> None:
             super().__init__()
@@ -377,27 +369,25 @@ def test_a_bound_method_is_a_head_too() -> None:
             return self.layers(hidden)
 
     setup = Setup(False)
-    expected = setup.gradients(plain_objective(*setup.arguments())[0])
+    expected_loss, _ = plain_objective(*setup.arguments())
+    expected = setup.gradients(expected_loss)
     hidden, head, *rest = setup.arguments()
     loss, _ = chunked_objective(hidden, Drafter(head).head, *rest, chunk_size=4)
     for ours, theirs in zip(setup.gradients(loss), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_evaluation_makes_no_graph() -> None:
-    setup = Setup(True)
-    expected, metrics = chunked_objective(*setup.arguments(), chunk_size=4)
+    chunked_objective(hidden.detach(), head, *rest, chunk_size=4)[0].backward()
+    for weight, theirs in zip(head.parameters(), expected[1:], strict=True):
+        torch.testing.assert_close(weight.grad, theirs)
+        weight.grad = None
     with torch.no_grad():
-        loss, evaluated = chunked_objective(*setup.arguments(), chunk_size=4)
+        loss, _ = chunked_objective(hidden, head, *rest, chunk_size=4)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(evaluated.alpha, metrics.alpha)
-
-
-def test_backward_runs_once() -> None:
-    setup = Setup(False)
-    loss, _ = chunked_objective(*setup.arguments())
+    torch.testing.assert_close(loss, expected_loss.detach())
+    head.requires_grad_(False)
+    loss, _ = chunked_objective(hidden, head, *rest, chunk_size=4)
     loss.backward(retain_graph=True)
+    torch.testing.assert_close(hidden.grad, expected[0])
+    assert all(weight.grad is None for weight in head.parameters())
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -408,7 +398,7 @@ def test_no_rows_give_zero() -> None:
     setup.weight, setup.labels = setup.weight[:0], setup.labels[:0]
     loss, metrics = chunked_objective(*setup.arguments())
     loss.backward()
-    assert loss.item() == 0.0 and metrics.count == 0
+    assert loss.item() == 0.0 and len(metrics.alpha) == 0
     assert all((weight.grad == 0).all() for weight in setup.head.parameters()), "DDP waits for all"
 
 
@@ -463,11 +453,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: "+".join(mix))
-def test_nothing_of_size_tokens_by_vocabulary(mix: dict, reduced: bool) -> None:
-    setup, chunk = Setup(reduced), 7
-    setup.head = nn.Linear(D, VD if reduced else V).double().requires_grad_(False)
+@pytest.mark.parametrize("mix", [MIXES[0], MIXES[-2]], ids=lambda mix: "+".join(mix))
+def test_nothing_of_size_tokens_by_vocabulary(mix: dict) -> None:
+    """Neither with a closed form nor with autograd."""
+    setup, chunk = Setup(True), 7
+    setup.head = nn.Linear(D, VD).double().requires_grad_(False)
     limit = max(chunk * V, D * V)  # D * V: a weight, transposed
     with Largest() as tracker:
         loss, _ = chunked_objective(*setup.arguments(mix), chunk_size=chunk)
@@ -501,15 +491,12 @@ def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) 
 def test_metrics_are_those_of_the_full_vocabulary(reduced: bool) -> None:
     setup = Setup(reduced)
     _, metrics = chunked_objective(*setup.arguments(), chunk_size=5)
-    alpha = torch.minimum(setup.p(), setup.q()).sum(-1)
-    agreement = setup.p().argmax(-1) == setup.q().argmax(-1)
-    torch.testing.assert_close(metrics.alpha, alpha)
-    assert torch.equal(metrics.agreement, agreement)
-    assert metrics.count == N and metrics.agreement_sum == agreement.sum()
-    torch.testing.assert_close(metrics.alpha_sum, alpha.sum())
+    torch.testing.assert_close(metrics.alpha, torch.minimum(setup.p(), setup.q()).sum(-1))
+    assert torch.equal(metrics.agreement, setup.p().argmax(-1) == setup.q().argmax(-1))
     first, second = metrics.split([10, 13])
-    assert (first.count, second.count) == (10, 13)
-    torch.testing.assert_close(first.loss_sum + second.loss_sum, metrics.loss_sum)
+    assert torch.equal(torch.cat([first.loss, second.loss]), metrics.loss)
+    torch.testing.assert_close(first.alpha_sum + second.alpha_sum, metrics.alpha.sum())
+    assert first.agreement_sum + second.agreement_sum == metrics.agreement.sum()
 
 
 def test_first_of_equal_logits_wins() -> None:
@@ -532,46 +519,6 @@ def test_first_of_equal_logits_wins() -> None:
     assert metrics.agreement.all()
 
 
-@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_accept_probability_of_the_data_token(reduced: bool, temperature: float) -> None:
-    setup = Setup(reduced)
-    hidden, head, target_hidden, target, _, labels, _, mapping = setup.arguments()
-    accept = accept_probabilities(
-        hidden,
-        head,
-        target_hidden,
-        target,
-        labels,
-        SamplingParams(temperature=temperature),
-        mapping,
-        chunk_size=4,
-    )
-    p, q = (
-        x.gather(-1, labels[:, None])[:, 0] for x in (setup.p(temperature), setup.q(temperature))
-    )
-    torch.testing.assert_close(accept, (q / p).clamp_max(1.0))
-    greedy = accept_probabilities(
-        hidden, head, target_hidden, target, labels, SamplingParams(temperature=0.0), mapping
-    )
-    assert torch.equal(greedy, (setup.q().argmax(-1) == labels).double())
-
-
-def test_accept_probabilities_average_to_alpha() -> None:
-    """Over x ~ p, the mean of min(1, q/p) is sum min(p, q): the two ways of measuring acceptance
-    are one."""
-    setup = Setup(True)
-    hidden, head, target_hidden, target, _, _, _, mapping = setup.arguments()
-    total = torch.zeros(N, dtype=torch.float64)
-    for token in range(V):
-        labels = torch.full((N,), token)
-        accept = accept_probabilities(
-            hidden, head, target_hidden, target, labels, SamplingParams(temperature=1.0), mapping
-        )
-        total += setup.p()[:, token] * accept
-    torch.testing.assert_close(total, torch.minimum(setup.p(), setup.q()).sum(-1))
-
-
 def test_expected_length_from_joint_prefixes() -> None:
     alphas = [torch.tensor([0.5, 0.8, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([1.0])]
     anchors = [torch.tensor([0, 3, 7]), torch.tensor([3, 0]), torch.tensor([3])]
@@ -579,16 +526,3 @@ def test_expected_length_from_joint_prefixes() -> None:
     torch.testing.assert_close(
         in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double()
     )
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_temperature_must_be_positive(temperature: float) -> None:
-    with pytest.raises(ConfigError, match="temperature"):
-        chunked_objective(*Setup(False).arguments(), temperature=temperature)
-
-
-def test_rows_must_match() -> None:
-    setup = Setup(False)
-    setup.labels = setup.labels[:-1]
-    with pytest.raises(ValueError, match="labels has 22 rows, hidden has 23"):
-        chunked_objective(*setup.arguments())

@@ -56,16 +56,14 @@ def test_fixed_weights_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "given, key",
     [
-        ({}, "expected one of"),
-        ({"gamma": 4.0, "uniform": True}, "expected one of"),
-        ({"sigma": 1.0}, "position_weights.sigma: unknown"),
-        ({"gamma": 0.0}, "position_weights.gamma: expected γ > 0"),
-        ({"d_pace": 2.0}, "position_weights.d_pace"),
+        ({"gamma": 4.0, "uniform": True}, "position_weights"),
+        ({"sigma": 1.0}, "position_weights.sigma"),
+        ({"gamma": 0.0}, "position_weights.gamma"),
         ({"d_pace": True}, "position_weights.d_pace"),
     ],
 )
-def test_what_is_no_weight_is_named(given, words) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_no_weight_is_named(given, key) -> None:
+    with pytest.raises(ConfigError, match=key):
         PositionWeights.parse(given)
