@@ -25,7 +25,7 @@ from inference.plain_decoder import TargetForward
 from inference.requests.request import Request
 from inference.requests.scheduler import Scheduler
 from inference.sampling_params import SamplingParams
-from inference.spec_decode.draft_length.policy import DraftLength
+from inference.spec_decode.draft_length import DraftLength
 from inference.spec_decode.logits import process_logits
 from inference.spec_decode.proposal import Kept, Proposal
 from inference.spec_decode.proposers.base import Proposer
@@ -243,7 +243,7 @@ class Engine:
             request.count_round(drafted, accepted, depth)
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
-            self.draft_length.learn(proposal.counts, num_accepted, t1 - t0, t4 - t1)
+            self.draft_length.learn(proposal.counts, num_accepted)
             if proposer.reads_features:
                 if proposal.parents is not None:
                     taps = None if taps is None else along(kept_places, taps)

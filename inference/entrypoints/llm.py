@@ -45,6 +45,7 @@ from inference.requests.request import Request
 from inference.requests.response import Response
 from inference.sampling.sampler import make_generator
 from inference.sampling_params import SamplingParams
+from inference.spec_decode.draft_length import AdaptiveDraftLength
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from speculators.drafter import Drafter
@@ -52,6 +53,8 @@ from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
+
+DUMMY_TOKENS = 32  # of prompts and responses whose rounds are measured before any request
 
 
 class LLM:
@@ -234,39 +237,44 @@ class LLM:
     def warm_up(
         self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf
     ) -> int:
-        """Measures what an adaptive draft length goes by and compiles every shape that rounds can
-        have, so that neither stalls a request later. Returns how many graphs there are, 0 where
+        """Compiles every shape that rounds can have, and measures what an adaptive draft length
+        goes by, so that neither stalls a request later. Returns how many graphs there are, 0 where
         rounds run eager. From the thread that will run the rounds, before any request. `report` and
         `limit_s`: as for `CompiledRounds.warm_up`."""
-        if self.engine.draft_length.measures_costs:
-            self._measure_costs()
         self.engine.start_graphs()
-        compiled = self.engine.compiled
-        if compiled is None:
-            return 0
-        most = min(4, self.engine.max_model_len - 1)
-        drafted = isinstance(self.engine.proposer, HeadProposer)  # others have nothing to compile
-        for speculate, temperature in (
-            ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),)
-        ):
-            few = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=0)
-            self.generate(
-                {"prompt_token_ids": [0]}, few, False, speculate=speculate
-            )  # what each step is given
-        with torch.inference_mode():
-            compiled.warm_up(report, limit_s)
+        graphs = 0
+        if (compiled := self.engine.compiled) is not None:
+            most = min(4, self.engine.max_model_len - 1)
+            drafted = isinstance(self.engine.proposer, HeadProposer)  # others compile nothing
+            for speculate, temperature in (
+                ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),)
+            ):
+                # what each step is given
+                self._write_dummies(1, most, 1, speculate=speculate, temperature=temperature)
+            with torch.inference_mode():
+                compiled.warm_up(report, limit_s)
+            graphs = compiled.num_graphs
+        if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
+            length.forget(costs=True)  # compiling took part of the time
+            self._measure_costs()
+            length.forget()  # what became of the drafts of dummies says nothing about texts
         self.reset_metrics()
-        return compiled.num_graphs
+        return graphs
 
     def _measure_costs(self) -> None:
         """Runs rounds of 1, 2, 4, ... and of all rows, the first of which measures the costs of its
         size."""
-        most = min(8, self.engine.max_model_len - 1)
-        few = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        most_rows = self.engine.scheduler.max_num_seqs
+        limit, most_rows = self.engine.max_model_len, self.engine.scheduler.max_num_seqs
+        prompt = min(DUMMY_TOKENS, limit // 2)
         for rows in sorted({*(2**i for i in range(most_rows.bit_length())), most_rows}):
-            self.generate([{"prompt_token_ids": [0]}] * rows, few, False)
-        self.reset_metrics()
+            self._write_dummies(rows, min(DUMMY_TOKENS, limit - prompt), prompt)
+
+    def _write_dummies(
+        self, rows: int, tokens: int, prompt_tokens: int, *, speculate: bool = True, **params: Any
+    ) -> None:
+        few = SamplingParams(**{"temperature": 0, **params}, max_tokens=tokens, ignore_eos=True)
+        prompts = [{"prompt_token_ids": [0] * prompt_tokens}] * rows
+        self.generate(prompts, few, False, speculate=speculate)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New sampling parameters, as `generate` takes them where none are given."""

@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from inference.spec_decode.draft_length.costs import MeasuredCosts, RoundCosts
-from inference.spec_decode.draft_length.policy import AdaptiveDraftLength, DraftLength
+from inference.spec_decode.costs import RoundCosts
+from inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
@@ -268,5 +268,5 @@ def make_draft_length(config: MethodOptions) -> DraftLength:
     if not config.enable_adaptive_verification or not most:
         return DraftLength(most, schedule)
     given = config.adaptive_verification_costs
-    costs = MeasuredCosts(most) if given is None else RoundCosts.given(given, most)
+    costs = None if given is None else RoundCosts.given(given, most)
     return AdaptiveDraftLength(most, costs, schedule)

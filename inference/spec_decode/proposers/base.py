@@ -28,7 +28,6 @@ class Proposer:
     reads_features          the engine calls `prefill` and `observe`
     reads_logits            the engine calls `see_logits`
     drafts_trees            its proposals may have several tokens after one
-    whole_blocks            the first draft costs a whole block, and the drafts after it little
     go_on                   set by an adaptive draft length. A proposer that `stops_early` calls it
                             before each depth is drawn; it drafts one depth after the other without
                             waiting for a device. Others report `Proposal.confidence`.
@@ -39,7 +38,6 @@ class Proposer:
     reads_features: bool = False
     reads_logits: bool = False
     drafts_trees: bool = False
-    whole_blocks: bool = False
     stops_early: bool = False
     go_on: GoOn | None = None
     cache: RaggedCache | None = None

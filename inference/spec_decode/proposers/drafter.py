@@ -91,11 +91,8 @@ class HeadProposer(Proposer):
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
         self._probabilistic = options.draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
-        self.whole_blocks, self.drafts_trees = (
-            drafter.whole_blocks and tree is None,
-            tree is not None,
-        )
-        self._foresees = self.whole_blocks and not drafter.reads_drafts
+        self.drafts_trees = tree is not None
+        self._foresees = drafter.whole_blocks and tree is None and not drafter.reads_drafts
         self.stops_early = self._device.type == "cpu" and not self._foresees
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._room = depth + 1 + SPARE

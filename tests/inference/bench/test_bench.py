@@ -39,7 +39,7 @@ from inference.bench.options import BenchOptions
 from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.flags import given_values, validated
 from inference.metrics import SpecDecodeCounters
-from inference.spec_decode.draft_length.policy import DraftLength
+from inference.spec_decode.draft_length import DraftLength
 from speculators.errors import ConfigError, DataError
 from tests.quickstart_data import DATA
 from train.cli import app

@@ -16,8 +16,8 @@ from inference.requests.request import Request
 from inference.server.engine_thread import EngineThread, Generation, Ticket
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
-from inference.spec_decode.draft_length.costs import RoundCosts
-from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
+from inference.spec_decode.costs import RoundCosts
+from inference.spec_decode.draft_length import AdaptiveDraftLength
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer

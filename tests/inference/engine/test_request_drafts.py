@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from inference import LLM, SamplingParams
-from inference.spec_decode.draft_length.costs import RoundCosts
-from inference.spec_decode.draft_length.policy import AdaptiveDraftLength
+from inference.spec_decode.costs import RoundCosts
+from inference.spec_decode.draft_length import AdaptiveDraftLength
 
 K, LIMIT = 3, 96
 ASKED = [None, 0, 1, 2, 7]

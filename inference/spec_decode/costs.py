@@ -1,0 +1,110 @@
+"""Costs of a round: V(n), a forward of the target over n tokens per row, and D(k), drafting k
+tokens per row.
+
+They are given, which makes draft lengths a function of the text alone; or measured, once per batch
+size: its first round times forwards of several widths over the rows at the context they have, and
+takes the best of interleaved repeats, as a disturbance only ever makes a forward longer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+
+import numpy as np
+
+from inference.requests.request import Request
+from inference.spec_decode.proposers.base import Proposer
+from speculators.errors import ConfigError
+
+Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and waits for it
+
+MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
+MIN_REPEATS, MAX_REPEATS = 3, 9
+SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
+
+
+class RoundCosts:
+    """Constant costs, the same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in
+    any one unit."""
+
+    def __init__(self, verify: Sequence[float], draft: Sequence[float]) -> None:
+        self._verify, self._draft = [float(cost) for cost in verify], [0.0, *map(float, draft)]
+
+    @classmethod
+    def given(cls, costs: Mapping[str, Sequence[float]], num_speculative_tokens: int) -> RoundCosts:
+        """Reads {"verify": [...], "draft": [...]}; ConfigError if they are not costs of K
+        drafts."""
+        k = num_speculative_tokens
+        verify, draft = list(costs.get("verify", ())), list(costs.get("draft", ()))
+        sound = all(0 <= cost < math.inf for cost in (*verify, *draft)) and min(verify, default=0)
+        if (len(verify), len(draft)) != (k + 1, k) or not sound or len(costs) != 2:
+            raise ConfigError(
+                f"adaptive_verification_costs={dict(costs)}; expected verify, {k + 1} times above 0"
+                f" of 1 to {k + 1} tokens per row, and draft, {k} times of 1 to {k} drafts"
+            )
+        return cls(verify, draft)
+
+    def attach(self, proposer: Proposer, forward: Forward) -> None:
+        """Called once; measured costs use both."""
+
+    def forget(self) -> None:
+        """What was measured is measured again."""
+
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
+        """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
+        return self._verify, self._draft
+
+
+class MeasuredCosts(RoundCosts):
+    """Costs measured in the engine that runs the rounds, in seconds."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._most = num_speculative_tokens
+        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
+
+    def attach(self, proposer: Proposer, forward: Forward) -> None:
+        self._proposer, self._forward = proposer, forward
+
+    def forget(self) -> None:
+        self._found.clear()
+
+    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
+        size = len(rows)
+        if size not in self._found:
+            near = min(self._found, key=lambda other: max(other / size, size / other), default=0)
+            shared = near and max(near / size, size / near) <= SHARED_RATIO
+            self._found[size] = self._found[near] if shared else self._measure(rows)
+        return self._found[size]
+
+    def _measure(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
+        most, propose = self._most, self._proposer.rehearse
+        widths = sorted({0, 1, 2, 3, most // 2, (3 * most) // 4, most} & set(range(most + 1)))
+        depths = sorted({1, most})
+        parts: dict[tuple[str, int], Callable[[], object]] = {
+            ("verify", w): partial(self._forward, len(rows), w + 1) for w in widths
+        }
+        drafting_takes_time = propose(rows, most)
+        if drafting_takes_time:
+            parts |= {("draft", k): partial(propose, rows, k) for k in depths}
+        best = dict.fromkeys(parts, math.inf)
+        deadline = perf_counter() + MEASURING_SECONDS
+        for repeat in range(-1, MAX_REPEATS):  # the first one warms up
+            for part, run in parts.items():
+                started = perf_counter()
+                run()
+                if repeat >= 0:
+                    best[part] = min(best[part], perf_counter() - started)
+            if repeat >= MIN_REPEATS - 1 and perf_counter() > deadline:
+                break
+        verify = _between(most, widths, [best["verify", w] for w in widths])
+        if not drafting_takes_time:
+            return verify, [0.0] * (most + 1)
+        draft = _between(most, depths, [best["draft", k] for k in depths])
+        return verify, [0.0, *draft[1:]]
+
+
+def _between(most: int, known: Sequence[int], seconds: Sequence[float]) -> list[float]:
+    """Interpolates the seconds at `known` to 0 … most, never falling."""
+    return np.interp(range(most + 1), known, np.maximum.accumulate(seconds)).tolist()

@@ -1,0 +1,272 @@
+"""DraftLength: how many tokens are drafted and verified, per row and round. Always K, K by batch
+size, or adaptive.
+
+The engine calls `limits` before a round, `settle` after drafting and `learn` after verification.
+An adaptive round of B rows that drafts to depth d and verifies w tokens per row
+
+    commits   B + Σ_b Σ_{k≤w} S_bk     S_bk: probability that the first k drafts of row b are all
+                                       accepted
+    costs     V(w + 1) + D(d)          costs.py
+
+and the length is the argmax of the quotient. Its best value before anything is drafted, the rate ρ,
+is the price at which the round then goes on (Dinkelbach 1967): while some number of further drafts
+gains more tokens than ρ times their time. S is a product of conditional acceptances: κ times the
+drafter's confidence where it is known, the moving mean of the depth where it is not.
+
+**No look-ahead.** Verification is lossless only if the decision to verify draft k does not depend
+on the token x_k. It may depend on x_1 .. x_{k-1} and on the distribution that x_k is drawn from. A
+plan is given no tokens. It is given confidences, one depth at a time, each before the draw at its
+depth, and every answer is final. No target, no cache and no verification rule belongs here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from inference.requests.request import Request
+from inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers.base import Proposer
+
+Schedule = Sequence[tuple[int, int, int]]  # (smallest batch size, largest, K), ascending
+
+KEPT = 0.98  # of what was counted, per round with drafts: means over some 50 rounds
+PRIOR_ACCEPTANCE, PRIOR_OUTCOMES = 0.7, 4.0  # of the first depth; the others': the one before
+MOST_LIKELY = 0.99  # no draft is surer
+PROBE_SHARE = 0.01  # of the time may be lost on drafts that are not expected to pay
+FIRST_PROBES = 4.0  # plain decoding steps that may be lost so at the start
+FREE_DRAFTING = 0.01  # of a plain decoding step, for the rest of K: drafted without asking
+
+
+class DraftLength:
+    """As many drafts as there is room for, or as `schedule` says of the batch size, where 0 turns
+    drafting off. No row has more than its request allows."""
+
+    def __init__(self, num_speculative_tokens: int, schedule: Schedule | None = None) -> None:
+        self.num_speculative_tokens, self._schedule = num_speculative_tokens, schedule or ()
+
+    def attach(self, proposer: Proposer, forward: Forward) -> None:
+        """Called once, by the engine. `forward`: a forward of the target whose time can be
+        measured."""
+
+    def limits(self, rows: Sequence[Request]) -> list[int]:
+        """The most drafts of each row, before a round."""
+        tokens = self.num_speculative_tokens
+        for smallest, _, scheduled in self._schedule:
+            if smallest <= len(rows):  # a gap between two ranges belongs to the one below: vLLM's
+                tokens = min(scheduled, self.num_speculative_tokens)
+        return [min(tokens, request.draft_limit, request.most_drafts) for request in rows]
+
+    def settle(self, proposal: Proposal) -> Proposal:
+        """The part of a proposal that is verified."""
+        return proposal
+
+    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Drafts verified and accepted per row of the round."""
+
+
+class Acceptance:
+    """What became of earlier drafts, over all requests, as moving means.
+
+    Depths that are not reached fade too, towards the depth before them, so that a length which was
+    given up is tried again."""
+
+    def __init__(self, depth: int) -> None:
+        self._accepted, self._tried = [0.0] * depth, [0.0] * depth
+        self._came, self._expected = PRIOR_OUTCOMES, PRIOR_OUTCOMES  # with a known confidence
+
+    def rates(self, depth: int) -> list[float]:
+        """P(draft k is accepted | the drafts before it are) [depth]."""
+        rates, before = [], PRIOR_ACCEPTANCE
+        for accepted, tried in zip(self._accepted[:depth], self._tried, strict=False):
+            before = (accepted + PRIOR_OUTCOMES * before) / (tried + PRIOR_OUTCOMES)
+            rates.append(before)
+        return rates
+
+    def given(self, confidence: Sequence[float]) -> list[float]:
+        """The same of drafts whose confidence is known: κ times it, κ = accepted ÷ expected."""
+        kappa = self._came / self._expected
+        return [min(kappa * c, MOST_LIKELY) for c in confidence]
+
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        confidences: Sequence[Sequence[float]],
+    ) -> None:
+        """Verified and accepted [B]; confidences [d][B] of the depths where they were known."""
+        self._accepted = [KEPT * x for x in self._accepted]
+        self._tried = [KEPT * x for x in self._tried]
+        self._came, self._expected = KEPT * self._came, KEPT * self._expected
+        for b, (count, kept) in enumerate(zip(verified, accepted, strict=True)):
+            for k in range(min(kept + 1, count)):
+                self._tried[k] += 1
+                self._accepted[k] += k < kept
+                if k < len(confidences):
+                    self._expected += min(confidences[k][b], MOST_LIKELY)
+                    self._came += k < kept
+
+
+class RoundPlan:
+    """The length of one round. room [B]: drafts that each row may have, not all 0; verify, draft:
+    V(w + 1) and D(w) for w = 0 … K.
+
+    best_length          drafts that pay if no confidence were known on the way; may be 0
+    best_nonzero_length  the same, of at least 1
+    forced_length        drafts to be verified whether they pay or not
+    committed_length     drafts that will be verified, in every row that has as many
+    confidences          [d][B] shown so far
+    """
+
+    def __init__(
+        self,
+        acceptance: Acceptance,
+        room: Sequence[int],
+        verify: Sequence[float],
+        draft: Sequence[float],
+    ) -> None:
+        self._acceptance, self._room, self._most = acceptance, list(room), max(room)
+        self._rates, self._verify, self._draft = acceptance.rates(self._most), verify, draft
+        self._survival = [1.0] * len(room)  # [B] that the committed drafts are all accepted
+        self.committed_length = self.forced_length = 0
+        self.confidences: list[Sequence[float]] = []
+        tokens = accumulate([float(len(room)), *self._gains()])
+        ratios = [t / (v + d) for t, v, d in zip(tokens, verify, draft, strict=False)]
+        self._rate = max(ratios)  # ρ
+        self.best_nonzero_length = max(range(1, self._most + 1), key=ratios.__getitem__)
+        self.best_length = self.best_nonzero_length if ratios[0] < self._rate else 0
+
+    def rest_is_free(self, depth: int) -> bool:
+        """Drafting on from `depth` takes so little that all K may be drafted."""
+        return self._draft[self._most] - self._draft[depth] < FREE_DRAFTING * self._verify[0]
+
+    def relative_time(self, drafts: int) -> float:
+        """The time of a round that drafts and verifies so many, in plain decoding steps."""
+        return (self._verify[drafts] + self._draft[drafts]) / self._verify[0]
+
+    def limit_rows(self, counts: Sequence[int]) -> None:
+        """Limits each row to the number of drafts [B] that it got."""
+        self._room = [min(limit, count) for limit, count in zip(self._room, counts, strict=True)]
+
+    def decide_next(self, confidence: Sequence[float], *, drafted: bool) -> int:
+        """The number of drafts to go on with, the next one included, given its confidence [B]; 0 is
+        final. `drafted`: the chain is there already, and costs nothing more."""
+        k = self.committed_length
+        self.confidences.append(confidence)
+        this = self._acceptance.given(confidence)
+        further = max(self._best(self._gains([this]), drafted), self.forced_length - k)
+        if further:
+            self._survival, self.committed_length = self._survives(self._survival, k, this), k + 1
+        return further
+
+    def decide_all(self, confidences: Sequence[Sequence[float]]) -> int:
+        """The number of drafts to verify of a chain that is there already, given the confidences
+        [d][B] of all of its depths, only where none of them depends on a draft; [] where there are
+        none."""
+        self.confidences = list(confidences)
+        known = [self._acceptance.given(confidence) for confidence in confidences]
+        self.committed_length = max(self._best(self._gains(known), True), self.forced_length)
+        return self.committed_length
+
+    def _survives(self, survival: Sequence[float], k: int, rates: Sequence[float]) -> list[float]:
+        """Survival [B] of draft k + 1, 0 in rows without such a draft."""
+        rows = zip(survival, rates, self._room, strict=True)
+        return [s * a if k < limit else 0.0 for s, a, limit in rows]
+
+    def _gains(self, known: Sequence[Sequence[float]] = ()) -> list[float]:
+        """Expected accepted tokens, over all rows, of each further depth. known: acceptance [B] of
+        the next ones; those behind them have the means of their depths."""
+        survival, gains = self._survival, []
+        for k in range(self.committed_length, self._most):
+            rates = (
+                known[len(gains)] if len(gains) < len(known) else [self._rates[k]] * len(survival)
+            )
+            survival = self._survives(survival, k, rates)
+            gains.append(sum(survival))
+        return gains
+
+    def _best(self, gains: Sequence[float], drafted: bool) -> int:
+        """How many further drafts gain the most over ρ times their time; 0 if none gains any. What
+        told the confidence of the next draft has been paid for."""
+        k, best, most, gained = self.committed_length, 0, 0.0, 0.0
+        for w, gain in enumerate(gains, k + 1):
+            gained += gain
+            time = self._verify[w] - self._verify[k]
+            if not drafted:
+                time += self._draft[w] - self._draft[k + 1]
+            if gained - self._rate * time > most:
+                best, most = w - k, gained - self._rate * time
+        return best
+
+
+class AdaptiveDraftLength(DraftLength):
+    """The length that pays now, at most K; `schedule` limits it too.
+
+    What is never tried cannot be found to pay again: where nothing is drafted, drafts are forced
+    once losing all of them is PROBE_SHARE of the time since the last ones."""
+
+    def __init__(
+        self,
+        num_speculative_tokens: int,
+        costs: RoundCosts | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(num_speculative_tokens, schedule)
+        self._costs = costs or MeasuredCosts(num_speculative_tokens)
+        self._plan: RoundPlan | None = None
+        self.forget()
+
+    def attach(self, proposer: Proposer, forward: Forward) -> None:
+        self._costs.attach(proposer, forward)
+        proposer.go_on, self._stops_early = self._go_on, proposer.stops_early
+
+    def forget(self, *, costs: bool = False) -> None:
+        """Starts anew: what became of the drafts of a warm-up says nothing about texts."""
+        self._acceptance = Acceptance(self.num_speculative_tokens)
+        self._idle = FIRST_PROBES / PROBE_SHARE  # rounds that a probe may make up for
+        if costs:
+            self._costs.forget()
+
+    def limits(self, rows: Sequence[Request]) -> list[int]:
+        room = super().limits(rows)
+        self._plan = None
+        if not max(room):
+            return room
+        plan = self._plan = RoundPlan(self._acceptance, room, *self._costs.of(rows))
+        if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
+            plan.forced_length = plan.best_nonzero_length
+        depth = max(plan.best_length, plan.forced_length)
+        # on a CPU `_go_on` stops the proposer
+        if plan.rest_is_free(depth) or (depth and self._stops_early):
+            return room
+        return [min(limit, depth) for limit in room]
+
+    def settle(self, proposal: Proposal) -> Proposal:
+        plan = self._plan
+        if plan is None or plan.confidences or not proposal.width or proposal.parents is not None:
+            return proposal
+        plan.limit_rows(proposal.counts)
+        known = [] if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
+        if proposal.foreseen or not known:
+            plan.decide_all(known)
+        else:
+            for confidence in known:
+                if not plan.decide_next(confidence, drafted=True):
+                    break
+        return proposal.shortened(plan.committed_length)
+
+    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        plan, width = self._plan, max(verified)
+        if plan is None:
+            return
+        if not width:
+            self._idle += 1
+            return
+        self._acceptance.learn(verified, accepted, plan.confidences)
+        paid = sum(accepted) >= len(accepted) * (plan.relative_time(width) - 1)
+        if not (plan.forced_length and paid):  # a probe that paid is followed by another
+            self._idle = 0
+
+    def _go_on(self, confidence: Sequence[float]) -> int:
+        assert self._plan is not None
+        return self._plan.decide_next(confidence, drafted=False)

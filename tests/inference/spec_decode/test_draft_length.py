@@ -1,0 +1,386 @@
+"""Lengths follow acceptance, confidence and costs; that they do not anticipate is held by
+tests/lossless/test_draft_lengths.py."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from inference import LLM, SamplingParams
+from inference.entrypoints.loading import make_draft_length
+from inference.entrypoints.speculative_config import parse_speculative_config
+from inference.spec_decode.costs import MeasuredCosts
+from inference.spec_decode.draft_length import (
+    Acceptance,
+    AdaptiveDraftLength,
+    DraftLength,
+    RoundPlan,
+)
+from inference.spec_decode.proposal import Proposal
+from speculators.errors import ConfigError
+from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, HOPELESS, K, adaptive, stop_early
+from tests.speculators.families.conftest import make
+from tests.support.drafters import FakeHead, random_eagle3
+from tests.support.engines import ids_of, make_llm
+
+PROMPTS = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 40, 9)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=64, num_hidden_layers=2)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def llm_of(kind: str, model, **options) -> LLM:
+    if kind in BLOCKS:
+        drafter = make(BLOCKS[kind], model)[1].freeze()
+    else:
+        drafter = random_eagle3(model, (1, 2)) if kind == "eagle3" else FakeHead(94, (1, 2), 32)
+    return make_llm(model, drafter=drafter, num_speculative_tokens=K, **options)
+
+
+# ---------------------------------------------------------------------- what is chosen
+
+
+class Rows:
+    """A drafter and a target made of acceptance probabilities, run through a draft length without
+    any model. `early`: lengths are chosen before each draw."""
+
+    def __init__(self, length: AdaptiveDraftLength, rows: int = 1, early: bool = False) -> None:
+        self.length, self.early, self.source = length, early, np.random.default_rng(0)
+        self.proposer = SimpleNamespace(stops_early=early, go_on=None)
+        self.length.attach(self.proposer, lambda rows, tokens: None)
+        self.requests = [SimpleRequest() for _ in range(rows)]
+        self.widths: list[int] = []
+
+    def round(self, chance: list[float], sure: list[float] | None = None, foreseen=False) -> int:
+        """One round. chance: of acceptance, per row at every depth; or, with `sure`, of one row at
+        each depth, whose confidences are these. Returns its width."""
+        limits = self.length.limits(self.requests)
+        tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
+        told = None if sure is None else torch.tensor([sure[: max(limits)]])
+        if self.early:
+            width = 0
+            while width < max(limits) and (further := self.proposer.go_on([sure[width]])):
+                width += 1
+                if further == 1:
+                    break
+            counts = [width]
+        else:
+            proposal = Proposal(tokens, limits, confidence=told, foreseen=foreseen)
+            counts = self.length.settle(proposal).counts
+        accepted = []
+        for row, count in enumerate(counts):
+            chances = [chance[row]] * count if sure is None else chance[:count]
+            hits = [self.source.random() < p for p in chances]
+            accepted.append(hits.index(False) if False in hits else count)
+        self.length.learn(counts, accepted)
+        self.widths.append(max(counts))
+        return max(counts)
+
+
+class SimpleRequest:
+    draft_limit = most_drafts = 1000
+
+
+def test_drafts_that_are_accepted_are_asked_for_and_others_are_not():
+    rows = Rows(adaptive(DEAR))
+    for _ in range(100):
+        rows.round([0.95])
+    assert np.mean(rows.widths[-50:]) > K - 0.2
+    for _ in range(300):
+        rows.round([0.1])
+    assert np.mean(rows.widths[-200:]) < 0.05
+
+
+def test_probing_costs_a_hundredth_and_finds_what_pays_again():
+    rows, spent, rounds = Rows(adaptive(DEAR)), 0.0, 2000
+    for _ in range(rounds):
+        width = rows.round([0.0])
+        spent += DEAR["verify"][width] + (DEAR["draft"][width - 1] if width else 0) - 10
+    assert any(rows.widths[-500:])
+    assert spent / (rounds * 10) < 0.01 + 10 / rounds  # the first probes, once
+    for _ in range(400):
+        rows.round([0.97])
+    assert np.mean(rows.widths[-100:]) > K - 0.5
+
+
+def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
+    """Three rows that fail and one that succeeds: the width that is right for the one alone loses
+    for the batch."""
+    flat = {"verify": [10, 10, 10, 10], "draft": [0.1, 0.2, 0.3]}
+    alone, batch, free = Rows(adaptive(DEAR)), Rows(adaptive(DEAR), 4), Rows(adaptive(flat), 4)
+    for _ in range(200):
+        alone.round([0.9])
+        for rows in (batch, free):
+            rows.round([0.9, 0.05, 0.05, 0.05])
+    assert np.mean(alone.widths[-100:]) > 2 > np.mean(batch.widths[-100:]) + 1
+    assert np.mean(free.widths[-100:]) > 2
+
+
+@pytest.mark.parametrize(("early", "foreseen"), [(True, False), (False, False), (False, True)])
+def test_confidence_decides_where_it_means_something(early, foreseen):
+    """Half of all rounds are sure and accepted, the others unsure and rejected."""
+    rows, wrong = Rows(adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}), early=early), 0
+    source = np.random.default_rng(0)
+    for turn in range(400):
+        sure = source.random() < 0.5
+        width = rows.round([float(sure)] * K, [0.95 if sure else 0.1] * K, foreseen)
+        wrong += turn >= 200 and width != (K if sure else 0)
+    assert wrong < 10
+
+
+def test_a_drafter_that_is_too_sure_is_found_out():
+    """κ: of drafts that are said to be accepted nearly always, a third are."""
+    rows = Rows(adaptive(DEAR))
+    for _ in range(300):
+        rows.round([0.3] * K, [0.95] * K)
+    assert np.mean(rows.widths[-200:]) < 0.3
+    assert rows.length._acceptance.given([0.9]) == pytest.approx([0.3], abs=0.1)
+
+
+def test_what_was_given_up_is_tried_again():
+    """Depths that are not reached fade towards the one before them."""
+    acceptance = Acceptance(K)
+    for _ in range(100):
+        acceptance.learn([K], [1], [])  # the second draft fails
+    assert acceptance.rates(K)[1] < 0.1
+    for _ in range(300):
+        acceptance.learn([1], [1], [])
+    assert acceptance.rates(K)[1] > 0.8
+
+
+def test_all_confidences_give_the_length_of_most_tokens_per_price():
+    """Over all lengths, where one draft that fails would have hidden what lies behind a step of the
+    costs."""
+    source, lengths = np.random.default_rng(0), set()
+    for _ in range(60):
+        verify = [10.0, *(10 + np.cumsum(source.uniform(0, 3, K))).tolist()]
+        shown = source.uniform(0.2, 0.95, (K, 2))
+        plan = RoundPlan(Acceptance(K), [K, K], verify, [0.0, 0.3, 0.3, 0.3])
+        gains = np.cumprod(shown, 0).sum(1).cumsum()  # κ is 1
+        net = [0.0, *(gains - plan._rate * (np.array(verify[1:]) - verify[0]))]
+        assert plan.decide_all(shown.tolist()) == int(np.argmax(net))
+        lengths.add(plan.committed_length)
+    assert len(lengths) > 2
+
+
+def test_a_block_is_drafted_whole():
+    """Its first draft costs all of it, the others little."""
+    rows = Rows(adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}))
+    assert rows.length.limits(rows.requests) == [K]
+    hopeless = Rows(adaptive(HOPELESS))
+    for _ in range(600):
+        hopeless.round([0.3] * K, [0.5] * K, foreseen=True)
+    assert 0 < np.mean(np.array(hopeless.widths) > 0) < 0.05
+
+
+# ---------------------------------------------------------------------- in the engine
+
+
+@pytest.mark.parametrize("family", ["dspark", "dflash"])
+def test_the_confidence_head_is_asked(family, model, monkeypatch):
+    """What a length is told of a draft is the mean log-odds of the head's own probability and the
+    largest of q; of others the largest of q."""
+    stop_early(monkeypatch, False)
+    llm = llm_of(family, model, draft_length=adaptive(CHEAP))
+    drafter, length = llm.engine.proposer._drafter, llm.engine.draft_length
+    read, settle, states, told = drafter.read, length.settle, [], []
+    monkeypatch.setattr(drafter, "read", lambda *of: states.append(read(*of)) or states[-1])
+    monkeypatch.setattr(length, "settle", lambda given: told.append(given) or settle(given))
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12), False)
+    hidden = iter([state for state, _ in states])
+    for proposal in told:
+        for depth in range(proposal.width):
+            state = next(hidden)
+            expected = drafter.head(state).float().softmax(-1).amax(-1)
+            if (own := drafter.confidence(state)) is not None:
+                expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
+            torch.testing.assert_close(proposal.confidence[:, depth], expected)
+        assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
+    assert len(told) > 2
+
+
+def test_a_draft_changes_the_confidence_of_those_behind_it(model):
+    """Why a DSpark block is judged depth by depth."""
+    _, drafter = make(BLOCKS["dspark"], model)
+    state = torch.randn(1, drafter.config.hidden_size)
+    told = [drafter.confidence(drafter.read(state, torch.tensor([token]))[0]) for token in (5, 6)]
+    assert not torch.allclose(*told, atol=1e-3)
+
+
+def test_the_first_draft_is_charged_with_the_whole_block(model, monkeypatch):
+    """What is rehearsed to be timed is the block of a round, however little is drafted of it."""
+    llm = llm_of("dspark", model, draft_length=AdaptiveDraftLength(K))
+    drafter, asked = llm.engine.proposer._drafter, []
+    block = drafter._block
+    monkeypatch.setattr(drafter, "_block", lambda *given: asked.append(given[-1]) or block(*given))
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4), False)
+    assert len(asked) > 3 and set(asked) == {K}
+
+
+class Irregular(DraftLength):
+    """Long stretches without a draft, then a few rounds with, other lengths in every row."""
+
+    rounds = 0
+
+    def limits(self, rows):
+        self.rounds += 1
+        if self.rounds % 29 < 24:
+            return [0] * len(rows)
+        lengths = [(self.rounds + row) % (K + 1) for row in range(len(rows))]
+        return [min(pair) for pair in zip(lengths, super().limits(rows), strict=True)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_head_that_paused_has_seen_the_committed_text(rows, model, monkeypatch):
+    llm = llm_of("fake", model, max_num_seqs=rows, draft_length=Irregular(K))
+    proposer, drafter = llm.engine.proposer, llm.engine.proposer._drafter
+    propose, checked = proposer.propose, 0
+
+    def checking(requests, limits):
+        nonlocal checked
+        before = list(proposer._seen)
+        proposal = propose(requests, limits)
+        if max(limits) or proposer._seen != before:
+            for row, request in enumerate(requests):
+                ids = request.token_ids
+                assert proposer.cache.lengths[row] == len(ids) - 1
+                features = torch.cat(llm.engine.target(torch.tensor([ids[:-1]])), -1)
+                slots = drafter.embedding[ids[1:]] + (features @ drafter.project)[0]
+                seen = proposer.cache._values[0][row, 0, : len(ids) - 1]
+                torch.testing.assert_close(seen, slots, atol=1e-4, rtol=1e-4)
+                checked += 1
+        return proposal
+
+    monkeypatch.setattr(proposer, "propose", checking)
+    params = [
+        SamplingParams(temperature=t, max_tokens=n, seed=n)
+        for t, n in ((0, 50), (1, 40), (1, 9), (0, 45))
+    ]
+    llm.generate(PROMPTS, params, False)
+    assert checked > 12
+
+
+@pytest.mark.parametrize("kind", ["fake", "eagle3"])
+def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
+    params = [SamplingParams(temperature=t, max_tokens=20, seed=3) for t in (0, 1)]
+    expected = ids_of(llm_of(kind, model).generate(PROMPTS[1:3], params, False))
+    llm = llm_of(kind, model)
+    propose = llm.engine.proposer.propose
+
+    def rehearsing(requests, limits):
+        for depth in (0, 1, K):
+            llm.engine.proposer.rehearse(requests, depth)
+            llm.engine._rehearse(len(requests), depth + 1)
+        return propose(requests, limits)
+
+    monkeypatch.setattr(llm.engine.proposer, "propose", rehearsing)
+    assert ids_of(llm.generate(PROMPTS[1:3], params, False)) == expected
+
+
+def test_given_costs_make_runs_equal(model):
+    params = [SamplingParams(temperature=t, max_tokens=30, seed=3) for t in (1, 0, 1)]
+    runs = []
+    for _ in range(2):
+        llm = llm_of("eagle3", model, max_num_seqs=2, draft_length=adaptive(DEAR))
+        runs.append((ids_of(llm.generate(PROMPTS[:3], params, False)), llm.get_metrics()))
+    assert runs[0] == runs[1]
+
+
+# ---------------------------------------------------------------------- costs
+
+
+def test_measuring_a_batch_size_stays_within_its_budget(model):
+    llm = llm_of("eagle3", model, draft_length=AdaptiveDraftLength(K))
+    started = perf_counter()
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3), False)
+    assert perf_counter() - started < 2
+    verify, draft = llm.engine.draft_length._costs.of([SimpleRequest()])
+    assert min(verify) > 0 and min(draft[1:]) > 0 and draft[0] == 0
+    assert verify == sorted(verify) and draft == sorted(draft)
+
+
+def test_a_warm_up_measures_every_batch_size_and_is_no_text(tiny_model, monkeypatch):
+    """Otherwise the first user's request of each size waits for it, and what became of the drafts
+    of dummies would count."""
+    sizes, measure = [], MeasuredCosts._measure
+
+    def recording(self, rows):
+        sizes.append(len(rows))
+        return measure(self, rows)
+
+    monkeypatch.setattr(MeasuredCosts, "_measure", recording)
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    drafting["enable_adaptive_verification"] = True
+    llm = LLM(tiny_model("llama"), max_num_seqs=7, speculative_config=drafting)
+    llm.warm_up()
+    measured = list(sizes)
+    assert measured and llm.get_metrics().num_drafts == 0
+    assert llm.engine.draft_length._acceptance.rates(3) == Acceptance(3).rates(3)
+    prompts = [{"prompt_token_ids": [5, 6, 5, 6, 5]}] * 7
+    for rows in (1, 3, 4, 7):
+        llm.generate(prompts[:rows], SamplingParams(temperature=0, max_tokens=12), False)
+    assert sizes == measured
+    assert 0 < llm.get_metrics().num_draft_tokens
+
+
+# ---------------------------------------------------------------------- options
+
+
+def length_of(**options) -> DraftLength:
+    config = {"method": "ngram", "num_speculative_tokens": K, **options}
+    return make_draft_length(parse_speculative_config(config))
+
+
+def test_schedule_by_batch_size():
+    length = length_of(num_speculative_tokens_per_batch_size=[[2, 4, 2], [8, 64, 0]])
+    found = [max(length.limits([SimpleRequest()] * size)) for size in (1, 2, 4, 6, 8, 100)]
+    assert found == [K, 2, 2, 2, 0, 0]
+    capped = length_of(
+        enable_adaptive_verification=True,
+        adaptive_verification_costs=CHEAP,
+        num_speculative_tokens_per_batch_size=[[1, 1, 1]],
+    )
+    capped.attach(SimpleNamespace(stops_early=False), lambda rows, tokens: None)
+    assert capped.limits([SimpleRequest()]) == [1]
+
+
+@pytest.mark.parametrize("family", ["dspark", "dflash"])
+def test_a_schedule_cuts_blocks_and_changes_no_draft(family, model):
+    drafted = []
+    for most in (K, 2):
+        llm = llm_of(family, model, draft_length=DraftLength(K, [(1, 8, most)]))
+        seen: list[Proposal] = []
+        llm.engine.on_round = lambda rows, proposal, tokens, seen=seen: seen.append(proposal)
+        llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=14), False)
+        assert {proposal.width for proposal in seen[:-2]} == {most}
+        drafted.append(seen[0].token_ids[:, :2].tolist())
+    assert drafted[0] == drafted[1]
+
+
+ADAPTIVE = {"enable_adaptive_verification": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, K + 1]]}, "batch_size"),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, 2], [4, 8, 1]]}, "batch_size"),
+        ({"num_speculative_tokens_per_batch_size": [[0, 4, 2]]}, "batch_size"),
+        ({"adaptive_verification_costs": CHEAP}, "enable_adaptive_verification"),
+        ({**ADAPTIVE, "adaptive_verification_costs": {"verify": [1, 2]}}, "costs"),
+        ({**ADAPTIVE, "adaptive_verification_costs": {**CHEAP, "verify": [0, 1, 1, 1]}}, "costs"),
+        ({**ADAPTIVE, "adaptive_verification_costs": {**CHEAP, "draft": [1]}}, "costs"),
+        ({**ADAPTIVE, "method": "eagle3", "model": "x", "speculative_eagle_topk": 2}, "adaptive"),
+    ],
+)
+def test_refused_options(options, named):
+    with pytest.raises(ConfigError, match=named):
+        length_of(**options)

@@ -1,0 +1,341 @@
+"""Lengths are chosen without anticipating: by enumeration over plans, by χ² through the engine, and
+a length that looks is noticed by both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from inference import LLM, SamplingParams
+from inference.sampling.sampler import batch_probabilities, inverse_cdf
+from inference.spec_decode.costs import MeasuredCosts, RoundCosts
+from inference.spec_decode.draft_length import (
+    Acceptance,
+    AdaptiveDraftLength,
+    DraftLength,
+    RoundPlan,
+)
+from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.proposers import drafter as head
+from inference.spec_decode.proposers.ngram import NgramProposer
+from speculators.drafter import DraftLogits
+from tests.lossless.enumeration import (
+    LOSSLESS,
+    World,
+    assert_lossless,
+    chain,
+    enumerate_rule,
+    random_table,
+)
+from tests.speculators.families.conftest import Case, make
+from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
+from tests.support.drafters import FakeHead, random_eagle3
+from tests.support.engines import ids_of, make_llm
+
+K, VOCAB, WRITTEN = 3, 4, 4
+PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
+CHEAP = {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]}
+STEEP = {"verify": [10, 11.5, 13, 14.5], "draft": [0.3, 0.6, 0.9]}
+STAIR = {"verify": [10, 14, 15, 16], "draft": [0.1, 0.1, 0.1]}
+DEAR = {"verify": [10, 13, 16, 19], "draft": [1, 2, 3]}
+HOPELESS = {"verify": [10, 25, 40, 55], "draft": [2, 4, 6]}
+
+
+def adaptive(costs) -> AdaptiveDraftLength:
+    return AdaptiveDraftLength(K, RoundCosts.given(costs, K))
+
+
+def plan_of(costs, rows: int = 1) -> RoundPlan:
+    return RoundPlan(Acceptance(K), [K] * rows, *RoundCosts.given(costs, K).of([]))
+
+
+# ---------------------------------------------------------------------- plans, by enumeration
+
+
+def depth_by_depth(q, confidence, drafted: bool):
+    """World.given_counts of a plan that is shown `confidence(q(prefix), x)` of every draft."""
+
+    def counts(draft: tuple) -> int:
+        plan = plan_of(STEEP)
+        while (k := plan.committed_length) < K:
+            if not plan.decide_next([confidence(q(draft[:k]), draft[k])], drafted=drafted):
+                break
+        return plan.committed_length
+
+    return counts
+
+
+def all_at_once(q):
+    """The same of a plan that is shown all confidences first, though drafts change them."""
+
+    def counts(draft: tuple) -> int:
+        shown = [[float(q(draft[:k]).max())] for k in range(K)]
+        return plan_of(STAIR).decide_all(shown)
+
+    return counts
+
+
+def largest(q, x) -> float:
+    return float(q.max())
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_of_a_plan(seed, drafted, rule):
+    p, q = random_table(seed), random_table(seed + 50)
+    counts = depth_by_depth(q, largest, drafted)
+    world = World(chain(K), p, q, given_counts=counts)
+    assert len({counts(draft) for draft in world.drafts()[0]}) > 1
+    assert_lossless(world, rule)
+
+
+@pytest.mark.parametrize("bug", ["sees the draft", "sees it, drafted", "sees what lies behind"])
+def test_a_plan_that_looks_ahead_is_noticed(bug):
+    q = random_table(51)
+    counts = {
+        "sees the draft": depth_by_depth(q, lambda q, x: float(q[x]), False),
+        "sees it, drafted": depth_by_depth(q, lambda q, x: float(q[x]), True),
+        "sees what lies behind": all_at_once(q),
+    }
+    world = World(chain(K), random_table(1), q, given_counts=counts[bug])
+    assert enumerate_rule(world, "token")[0] > 1e-3
+    assert enumerate_rule(replace(world, given_counts=None), "token")[0] <= LOSSLESS
+
+
+def test_answers_do_not_depend_on_what_is_shown_later():
+    source = np.random.default_rng(3)
+    for _ in range(50):
+        first, answers = source.uniform(0.05, 0.95, 2).tolist(), []
+        for later in (0.01, 0.99):
+            plan = plan_of(DEAR, rows=2)
+            answers.append(plan.decide_next(first, drafted=True))
+            if answers[-1]:
+                plan.decide_next([later] * 2, drafted=True)
+                assert plan.committed_length >= 1
+        assert answers[0] == answers[1]
+
+
+# ---------------------------------------------------------------------- the engine, by χ²
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model):
+    model = tiny_model(
+        "qwen3",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        initializer_range=0.25,
+        pad_token_id=None,
+    )
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Bigrams(FakeHead):
+    """Drafts by the last token alone, much as the target goes on after PROMPT and that token."""
+
+    reads_taps = reads_last_hidden = False
+
+    def __init__(self, model) -> None:
+        self.config, self.draft_to_target = SimpleNamespace(tap_layers=()), None
+        self.logits = 0.85 * after_prompt(model)
+
+    def append(self, inputs):
+        inputs.cache.reserve(inputs.start, inputs.stop, inputs.token_ids.shape[1])
+        for row, count in enumerate(inputs.counts, inputs.start):
+            inputs.cache.advance(row, count)
+
+    def draft_steps(self, inputs, k):
+        self.append(inputs)
+        tokens = inputs.token_ids[torch.arange(len(inputs.counts)), torch.tensor(inputs.counts) - 1]
+        for _ in range(k):
+            tokens = yield DraftLogits(self.logits[tokens])
+
+
+@torch.no_grad()
+def after_prompt(model) -> torch.Tensor:
+    """[V, V]: the target's logits after PROMPT and each token."""
+    return model(torch.tensor([[*PROMPT, token] for token in range(VOCAB)])).logits[:, -1]
+
+
+BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}  # three drafts of a block
+MARKOV = {**BLOCK, "markov_rank": 8, "sample_from_anchor": False}
+SELECTOR = {**BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+BLOCKS = {
+    "dspark": Case("dspark", MARKOV, taps=(1, 2)),
+    "dflash": Case("dflash", BLOCK, taps=(1, 2)),
+    "dflash2": Case("dflash2", SELECTOR, taps=(1, 2)),
+}
+
+
+@torch.no_grad()
+def follow_the_prompt(drafter, model) -> None:
+    """Drafts much as the target goes on after PROMPT and the token before; with a Markov head only
+    after tokens of even ids, and the confidence head knows after which."""
+    drafter.norm.weight.fill_(0.1)  # what is left of the block itself
+    if (markov := getattr(drafter, "markov_head", None)) is None:
+        return
+    rank, good = MARKOV["markov_rank"], (torch.arange(VOCAB) % 2 == 0).float()
+    markov.markov_w1.weight.copy_(torch.eye(VOCAB, rank))
+    markov.markov_w2.weight[:, :VOCAB] = (0.9 * after_prompt(model) * (2 * good[:, None] - 1)).T
+    drafter.confidence_head.proj.weight.zero_()
+    drafter.confidence_head.proj.weight[0, -rank:][:VOCAB] = 3 * good - 1.5
+
+
+def stop_early(monkeypatch, early: bool) -> None:
+    """Whether lengths are chosen before each draw, as on a CPU, or after drafting, as on a GPU."""
+    early_or_not = property(lambda self: early, lambda self, _: None)
+    monkeypatch.setattr(head.HeadProposer, "stops_early", early_or_not, raising=False)
+
+
+def write(family: str, length: DraftLength, model, samples=500, rows=1) -> LLM:
+    """Writes four tokens at temperature 1 many times, and holds their joint to the target's. One
+    row at a time unless `rows` says otherwise: what it does is then decided by it alone."""
+    drafter = Bigrams(model)
+    if family in BLOCKS:
+        _, drafter = make(BLOCKS[family], model)
+        follow_the_prompt(drafter, model)
+        drafter.freeze()
+    llm = make_llm(
+        model,
+        drafter=drafter,
+        draft_length=length,
+        num_speculative_tokens=K,
+        seed=5,
+        max_num_seqs=rows,
+        max_num_batched_tokens=8000,
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=WRITTEN, n=samples)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
+    written = [completion.token_ids for completion in output.outputs]
+    assert_joint_fits(written, target_joint(model, PROMPT, WRITTEN, params), FAMILY_ALPHA / 10)
+    return llm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "early", "rows", "step"),
+    [
+        ("bigrams", True, 1, 5),
+        ("bigrams", False, 1, 5),
+        ("dspark", True, 1, 5),
+        ("dspark", False, 3, 3),
+        ("dflash", False, 1, 3),
+        ("dflash2", True, 3, 1.5),
+    ],
+)
+def test_joint_of_the_first_tokens(family, early, rows, step, small, monkeypatch):
+    stop_early(monkeypatch, early)
+    costs = {"verify": [10 + step * k for k in range(K + 1)], "draft": [0.3] * K}
+    counters = write(family, adaptive(costs), small, rows=rows).get_metrics()
+    assert counters.num_accepted_tokens > 40
+    assert 0.3 < counters.num_draft_tokens / counters.num_drafts < K - 0.3
+
+
+class Threshold(DraftLength):
+    """Goes on while the first row's confidence is 0.4 or more: every decision matters."""
+
+    def attach(self, proposer, forward):
+        proposer.go_on = lambda confidence: 0 if confidence[0] < 0.4 else K
+
+
+class Ahead(DraftLength):
+    """Verifies draft k where the head is sure of draft k + 1."""
+
+    def attach(self, proposer, forward):
+        proposer.go_on = lambda confidence: K
+
+    def settle(self, proposal):
+        if not proposal.width:
+            return proposal
+        sure = (proposal.confidence[:, 1:] > 0.5).long().cumprod(1).sum(1).tolist()
+        most = [most + (most == K - 1) for most in sure]
+        counts = [min(pair) for pair in zip(proposal.counts, most, strict=True)]
+        return Proposal(proposal.token_ids, counts, proposal.q)
+
+
+@pytest.mark.slow
+def test_a_length_that_looks_at_the_draft_is_noticed(small, monkeypatch):
+    """What is shown is the probability of the token that was drawn."""
+    write("bigrams", Threshold(K), small)
+    samplers = []
+
+    class Sampler(head._SampledChain):
+        def __init__(self, *args):
+            super().__init__(*args)
+            samplers.append(self)
+
+    def probability_of_the_draft(logits):
+        sample = samplers[-1]
+        q = batch_probabilities(logits[:, None], sample._params)[:, 0]
+        drawn = inverse_cdf(q, sample._noise[len(sample._q)])
+        return logits.softmax(-1).gather(1, drawn[:, None])[:, 0]
+
+    monkeypatch.setattr(head, "_SampledChain", Sampler)
+    monkeypatch.setattr(head, "_confidence", probability_of_the_draft)
+    with pytest.raises(AssertionError, match="χ²"):
+        write("bigrams", Threshold(K), small)
+
+
+@pytest.mark.slow
+def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch):
+    stop_early(monkeypatch, False)
+    with pytest.raises(AssertionError, match="χ²"):
+        write("dspark", Ahead(K), small, samples=3000, rows=500)
+
+
+# ---------------------------------------------------------------------- at temperature 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "early", "length"),
+    [
+        ("ngram", False, "cheap"),
+        ("ngram", False, "measured"),
+        ("fake", True, "hopeless"),
+        ("fake", False, "scheduled"),
+        ("eagle3", True, "measured"),
+        ("eagle3", False, "cheap"),
+        ("dspark", True, "cheap"),
+        ("dspark", False, "measured"),
+        ("dflash", False, "cheap"),
+        ("dflash2", True, "hopeless"),
+    ],
+)
+def test_greedy_equals_the_target_alone(kind, early, length, tiny_model, monkeypatch):
+    """Three rows of other lengths, each with its own room for drafts."""
+    stop_early(monkeypatch, early)
+    model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=64, num_hidden_layers=2)
+    model.generation_config.eos_token_id = None
+    prompts = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 58, 40)]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (None, 2, None, 6)]
+    expected = ids_of(make_llm(model).generate(prompts, params, False))
+    lengths = {
+        "cheap": lambda: adaptive(CHEAP),
+        "hopeless": lambda: adaptive(HOPELESS),
+        "scheduled": lambda: DraftLength(K, [(1, 1, 2), (2, 2, 0), (3, 8, 1)]),
+        "measured": lambda: AdaptiveDraftLength(K, MeasuredCosts(K)),
+    }
+    if kind == "ngram":
+        drafting = {"proposer": NgramProposer(K, 1, 3)}
+    elif kind in BLOCKS:
+        drafting = {"drafter": make(BLOCKS[kind], model)[1].freeze()}
+    else:
+        heads = {"eagle3": random_eagle3, "fake": lambda *of: FakeHead(94, of[1], 32)}
+        drafting = {"drafter": heads[kind](model, (1, 2))}
+    llm = make_llm(
+        model,
+        draft_length=lengths[length](),
+        num_speculative_tokens=K,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
+        **drafting,
+    )
+    assert ids_of(llm.generate(prompts, params, False)) == expected
