@@ -63,7 +63,6 @@ LAUNCHER = (
     "MASTER_PORT",
 )
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PET_")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class VllmError(DraftsmithError):
@@ -124,26 +123,16 @@ class VllmOptions:
         return VllmEngine(drafting, self)
 
 
-def child_environment(devices: Sequence[int] | None = None) -> dict[str, str]:
-    """This process's environment without the variables of a launcher. `devices`: indices of the
-    devices that vLLM may use, among those that this process sees; None: all of them."""
-    foreign = [
-        name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHER_PREFIXES)
-    ]
-    kept = {name: value for name, value in os.environ.items() if name not in foreign}
-    if devices is not None:
-        visible = kept[VISIBLE].split(",") if kept.get(VISIBLE) else None
-        kept[VISIBLE] = ",".join(visible[device] if visible else str(device) for device in devices)
-    return kept
+def child_environment() -> dict[str, str]:
+    """This process's environment without the variables of a launcher."""
+    foreign = {*LAUNCHER, *(name for name in os.environ if name.startswith(LAUNCHER_PREFIXES))}
+    return {name: value for name, value in os.environ.items() if name not in foreign}
 
 
 class Worker:
-    """A process of worker.py, which answers one question at a time. `devices`: see
-    `child_environment`."""
+    """A process of worker.py, which answers one question at a time."""
 
-    def __init__(
-        self, python: str, question: Mapping[str, Any], devices: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, python: str, question: Mapping[str, Any]) -> None:
         # (closed by `stop`)
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         script = Path(__file__).with_name("worker.py")
@@ -153,7 +142,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=child_environment(devices),
+            env=child_environment(),
         )
         try:
             self.facts = self.ask(question)

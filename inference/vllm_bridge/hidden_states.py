@@ -28,7 +28,7 @@ class HiddenStates:
 
     layers: k is the residual stream after k layers, the number of layers the one before the final
     norm. longest: tokens of a text, at most. folder: where vLLM's files lie until they are read;
-    None: the system's. devices: numbers of those that it may use; None: all that this process sees.
+    None: the system's.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class HiddenStates:
         python: str | None = None,
         options: Mapping[str, Any] | None = None,
         folder: Path | None = None,
-        devices: Sequence[int] | None = None,
     ) -> None:
         self.layers, self._python = tuple(layers), vllm_python(python)
         self._folder = tempfile.TemporaryDirectory(prefix="hidden-states-", dir=folder)
@@ -56,12 +55,11 @@ class HiddenStates:
             "speculative_config": extraction,
             "hidden_states": {"folder": self._folder.name, "connectors": str(CONNECTORS)},
         }
-        self._devices = devices
         self._worker: Worker | None = None
 
     def __enter__(self) -> HiddenStates:
         try:
-            self._worker = Worker(self._python, self._question, self._devices)
+            self._worker = Worker(self._python, self._question)
         except BaseException:
             self._folder.cleanup()
             raise

@@ -14,14 +14,14 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     cache."""
     from train.pipeline.adapted_target import with_adapted_target
     from train.pipeline.data_stage import DataStage, TrainingData
-    from train.pipeline.features_stage import Writer, fill, open_cache
+    from train.pipeline.features_stage import fill, open_cache
     from train.pipeline.progress import Stages
     from train.pipeline.run import load_target, make_accelerator
     from train.recipe.drafter_config import drafter_config
     from train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
-    writer = Writer(parse_part(part))
+    number = parse_part(part)
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
     taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
@@ -31,4 +31,4 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
         texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
         data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
         del texts  # and the engine that wrote them
-        fill(stage, target, data.rows, open_cache(stage, target, data).scan(), stages, writer)
+        fill(stage, target, data.rows, open_cache(stage, target, data).scan(), stages, number)

@@ -6,16 +6,12 @@ small."""
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -41,11 +37,6 @@ from train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
-ENGINE_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)  # devices are their product
 SPARE = 1.02  # of the disk: names, headers, other writers
 
 
@@ -62,10 +53,7 @@ def training_features(
     if recipe.features.mode == "cache":
         cache = open_cache(recipe, target, data).scan()
         accelerator.wait_for_everyone()  # so that all find the same texts missing
-        writer = Writer((accelerator.process_index, accelerator.num_processes))
-        if recipe.features.engine == "vllm":
-            writer = vllm_writer(accelerator, recipe.features.vllm_options)
-        fill(recipe, target, data.rows, cache, stages, writer)
+        fill(recipe, target, data.rows, cache, stages, _part(recipe, accelerator))
         accelerator.wait_for_everyone()
         cache.scan()
     keep_bytes = recipe.training.keep_features_gb * 2**30
@@ -73,44 +61,16 @@ def training_features(
     return RowFeatures(target, data.rows, pad_token_id=pad, keep_bytes=keep_bytes, cache=cache)
 
 
-@dataclass(frozen=True)
-class Writer:
-    """The rows of one process: every n-th from the i-th on for `part` (i, n), none for None.
-    `devices`: numbers of those that vLLM may use; None: all that this process sees."""
-
-    part: tuple[int, int] | None = (0, 1)
-    devices: tuple[int, ...] | None = None
-
-
-def vllm_writer(
-    accelerator: Accelerator, options: Mapping[str, Any], count: int | None = None
-) -> Writer:
-    """The writer of this process: one engine for every set of devices that it takes, in the first
-    process of the set.
-
-    `count`: accelerators of this machine; None: as many as torch finds. Without any, one engine a
-    machine. ConfigError if one engine takes more than there are."""
-    size = math.prod(int(options.get(name, 1)) for name in ENGINE_SIZES)
-    if count is None:
-        count = torch.accelerator.device_count() if accelerator.device.type != "cpu" else 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    machine, machines = accelerator.process_index // here, max(accelerator.num_processes // here, 1)
-    if count == 0:
-        return Writer((machine, machines) if accelerator.local_process_index == 0 else None)
-    if size > count:
-        sizes = ", ".join(f"{name}={options[name]}" for name in ENGINE_SIZES if name in options)
-        raise ConfigError(
-            f"features.vllm_options: {sizes} takes {size} devices, and this machine has {count};"
-            " lower the sizes"
-        )
-    engines = max(min(here, count) // size, 1)
-    engine, place = divmod(accelerator.local_process_index, size)
-    if place or engine >= engines:
-        return Writer(None)
-    return Writer(
-        (machine * engines + engine, machines * engines),
-        tuple(range(engine * size, (engine + 1) * size)),
-    )
+def _part(recipe: Recipe, accelerator: Accelerator) -> tuple[int, int] | None:
+    """The rows that this process writes: every n-th from the i-th on for (i, n); None: none. vLLM
+    takes all devices of a machine, in its first process."""
+    if recipe.features.engine != "vllm":
+        return accelerator.process_index, accelerator.num_processes
+    if accelerator.local_process_index:
+        return None
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    machines = max(accelerator.num_processes // per_machine, 1)
+    return accelerator.process_index // per_machine, machines
 
 
 def _root(recipe: Recipe) -> Path:
@@ -146,9 +106,9 @@ def fill(
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
-    writer: Writer = Writer(),
+    part: tuple[int, int] | None = (0, 1),
 ) -> None:
-    """Writes the missing features of this writer's rows. ConfigError if the disk is too small for
+    """Writes the missing features of a part of the rows. ConfigError if the disk is too small for
     those of all rows."""
     wanted = missing(cache, rows)
     tokens, section = sum(wanted.values()), recipe.features
@@ -161,13 +121,13 @@ def fill(
     if not wanted:
         return
     refuse_small_disk(cache, tokens)
-    if writer.part is None:
+    if part is None:
         return
-    first, step = writer.part
+    first, step = part
     mine = [row for row in rows[first::step] if any(text in wanted for text, _ in texts_of(row))]
     texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
     features = (
-        _from_vllm(recipe, target, mine, set(texts), writer.devices)
+        _from_vllm(recipe, target, mine, set(texts))
         if section.engine == "vllm"
         else _from_target(target, mine, set(texts))
     )
@@ -217,11 +177,7 @@ def _from_target(
 
 
 def _from_vllm(
-    recipe: Recipe,
-    target: FrozenTarget,
-    rows: Sequence[PackedRow],
-    wanted: set[bytes],
-    devices: Sequence[int] | None,
+    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]
 ) -> Generator[Text]:
     """Every text is a prompt of its own; the states before the final norm are normed here, as the
     target does it."""
@@ -237,7 +193,6 @@ def _from_vllm(
             **recipe.features.vllm_options,
         },
         folder=_root(recipe),
-        devices=devices,
     ) as engine:
         for members in best_fit([min(len(ids), TOGETHER) for _, ids in texts], TOGETHER):
             batch = [texts[i] for i in members]
