@@ -22,7 +22,7 @@ from speculators.errors import CheckpointError
 from speculators.export.formats import NATIVE, layout_for, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import changed_fields
-from speculators.hub import hub_trouble, split_revision
+from speculators.hub import hub_trouble, require_reachable, split_revision
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
 
@@ -104,11 +104,9 @@ def resolve(
     name, revision = split_revision(str(path_or_id), revision)
     patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
+        require_reachable(name, revision)
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # an id that is none; the Hub's errors, and those of files
+    except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
         raise CheckpointError(
             f"{what} {path_or_id}: no such folder, and the Hub did not give it:"
             f" {hub_trouble(error) or error}; give a folder that holds it, or a repository id"
@@ -119,11 +117,9 @@ def _headers(folder: Path) -> dict[str, Header]:
     """The header of every tensor; CheckpointError for a folder without config.json or
     safetensors."""
     if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
-        pickled = ", ".join(pickled_files(folder))
-        hint = (
-            f"; {pickled} is a pickle, which is never opened: convert it to safetensors first"
-            if pickled
-            else ""
+        hint = "".join(
+            f"; {name} is a pickle, which is never opened: convert it to safetensors first"
+            for name in pickled_files(folder)
         )
         raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
     return read_headers(folder)
@@ -186,8 +182,7 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
         raise CheckpointError(
             f"{folder}/config.json: dtype is {fields.get('dtype')}, but {other[0]} is"
-            f" {headers[other[0]].dtype}"
-            + (f", and {len(other) - 1} more tensors" if len(other) > 1 else "")
-            + "; one of the two was changed after the export: export it again"
+            f" {headers[other[0]].dtype}, one of {len(other)} such tensors; one of the two was"
+            " changed after the export: export it again"
         )
     layout.read(drafter, folder, sorted(folder.glob("*.safetensors")))

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from speculators.config import DecoderConfig, DrafterConfig, rope_of
 from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
 from speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
-from speculators.export.headers import PICKLES, Header, other_dtypes, pickled_files, read_headers
+from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import (
     ONES,
     PREFIX,
@@ -97,7 +96,7 @@ def inspect_folder(
     `num_target_layers` helps with heads that do not name their taps. `tokenizer`: the target's, to
     which a mask token is held. CheckpointError only if there is no such folder."""
     result = Inspection(resolve(path_or_id))
-    _read_files(result, path_or_id)
+    _read_files(result)
     if not result.fields or not result.headers:
         return result
     try:
@@ -117,7 +116,7 @@ def inspect_folder(
 # ------------------------------------------------------------------ files
 
 
-def _read_files(result: Inspection, path_or_id: str | Path) -> None:
+def _read_files(result: Inspection) -> None:
     folder = result.folder
     try:
         fields = json.loads((folder / CONFIG).read_text())
@@ -128,9 +127,7 @@ def _read_files(result: Inspection, path_or_id: str | Path) -> None:
         result.add(CONFIG, "there is no config.json; add the drafter's", REFUSES)
     except ValueError as error:
         result.add(CONFIG, f"not JSON: {error}; mend it, or copy it anew", REFUSES)
-    pickles = pickled_files(folder) or (
-        [] if Path(path_or_id).is_dir() else _pickles_on_the_hub(str(path_or_id))
-    )
+    pickles = pickled_files(folder)
     for name in pickles:
         result.add(name, f"{name} is a pickle, not opened: convert it to safetensors")
     try:
@@ -144,20 +141,6 @@ def _read_files(result: Inspection, path_or_id: str | Path) -> None:
         named = set((json.loads(index.read_text()).get("weight_map") or {}).values())
         for lost in sorted(name for name in named if not (folder / name).exists()):
             result.add(lost, f"{index.name} names it, and it is not there", REFUSES)
-
-
-def _pickles_on_the_hub(repository: str) -> list[str]:
-    """The pickles of a repository without safetensors; only JSON and safetensors were
-    downloaded."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        files = HfApi().list_repo_files(repository)
-    except (HfHubHTTPError, HFValidationError, OSError):
-        return []  # offline
-    pickles = [name for name in files if any(fnmatch(name, pattern) for pattern in PICKLES)]
-    return [] if any(name.endswith(".safetensors") for name in files) else pickles
 
 
 # ------------------------------------------------------------------ config.json and tensors
@@ -211,29 +194,22 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
 
 
 def _check_d2t(result: Inspection, d2t: Tensor, vocabulary: int) -> None:
-    """`d2t` holds offsets; ids in their place are told by `t2d`, or by leading out of the
-    vocabulary."""
-    listed = result.tensors.get("t2d")
-    known = None
-    if listed is not None and listed.shape == (vocabulary,):
-        known = listed.bool().nonzero().flatten()
-    as_ids = bool(((d2t >= 0) & (d2t < vocabulary)).all()) and len(d2t.unique()) == len(d2t)
+    """`d2t` holds offsets, and `t2d`, if it is there, marks the same tokens."""
+    other = "engines draft other tokens than the head meant"
     try:
         ids = from_offsets(d2t, vocabulary, "d2t")
-        as_ids = as_ids and known is not None and torch.equal(d2t.sort().values, known)
     except CheckpointError as error:
-        if not as_ids:
-            result.add("d2t", str(error), "engines draft other tokens than the head meant")
-            return
-        ids = d2t
-    else:
-        if known is None or torch.equal(ids.sort().values, known):
-            return
-    if as_ids:
+        result.add("d2t", str(error), other)
+        return
+    listed = result.tensors.get("t2d")
+    if listed is None or listed.shape != (vocabulary,):
+        return
+    known = listed.bool().nonzero().flatten()
+    if torch.equal(d2t.sort().values, known) and not torch.equal(ids.sort().values, known):
         text = "d2t holds ids instead of offsets; subtract each draft id from its entry"
-        result.add("d2t", text, "engines draft other tokens than the head meant")
-    else:
-        result.add("t2d", "t2d names other tokens than d2t; one of them is wrong", "t2d is unused")
+        result.add("d2t", text, other)
+    elif not torch.equal(ids.sort().values, known):
+        result.add("t2d", "t2d names other tokens than d2t; one is wrong", "t2d is unused")
 
 
 # ------------------------------------------------------------------ drafts, and the target
@@ -243,16 +219,15 @@ def _check_drafts(result: Inspection, config: DrafterConfig, tokenizer: Any) -> 
     methods = (result.fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
     drafts = methods[0].get("speculative_tokens") or result.own.get("num_speculative_tokens")
     if drafts and config.max_drafts is not None and drafts > config.max_drafts:
-        result.add(
-            "num_speculative_tokens",
-            f"{drafts} drafts per round; {config.max_drafts} were trained",
-            "those behind are hardly ever accepted",
-        )
+        text = f"{drafts} drafts per round; {config.max_drafts} were trained"
+        result.add("num_speculative_tokens", text, "those behind are hardly ever accepted")
     token = getattr(config, "mask_token_id", None)
-    if token is not None and token >= config.vocab_size:
+    if token is None:
+        return
+    if token >= config.vocab_size:
         text = f"mask_token_id is {token}; the vocabulary has {config.vocab_size} tokens"
         result.add("mask_token_id", text, "vLLM crashes, SGLang refuses it")
-    elif token is not None and tokenizer is not None and (word := _word_in_texts(tokenizer, token)):
+    elif tokenizer is not None and (word := _word_in_texts(tokenizer, token)):
         text = f"mask_token_id {token} is {word!r}, which texts contain; train with a reserved one"
         result.add("mask_token_id", text, "unknown slots look like that token")
 
@@ -265,19 +240,11 @@ def _word_in_texts(tokenizer: Any, token: int) -> str | None:
     if word is None or token == tokenizer.mask_token_id:
         return None
     added = tokenizer.added_tokens_decoder.get(token)
-    named = (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        tokenizer.unk_token_id,
-    )
-    used = (
-        added is None
-        or not added.special
-        or token in named
-        or word in str(tokenizer.chat_template or "")
-    )
-    return word if used else None
+    named = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    reserved = added is not None and added.special
+    if reserved and token not in (*named, tokenizer.unk_token_id):
+        return word if word in str(tokenizer.chat_template or "") else None
+    return word
 
 
 def _differences(result: Inspection, config: DrafterConfig, target: Any) -> Iterator[Fault]:
@@ -288,34 +255,28 @@ def _differences(result: Inspection, config: DrafterConfig, target: Any) -> Iter
         yield Fault("target", text, warning=True)
     if config.family == "draft_model":
         return
-    serve = "serve it with the target it was made for"
-    if config.target_hidden_size != target.hidden_size:
-        wide, theirs = config.target_hidden_size, target.hidden_size
-        text = f"it reads states {wide} wide; the target's are {theirs}: {serve}"
-        yield Fault("target_hidden_size", text, "vLLM crashes, or accepts nothing")
-    if config.vocab_size != target.vocab_size:
-        text = f"vocab_size is {config.vocab_size}; the target's is {target.vocab_size}: {serve}"
-        yield Fault("vocab_size", text, "vLLM crashes")
     made_for = result.own.get("num_target_layers", result.fields.get("num_target_layers"))
-    if (made_for or target.num_layers) != target.num_layers:
-        text = f"made for a target of {made_for} layers; this one has {target.num_layers}: {serve}"
-        yield Fault("num_target_layers", text, "engines read other layers")
+    for where, value, expected, engines in (
+        ("target_hidden_size", config.target_hidden_size, target.hidden_size, "vLLM crashes"),
+        ("vocab_size", config.vocab_size, target.vocab_size, "vLLM crashes"),
+        ("num_target_layers", made_for, target.num_layers, "engines read other layers"),
+    ):
+        if value not in (None, expected):
+            text = f"{where} is {value}; the target's is {expected}: serve it with its own target"
+            yield Fault(where, text, engines)
     if beyond := [tap for tap in config.tap_layers if tap > target.num_layers]:
         text = f"taps {beyond} are beyond the target's {target.num_layers} layers"
         yield Fault("tap_layers", text, "engines crash")
     if not isinstance(config, DecoderConfig) or getattr(config, "target_fields", None) is not None:
         return
-    drafter_rope, target_rope = config.rope_parameters, rope_of(target.config)
-    differing = [
-        f"{name} {drafter_rope.get(name)}, the target's {target_rope.get(name)}"
-        for name in sorted({*target_rope, *drafter_rope})
-        if drafter_rope.get(name) != target_rope.get(name)
-    ]
-    if differing:
-        text = f"rope_parameters: {'; '.join(differing)}; right only if it was trained so"
+    rope, target_rope = config.rope_parameters, rope_of(target.config)
+    names = sorted({*target_rope, *rope})
+    if differing := [name for name in names if rope.get(name) != target_rope.get(name)]:
+        pairs = (f"{name} {rope.get(name)} for {target_rope.get(name)}" for name in differing)
+        text = f"rope_parameters: {'; '.join(pairs)}; right only if it was trained so"
         yield Fault("rope_parameters", text, "engines rotate as config.json says")
-    most, own = getattr(target.config, "max_position_embeddings", None), config
-    if most is not None and own.max_position_embeddings < most:
-        text = f"max_position_embeddings is {own.max_position_embeddings}; the target's {most}"
+    most = getattr(target.config, "max_position_embeddings", None)
+    if most is not None and config.max_position_embeddings < most:
+        text = f"max_position_embeddings is {config.max_position_embeddings}; the target's {most}"
         engines = "vLLM drafts nothing for a whole batch as soon as one text is longer"
         yield Fault("max_position_embeddings", text, engines)

@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
@@ -18,21 +18,6 @@ from speculators.export.formats import LAYOUTS, NATIVE, layout_for
 from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 
 Options = Mapping[str, Any]
-
-
-class TrainingFree(Protocol):
-    """How engines serve a method without a drafter; see MethodOptions of the runtime."""
-
-    @property
-    def num_speculative_tokens(self) -> int | None: ...
-    @property
-    def vllm(self) -> Options | None: ...
-    @property
-    def vllm_note(self) -> str: ...
-    @property
-    def sglang_algorithm(self) -> str | None: ...
-    @property
-    def sglang_note(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -54,53 +39,49 @@ def serving(
     tokens: int | None = None,
     config: DrafterConfig | None = None,
     format: str = NATIVE,
-    training_free: TrainingFree | None = None,
+    training_free: Any = None,
 ) -> list[ServingCommand]:
     """The command of every engine.
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
-    method with `training_free`, its options. `target`: folder or id, if known. `tokens`: drafts
-    per round. ConfigError for neither a folder nor such a method."""
+    method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
+    known. `tokens`: drafts per round. ConfigError for neither a folder nor such a method."""
     folder, target = folder or "DRAFTER", target or "TARGET"
     if training_free is not None:
-        tokens = tokens or training_free.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
-        own: dict[str, Any] = {"method": method, "num_speculative_tokens": tokens}
-        return [
-            *_without_drafter(method, training_free, target, tokens, own),
-            _draftsmith(target, own),
-        ]
-    if config is None:
+        tokens = tokens or training_free.num_speculative_tokens
+    elif config is None:
         raise ConfigError(
             f"serving {method!r}: expected the folder of a drafter, or a training-free method"
         )
-    tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS
-    tokens = min(tokens, config.max_drafts or tokens)
-    own = {"method": method, "model": folder, "num_speculative_tokens": tokens}
+    else:
+        tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS
+        tokens = min(tokens, config.max_drafts or tokens)
+    own: dict[str, Any] = {"method": method}
+    own |= {} if config is None else {"model": folder}
+    own["num_speculative_tokens"] = tokens or NUM_SPECULATIVE_TOKENS
     if getattr(config, "other_tokenizer", False):
         own["use_heterogeneous_vocab"] = True
-    return [
-        _vllm(own, target, config, format),
-        _sglang(own, target, config, format),
-        _draftsmith(target, own),
-    ]
+    here = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
+    if config is None:
+        engines = _without_drafter(training_free, target, own)
+    else:
+        engines = [_vllm(own, target, config, format), _sglang(own, target, config, format)]
+    return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {here}", own)]
 
 
-def _without_drafter(
-    method: str, options: TrainingFree, target: str, tokens: int, own: Options
-) -> list[ServingCommand]:
+def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCommand]:
+    method = own["method"]
     vllm = ServingCommand("vLLM", note=options.vllm_note or f"vLLM has no {method} decoding")
     if options.vllm is not None:
         theirs = {**own, **options.vllm}
         vllm = ServingCommand("vLLM", vllm_command(target, theirs), theirs, options.vllm_note)
-    sglang = ServingCommand("SGLang", note=f"SGLang has no {method} decoding")
-    if options.sglang_algorithm is not None:
-        flags = {
-            "speculative-algorithm": options.sglang_algorithm,
-            "speculative-num-draft-tokens": tokens + 1,
-        }
-        command = _sglang_command(target, flags)
-        sglang = ServingCommand("SGLang", command, flags, options.sglang_note)
-    return [vllm, sglang]
+    if options.sglang_algorithm is None:
+        return [vllm, ServingCommand("SGLang", note=f"SGLang has no {method} decoding")]
+    flags = {
+        "speculative-algorithm": options.sglang_algorithm,
+        "speculative-num-draft-tokens": own["num_speculative_tokens"] + 1,
+    }
+    return [vllm, _sglang_command(target, flags, options.sglang_note)]
 
 
 def _vllm(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
@@ -138,12 +119,13 @@ def _sglang(own: Options, target: str, config: DrafterConfig, format_: str) -> S
         **(chain if theirs.sglang_chain else {}),
         "speculative-num-draft-tokens": tokens + 1,
     }
-    return ServingCommand("SGLang", _sglang_command(target, flags), flags)
+    return _sglang_command(target, flags)
 
 
-def _draftsmith(target: str, own: Options) -> ServingCommand:
-    given = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
-    return ServingCommand("Draftsmith", f"draftsmith generate PROMPT {given}", own)
+def _sglang_command(target: str, flags: Options, note: str = "") -> ServingCommand:
+    given = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
+    command = f"python -m sglang.launch_server --model-path {shlex.quote(target)} {given}"
+    return ServingCommand("SGLang", command, flags, note)
 
 
 def _again(folder: str, format_: str) -> str:
@@ -158,10 +140,8 @@ def vllm_method(method: str) -> dict[str, Any]:
 
 def vllm_command(target: str, options: Options) -> str:
     """`options`: of this runtime or of vLLM."""
-    options = {**options, **vllm_method(options["method"])}
-    return (
-        f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(options))}"
-    )
+    given = json.dumps({**options, **vllm_method(options["method"])})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(given)}"
 
 
 def draftsmith_snippet(target: str, options: Options) -> str:
@@ -172,8 +152,3 @@ def draftsmith_snippet(target: str, options: Options) -> str:
         'for output in llm.generate(["Hello"], SamplingParams(max_tokens=64)):\n'
         "    print(output.outputs[0].text)"
     )
-
-
-def _sglang_command(target: str, flags: Options) -> str:
-    given = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items())
-    return f"python -m sglang.launch_server --model-path {shlex.quote(target)} {given}"
