@@ -60,17 +60,12 @@ class DrafterConfig(BaseModel):
     @model_validator(mode="after")
     def _vocabulary_and_taps(self) -> Self:
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size"
-                f" {self.vocab_size}"
-            )
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} > {self.vocab_size}")
         if list(self.tap_layers) != sorted(set(self.tap_layers)):
             raise ValueError(f"tap_layers {list(self.tap_layers)} must be ascending and distinct")
         if self.tap_layers and self.tap_layers[-1] > self.num_target_layers:
-            raise ValueError(
-                f"tap_layers {list(self.tap_layers)}: the target has layers"
-                f" 0..{self.num_target_layers}"
-            )
+            last = self.num_target_layers
+            raise ValueError(f"tap_layers {list(self.tap_layers)}: the target has layers 0..{last}")
         return self
 
     @property
@@ -118,12 +113,8 @@ class DecoderConfig(DrafterConfig):
         description="transformers' rope_parameters: rope_type, rope_theta, scaling"
     )
     max_position_embeddings: int = Field(ge=1)
-    qk_norm: bool = Field(
-        False, description="normalise queries and keys per head (the Qwen3 layer)"
-    )
-    attention_bias: bool = Field(
-        False, description="queries, keys and values have a bias (the Qwen2 layer)"
-    )
+    qk_norm: bool = Field(False, description="norm queries and keys per head (Qwen3)")
+    attention_bias: bool = Field(False, description="queries, keys, values have a bias (Qwen2)")
     sliding_window: int | None = Field(
         None, ge=1, description="positions that a slot reads, its own included"
     )
@@ -131,21 +122,16 @@ class DecoderConfig(DrafterConfig):
     @model_validator(mode="after")
     def _shapes(self) -> Self:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
+            raise ValueError("num_attention_heads is not a multiple of num_key_value_heads")
         if (turned := self.rope_parameters.get("partial_rotary_factor") or 1) != 1:
             raise ValueError(
-                f"rope_parameters: partial_rotary_factor {turned:g} is not supported: our layers"
-                " rotate every dimension of an attention head, so a head trained with partial"
-                " rotation would draft other tokens"
+                f"rope_parameters: partial_rotary_factor {turned:g}: our layers rotate every"
+                " dimension, so that such a head would draft other tokens"
             )
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"hidden_size {self.hidden_size} differs from the target's"
-                f" {self.target_hidden_size}, so the target's embedding cannot be shared; set"
-                " own_embeddings"
+                f" {self.target_hidden_size}, whose embedding is shared; set own_embeddings"
             )
         return self
 
@@ -164,10 +150,11 @@ class DecoderConfig(DrafterConfig):
         )
 
     def describe(self) -> str:
+        heads = f"{self.num_attention_heads} heads of {self.head_dim}"
+        window = f", window {self.sliding_window}" if self.sliding_window else ""
         return (
-            f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size},"
-            f" {self.num_attention_heads} heads of {self.head_dim} ({self.num_key_value_heads}"
-            " key/value)" + (f", window {self.sliding_window}" if self.sliding_window else "")
+            f"{self.num_layers} x {self.hidden_size}, MLP {self.intermediate_size}, {heads}"
+            f" ({self.num_key_value_heads} key/value){window}"
         )
 
     def llama_fields(self) -> dict[str, Any]:
@@ -219,10 +206,7 @@ def rope_of(config: Any) -> dict[str, Any]:
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    for field in (
-        "partial_rotary_factor",
-        "mrope_section",
-        "mrope_interleaved",
-    ):  # a head rotates every dimension
+    # a head rotates every dimension
+    for field in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         rope.pop(field, None)
     return rope

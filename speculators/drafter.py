@@ -118,6 +118,9 @@ class TrainedHead:
     loss: Any
 
 
+# The target's features of some training rows, which starting weights are fitted to.
+Samples = Sequence[TargetFeatures] | None
+
 # Draft logits [b, w, V_draft] of a level (first: of the newest true slot, w = 1) -> the next level,
 # or None to stop.
 Grow = Callable[[Tensor], TreeLevel | None]
@@ -142,11 +145,11 @@ def host_batch(features: Any) -> SimpleNamespace:
     """What `valid_terms` and `row_noise` read of a batch, in the host's memory. Sizes that are
     computed there (how many terms there are, which slots are in use) make nobody wait for the
     device."""
-    names = ("segment_ids", "loss_mask", "position_ids", "seeds")
-    found = {name: getattr(features, name, None) for name in names}
-    return SimpleNamespace(
-        **{name: None if tensor is None else on_host(tensor) for name, tensor in found.items()}
-    )
+    found = SimpleNamespace()
+    for name in ("segment_ids", "loss_mask", "position_ids", "seeds"):
+        tensor = getattr(features, name, None)
+        setattr(found, name, None if tensor is None else on_host(tensor))
+    return found
 
 
 def row_noise(batch: Any) -> Tensor:
@@ -154,10 +157,8 @@ def row_noise(batch: Any) -> Tensor:
     without them the row's number), whatever rows it is padded and computed with."""
     B, T = batch.segment_ids.shape
     seeds = getattr(batch, "seeds", None)
-    rows = [
-        np.random.default_rng(int(seed)).random(T)
-        for seed in (range(B) if seeds is None else seeds)
-    ]
+    seeds = range(B) if seeds is None else seeds
+    rows = [np.random.default_rng(int(seed)).random(T) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).to(batch.segment_ids.device)
 
 
@@ -168,9 +169,7 @@ class Drafter(nn.Module):
     not saved."""
 
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
-    options: ClassVar[type[DrafterOptions]] = (
-        DrafterOptions  # the `drafter:` section of its recipes
-    )
+    options: ClassVar[type[DrafterOptions]] = DrafterOptions  # `drafter:` of its recipes
     # what a run of few steps takes in place of `training`'s published settings (TrainingSection)
     short_training: ClassVar[Mapping[str, Any]] = {
         "optimizer": "muon",
@@ -179,22 +178,17 @@ class Drafter(nn.Module):
         "max_grad_norm": 1.0,
         "warmup_ratio": 0.04,
     }
-    defaults: ClassVar[
-        dict[str, Any]
-    ] = {}  # published defaults of other sections: {"training": {...}, "loss": {...}}
+    # published defaults of other sections: {"training": {...}, "loss": {...}}
+    defaults: ClassVar[dict[str, Any]] = {}
     reads_taps: bool = False  # defaults of the family; a drafter's config may change these two
     reads_last_hidden: bool = False
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
     writes: ClassVar[bool] = False  # it can generate text without the target
     reads_drafts: bool = True  # a depth depends on the tokens drafted before it
-    samples_terms: ClassVar[bool] = (
-        False  # in training `unroll` yields a sample of the terms there are
-    )
+    samples_terms: ClassVar[bool] = False  # `unroll` yields a sample of the terms in training
     confidence_loss: float = 0.0  # weight of the loss on `confidence`
-    whole_blocks: bool = (
-        False  # all depths are one forward, whose states depend on how many there are
-    )
+    whole_blocks: bool = False  # all depths are one forward, whose states depend on their number
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -207,16 +201,12 @@ class Drafter(nn.Module):
     def attach(self, target: FrozenTarget) -> Drafter:
         """Shares the target's embedding and head. ConfigError if the target is not the one the
         drafter was made for."""
-        for field, found in (
-            ("target_hidden_size", target.hidden_size),
-            ("vocab_size", target.vocab_size),
-        ):
-            expected = getattr(self.config, field)
-            if expected != found:
+        found = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for field, value in found.items():
+            if (expected := getattr(self.config, field)) != value:
                 raise ConfigError(
                     f"drafter of family {self.config.family}: {field} is {expected}, but target"
-                    f" {target.name_or_path!r} has {found}; use the target the drafter was"
-                    " trained for"
+                    f" {target.name_or_path!r} has {value}; use the target it was trained for"
                 )
         self._target = [target]
         return self
@@ -228,9 +218,7 @@ class Drafter(nn.Module):
     @property
     def target(self) -> FrozenTarget:
         if not self._target:
-            raise ConfigError(
-                "this drafter is not attached to a target; call drafter.attach(target) first"
-            )
+            raise ConfigError("this drafter has no target; call drafter.attach(target) first")
         return self._target[0]
 
     @property
@@ -277,8 +265,7 @@ class Drafter(nn.Module):
         if self.max_length is not None and tokens > self.max_length:
             raise ConfigError(
                 f"{where} is {tokens}, but this drafter of family {self.config.family} was made for"
-                f" {self.max_length} positions; set {where} to {self.max_length} or less, or choose"
-                " a drafter for longer texts"
+                f" {self.max_length} positions; set {where} to {self.max_length} or less"
             )
 
     def cache_length(self, slots: int) -> int:
@@ -290,10 +277,7 @@ class Drafter(nn.Module):
         return 0
 
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Drafter:
         """Initialises the weights from the target. `options`: the family's, None for their
         defaults; `features`: the target's, on some training rows, where the start is fitted to
@@ -402,10 +386,8 @@ class Drafter(nn.Module):
     def weight_matrices(self) -> list[nn.Parameter]:
         """Weights of two or more dimensions that are neither an embedding nor trained as part of
         the head."""
-        apart = {id(p) for p in self.head_parameters()}
-        apart |= {
-            id(p) for m in self.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
-        }
+        tables = [m for m in self.modules() if isinstance(m, nn.Embedding)]
+        apart = {id(p) for p in [*self.head_parameters(), *(table.weight for table in tables)]}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]
 
     def append(self, inputs: DraftInput) -> None:

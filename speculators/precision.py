@@ -45,9 +45,8 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
     if torch.device(device).type != "cpu":
         return True
     found = getattr(torch.cpu, "get_capabilities", dict)()
-    names = BFLOAT16.get(
-        {"aarch64": "arm64", "amd64": "x86_64"}.get(a := found.get("architecture", ""), a)
-    )
+    architecture = found.get("architecture", "")
+    names = BFLOAT16.get({"aarch64": "arm64", "amd64": "x86_64"}.get(architecture, architecture))
     return names is None or any(found.get(name) for name in names)
 
 
@@ -74,18 +73,15 @@ def as_dtype(named: torch.dtype | str) -> torch.dtype:
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves
     them once."""
-    keys = {
-        name: (tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in state.items()
-    }
+    keys = {name: (x.data_ptr(), x.shape, x.stride()) for name, x in state.items()}
     made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
     return {name: made[key] for name, key in keys.items()}
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:
     """The dtype of a head's layers during training. `mixed_precision`: "auto", "bf16" or "no"."""
-    wide = mixed_precision == "no" or (
-        mixed_precision == "auto" and not multiplies_bfloat16(device)
-    )
+    exact = mixed_precision == "auto" and not multiplies_bfloat16(device)
+    wide = exact or mixed_precision == "no"
     return torch.float32 if wide else torch.bfloat16
 
 
@@ -112,9 +108,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     written to afterwards: `on_host` returns the original."""
     if tensor.device.type == device.type:
         return tensor
-    copied = (tensor.pin_memory() if device.type == "cuda" else tensor).to(
-        device, non_blocking=True
-    )
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    copied = pinned.to(device, non_blocking=True)
     copied.original = tensor  # type: ignore[attr-defined]
     return copied
 

@@ -305,7 +305,7 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
     layout = LAYOUTS[NATIVE, head.family]
-    if not layout.in_vllm or getattr(head, "adapter_of", None):
+    if not layout.in_vllm:
         raise ConfigError(f"{drafting.drafter}: {layout.no_vllm(head)}; use --engine draftsmith")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "other_tokenizer", False):

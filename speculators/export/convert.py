@@ -24,16 +24,15 @@ from speculators.export import (
     resolve,
 )
 from speculators.export.formats import NATIVE
-from speculators.export.headers import PICKLES
+from speculators.export.headers import PICKLES, read_headers
 from speculators.export.layouts.base import WEIGHTS
-from speculators.layers.peft_adapter import CONFIG
 from speculators.precision import as_dtype
 from speculators.registry import family_class
 
 # Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
 # written anew.
 ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
-NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", CONFIG, *PICKLES)
+NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", *PICKLES)
 
 
 def convert(
@@ -57,24 +56,17 @@ def convert(
     if getattr(config, "other_tokenizer", False):
         raise ConfigError(
             f"export: other_tokenizer: {folder} drafts by a map to its target's tokens, which no"
-            " other format has; give the folder as it is to the engine"
+            " other format has"
         )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
-    origin = {
-        name: value
-        for name, value in (read_fields(folder).get("draftsmith") or {}).items()
-        if name in ORIGIN
-    }
+    own = read_fields(folder).get("draftsmith") or {}
+    origin = {name: own[name] for name in ORIGIN if name in own} | (provenance or {})
     exported = as_dtype(config.dtype if dtype == "auto" else dtype)
-    files = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not any(map(path.match, NOT_COPIED))
-    ]
-    origin |= provenance or {}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    kept = [path for path in files if not any(map(path.match, NOT_COPIED))]
     return export_drafter(
-        drafter, out, dtype=exported, format=format, provenance=origin, beside=files
+        drafter, out, dtype=exported, format=format, provenance=origin, beside=kept
     )
 
 
@@ -89,17 +81,13 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
         raise CheckpointError(f"write_back: {out} is the target itself; name another folder")
     fresh = load_file(export / WEIGHTS)
     shards = sorted(target.glob("*.safetensors"))
-    shapes: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        with safe_open(shard, "pt") as reader:
-            shapes |= {
-                name: tuple(reader.get_slice(name).get_shape())
-                for name in reader.keys()  # noqa: SIM118
-                if name in fresh
-            }
-    if wrong := sorted(
-        name for name, tensor in fresh.items() if shapes.get(name) != tuple(tensor.shape)
-    ):
+    headers = read_headers(target)
+    wrong = sorted(
+        name
+        for name, tensor in fresh.items()
+        if name not in headers or headers[name].shape != tuple(tensor.shape)
+    )
+    if wrong:
         raise CheckpointError(
             f"write_back: {target} has no tensor of the same shape for {len(wrong)} of {export}: "
             f"{', '.join(wrong[:3])}; give the folder whose module was trained"
@@ -107,14 +95,13 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        shutil.copytree(
-            target,
-            folder,
-            dirs_exist_ok=True,
-            ignore=lambda _, names: {s.name for s in shards} & set(names),
-        )
+        ignored = shutil.ignore_patterns(*(shard.name for shard in shards))
+        shutil.copytree(target, folder, dirs_exist_ok=True, ignore=ignored)
         for shard in shards:
-            _rewrite(shard, fresh, folder / shard.name)
+            if any(headers[name].file == shard for name in fresh):
+                _rewrite(shard, fresh, folder / shard.name)
+            else:
+                shutil.copyfile(shard, folder / shard.name)
         folder.chmod(0o755)
         replace_folder(folder, out)
     finally:
@@ -125,13 +112,7 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
 def _rewrite(shard: Path, fresh: dict[str, torch.Tensor], into: Path) -> None:
     """One file, its tensors those of `fresh` where it has them."""
     with safe_open(shard, "pt") as reader:
-        names, metadata = set(reader.keys()), reader.metadata()
-    if not names & set(fresh):
-        shutil.copyfile(shard, into)
-        return
+        metadata = reader.metadata()
     tensors = load_file(shard)
-    save_file(
-        {n: fresh[n].to(t.dtype) if n in fresh else t for n, t in tensors.items()},
-        into,
-        metadata=metadata,
-    )
+    changed = {name: fresh[name].to(x.dtype) for name, x in tensors.items() if name in fresh}
+    save_file(tensors | changed, into, metadata=metadata)

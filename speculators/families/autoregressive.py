@@ -23,7 +23,7 @@ from speculators.drafter import (
     host_batch,
     valid_terms,
 )
-from speculators.layers.attention import attention
+from speculators.layers.attention import Pair, attention
 from speculators.layers.checkpointing import kept_or_recomputed
 from speculators.layers.decoder import Attend, Rotary, RotaryTable
 from speculators.layers.grouped_attention import cached_attends
@@ -113,15 +113,12 @@ class ChainDrafter(Drafter):
         rows = T * torch.arange(B)[:, None]
         asking = present  # those whose states are wanted
         if self.selects_queries:
-            asking = PackedQueries(
-                segments, to_device(slots_in_use(torch.stack(valid).any(0)), device)
-            )
+            used = slots_in_use(torch.stack(valid).any(0))
+            asking = PackedQueries(segments, to_device(used, device))
         state = self.first_state(features.taps, features.last_hidden)
         layers = self.attention_layers
-        causal: list[tuple[Tensor, Tensor]] = []  # per layer: keys and values of depth 0
-        own: list[list[tuple[Tensor, Tensor]]] = [
-            [] for _ in range(layers)
-        ]  # per layer: those of each later depth
+        causal: list[Pair] = []  # per layer: keys and values of depth 0
+        own: list[list[Pair]] = [[] for _ in range(layers)]  # those of each later depth
         for depth in range(steps):
             if depth and self.selects_queries and self.samples_terms:
                 fewer = to_device(slots_in_use(torch.stack(valid[depth:]).any(0)), device)
@@ -137,13 +134,10 @@ class ChainDrafter(Drafter):
             ]
             places = positions.gather(1, present.slots) + depth
             state = self.feed_back(state) if depth else state
-            state = kept_or_recomputed(
-                self.recomputes, self._depth, tokens, places, state, attends, queries
-            )
+            given = (tokens, places, state, attends, queries)
+            state = kept_or_recomputed(self.recomputes, self._depth, *given)
             present, slots = asking, on_host(asking.slots)  # [B, M]
-            terms = (
-                valid[depth].gather(1, slots).flatten().nonzero().flatten()
-            )  # [N] of the flat [B·M]
+            terms = valid[depth].gather(1, slots).flatten().nonzero().flatten()  # of the flat B·M
             anchors = (slots + rows).flatten()[terms]
             yield DraftStep(
                 depth=depth,
@@ -156,13 +150,9 @@ class ChainDrafter(Drafter):
     def _unrolled(
         self, layer: int, depth: int, causal: list, own: list, queries: PackedQueries
     ) -> Callable:
-        before = tuple(
-            own
-        )  # of the depths 1..depth - 1, which a window always holds: no chain is longer
-        if self.window is not None:
-            queries = queries.within(
-                self.window - depth
-            )  # depth k stands k positions behind its slot
+        before = tuple(own)  # of the depths 1..depth - 1, which a window always holds
+        if self.window is not None:  # depth k stands k positions behind its slot
+            queries = queries.within(self.window - depth)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             """Keeps its keys and values for later depths. A recomputed forward calls it a second
@@ -185,9 +175,8 @@ class ChainDrafter(Drafter):
         attends: Sequence[Attend],
         queries: Tensor | None,
     ) -> Tensor:
-        return self.run(
-            self.embed(tokens, places), state, self.rotary(places, state), attends, queries
-        )
+        embeds = self.embed(tokens, places)
+        return self.run(embeds, state, self.rotary(places, state), attends, queries)
 
     # -------------------------------------------------------------- inference
 
@@ -219,15 +208,9 @@ class ChainDrafter(Drafter):
         while (level := grow(self.head(states))) is not None:
             mask = cache.tree_mask(start, stop, base, level.visible)[0]
             position_ids = on_device(base, states.device)[:, None] + depth
-            position_ids = position_ids.expand_as(level.token_ids)
-            states = self._extend(
-                cache,
-                start,
-                stop,
-                level.token_ids,
-                level.of_parents(states),
-                placed=(position_ids, mask),
-            )
+            placed = (position_ids.expand_as(level.token_ids), mask)
+            parents = level.of_parents(states)
+            states = self._extend(cache, start, stop, level.token_ids, parents, placed=placed)
             depth += 1
             for row in range(start, stop):
                 cache.advance(row, level.token_ids.shape[1])
@@ -238,9 +221,8 @@ class ChainDrafter(Drafter):
         """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is
         empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
-        states = self._extend(
-            inputs.cache, inputs.start, inputs.stop, inputs.token_ids, state, queries
-        )
+        rows = (inputs.cache, inputs.start, inputs.stop)
+        states = self._extend(*rows, inputs.token_ids, state, queries)
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
         if states.shape[1] <= 1:
@@ -262,17 +244,13 @@ class ChainDrafter(Drafter):
         of the queries. `placed`: their positions [b, M] and what they see, bool [b, 1, M, S], where
         they are no text."""
         M = token_ids.shape[1]
-        position_ids, mask = placed or (
-            cache.position_ids(start, stop, M),
-            cache.mask(start, stop, M),
-        )
-        first = 0
-        if self.window is not None and (
-            queries is None or queries.shape[1] or self.attention_layers > 1
-        ):
+        rows = (start, stop, M)
+        position_ids, mask = placed or (cache.position_ids(*rows), cache.mask(*rows))
+        first, reads = 0, queries is None or queries.shape[1] or self.attention_layers > 1
+        if self.window is not None and reads:
             lengths = None if placed or cache.static else cache.lengths[start:stop]
             mask, first = self._in_window(lengths, position_ids, mask)
-        attends = cached_attends(cache.view(start, stop, M), mask, M, self.attention_layers, first)
+        attends = cached_attends(cache.view(*rows), mask, M, self.attention_layers, first)
         rotary = self.rotary(position_ids, state, cache.capacity)
         return self.run(self.embed(token_ids, position_ids), state, rotary, attends, queries)
 
@@ -288,11 +266,8 @@ class ChainDrafter(Drafter):
             assert lengths is not None
             if M == 1 or lengths[0] + M <= window:
                 return None, first
-        keys = torch.arange(
-            first,
-            mask.shape[-1] if mask is not None else lengths[0] + M,
-            device=position_ids.device,
-        )
+        last = mask.shape[-1] if mask is not None else lengths[0] + M
+        keys = torch.arange(first, last, device=position_ids.device)
         seen = in_window(position_ids, keys, window)[:, None]
         causal = (keys <= position_ids[..., None])[:, None] if mask is None else mask[..., first:]
         return seen & causal, first

@@ -30,6 +30,7 @@ from speculators.drafter import (
     DraftStep,
     DraftSteps,
     Grow,
+    Samples,
     host_batch,
     row_noise,
     valid_terms,
@@ -75,14 +76,9 @@ class DFlashConfig(DecoderConfig):
     @model_validator(mode="after")
     def _block(self) -> Self:
         if self.mask_token_id >= self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} is not a token of the target's"
-                f" {self.vocab_size}"
-            )
+            raise ValueError(f"mask_token_id {self.mask_token_id}: there are {self.vocab_size}")
         if self.sample_from_anchor and self.family in ("dflash", "dflash2"):
-            raise ValueError(
-                f"sample_from_anchor: {self.family} fills in; no engine serves another layout of it"
-            )
+            raise ValueError(f"sample_from_anchor: no engine serves a {self.family} head so")
         if self.attention_bias:
             raise ValueError("attention_bias: the layers of block families have no biases here")
         return self
@@ -102,9 +98,8 @@ class DFlashConfig(DecoderConfig):
 
     def describe(self) -> str:
         kind = "causal" if self.is_causal else "bidirectional"
-        return (
-            f"{super().describe()}; {kind} blocks of {self.block_size}, drafting {self.max_drafts}"
-        )
+        block = f"{kind} blocks of {self.block_size}, drafting {self.max_drafts}"
+        return f"{super().describe()}; {block}"
 
 
 class DFlashOptions(DecoderOptions, TapOptions):
@@ -115,10 +110,7 @@ class DFlashOptions(DecoderOptions, TapOptions):
     )
     block_size: Annotated[int, Field(ge=2)] = Field(
         16,
-        description=(
-            "slots of a block, the anchor's included; drafts per round are at most one fewer"
-            " (fill_in)"
-        ),
+        description="slots of a block, the anchor's included; drafts are at most one fewer",
     )
     is_causal: bool = Field(
         False, description="true: a slot sees only the slots before it in its block (JetSpec)"
@@ -155,8 +147,7 @@ class DFlashOptions(DecoderOptions, TapOptions):
         "taps",
         description=(
             "start from the mean of the taps and small layers, or from values fitted to features of"
-            " some training rows under fixed attention patterns, which saves a briefly trained head"
-            " many of its steps"
+            " some training rows under fixed attention patterns, for short trainings"
         ),
     )
 
@@ -176,9 +167,8 @@ class DFlashOptions(DecoderOptions, TapOptions):
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         wanted = super().shape(fields, target)
         if target is not None:
-            wanted["tap_layers"] = wanted["tap_layers"] or tuple(
-                block_tap_layers(target.num_layers, self.num_layers)
-            )
+            usual = tuple(block_tap_layers(target.num_layers, self.num_layers))
+            wanted["tap_layers"] = wanted["tap_layers"] or usual
             wanted["draft_vocab_size"] = wanted["draft_vocab_size"] or target.vocab_size
         return wanted
 
@@ -220,9 +210,7 @@ class DFlash(Drafter):
     }
     reads_taps = True
     samples_terms: ClassVar[bool] = True
-    reads_drafts: ClassVar[bool] = (
-        False  # a draft's distribution does not depend on the drafts before it
-    )
+    reads_drafts: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = True
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -257,10 +245,7 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: DFlashOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> DFlash:
         """See `start_weights`; with `init: least_squares`, fitted to `features` from there. None:
         weights of a checkpoint will follow."""
@@ -313,11 +298,8 @@ class DFlash(Drafter):
         return self.target.logits(state.to(self.target.dtype))
 
     def head_parameters(self) -> list[nn.Parameter]:
-        return (
-            [p for p in self.lm_head.parameters() if p.requires_grad]
-            if self.config.reduced_vocabulary
-            else []
-        )
+        head = self.lm_head.parameters() if self.config.reduced_vocabulary else ()
+        return [p for p in head if p.requires_grad]
 
     def run_layer(
         self, layer: DecoderLayer, state: Tensor, rotary: Rotary, attend: Attend, slots: int
@@ -330,27 +312,25 @@ class DFlash(Drafter):
     def context(self, taps: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T,
         d]."""
-        return self._project_context(
-            self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype))), rotary
-        )
+        return self._project_context(self._read_taps(taps), rotary)
+
+    def _read_taps(self, taps: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
     def _project_context(self, c: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
         if self._context is None:
             nobody = torch.zeros(len(c), 0, dtype=torch.long, device=c.device)
             return [layer.self_attn.project(c, rotary, nobody)[1:] for layer in self.layers]
-        parts = self._context(c).chunk(len(self.layers), dim=-1)
-        return [
-            layer.self_attn.rotated_context(part, rotary) for layer, part in zip(self.layers, parts)
-        ]
+        parts = zip(self.layers, self._context(c).chunk(len(self.layers), dim=-1))
+        return [layer.self_attn.rotated_context(part, rotary) for layer, part in parts]
 
     def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
         """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A,
         slots, H]."""
         state = embeds.to(self.fc.weight.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
-            state = kept_or_recomputed(
-                self.recomputes, self.run_layer, layer, state, rotary, attend, slots
-            )
+            given = (layer, state, rotary, attend, slots)
+            state = kept_or_recomputed(self.recomputes, self.run_layer, *given)
         return self.norm(state).unflatten(1, (-1, slots))
 
     def block_ids(self, anchor_ids: Tensor, slots: int) -> Tensor:
@@ -399,27 +379,20 @@ class DFlash(Drafter):
         # of slots that wrap no block is trained
         path = [to_device((slots + 1 + depth) % T, ids.device) for depth in range(steps)]
         slots, terms, kept = (to_device(each, ids.device) for each in (slots, terms, kept))
-        places = (
-            positions.gather(1, slots)[..., None] + 1 + torch.arange(Q, device=ids.device)
-        )  # [B, A, Q]
+        first = positions.gather(1, slots)[..., None] + 1
+        places = first + torch.arange(Q, device=ids.device)  # [B, A, Q]
         embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
-        last = torch.where(kept, slots, -1)
+        rows = (positions, features.segment_ids)
+        seen = (self.config.is_causal, self.config.sliding_window)
         return BlockBatch(
             slots=slots,
             terms=terms,
             path=path,
             embeds=embeds,
             rotary=self.positions(self._like(embeds), places.flatten(1)),
-            context=self.hidden_norm(self.fc(features.taps.to(self.fc.weight.dtype))),
+            context=self._read_taps(features.taps),
             context_rotary=self.positions(self._like(features.taps), positions),
-            blocks=Blocks(
-                last,
-                places,
-                positions,
-                features.segment_ids,
-                self.config.is_causal,
-                self.config.sliding_window,
-            ),
+            blocks=Blocks(torch.where(kept, slots, -1), places, *rows, *seen),
         )
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
@@ -428,16 +401,13 @@ class DFlash(Drafter):
         rows = ids.shape[1] * torch.arange(len(ids))[:, None]
         context = self._project_context(batch.context, batch.context_rotary)
         attends = [self.attend_blocks(each, batch.blocks) for each in context]
-        states = self.run(
-            batch.embeds, batch.rotary, attends, batch.slots_per_block
-        )  # [B, A, Q, H]
+        Q = batch.slots_per_block
+        states = self.run(batch.embeds, batch.rotary, attends, Q)  # [B, A, Q, H]
         carry = None
         for depth in range(steps):
             tokens = ids.gather(1, batch.path[depth])
             hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
-            chosen = (
-                on_host(batch.terms)[depth].flatten().nonzero().flatten()
-            )  # [N] of the flat [B·A]
+            chosen = on_host(batch.terms)[depth].flatten().nonzero().flatten()  # of the flat B·A
             anchors = (on_host(batch.slots) + rows).flatten()[chosen]
             targets = (on_host(batch.path[depth]) + rows).flatten()[chosen]
             yield DraftStep(
@@ -479,9 +449,8 @@ class DFlash(Drafter):
         base = self._base_of(states)
         for depth in range(k):
             hidden, carry = self.read(states[:, depth], tokens, carry)
-            tokens = yield DraftLogits(
-                self.head(hidden, depth, base[:, depth]), self.confidence(hidden)
-            )
+            logits = self.head(hidden, depth, base[:, depth])
+            tokens = yield DraftLogits(logits, self.confidence(hidden))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not
@@ -515,9 +484,8 @@ class DFlash(Drafter):
         view, mask = cache.view(start, stop, Q), self._mask(cache, start, stop, Q)
         attends = cached_attends(view, mask, Q, len(self.layers))
         rotary = self._rotary(cache, start, stop, Q, anchor_ids)
-        return self.run(self.target.embed_tokens(ids), rotary, attends, Q)[
-            :, 0, self.config.first_slot :
-        ]
+        states = self.run(self.target.embed_tokens(ids), rotary, attends, Q)
+        return states[:, 0, self.config.first_slot :]
 
     def _rotary(self, cache, start: int, stop: int, tokens: int, like: Tensor) -> Rotary:
         return self.positions.lookup(
@@ -542,9 +510,8 @@ class DFlash(Drafter):
         super().freeze()
         for layer in self.layers:
             layer.fuse()
-        self._context = FrozenLinear(
-            *(p for layer in self.layers for p in layer.self_attn.context_projections())
-        )
+        parts = [p for layer in self.layers for p in layer.self_attn.context_projections()]
+        self._context = FrozenLinear(*parts)
         return self
 
     def thaw(self) -> None:

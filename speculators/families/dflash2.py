@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from speculators.drafter import TrainedHead
 from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from speculators.layers.decoder import Attend, DecoderLayer, Rotary
-from speculators.options import PositiveInt
 from speculators.target.frozen_target import FrozenTarget
 
 # The selector gives 0 to all but its candidates: these losses are finite there.
@@ -28,49 +27,43 @@ SelectorLoss = dict[
 ]
 
 
-class DFlash2Config(DFlashConfig):
-    """The block, its convolutions and its selector."""
+class DFlash2Shape(BaseModel):
+    """The convolutions and the selector."""
 
     conv_kernel_size: int = Field(
         2, ge=1, description="slots that a convolution mixes, its own included"
     )
     conv_group_size: int = Field(16, ge=1, description="channels that share a dynamic kernel")
-    selector_rank: int = Field(256, ge=1)
+    selector_rank: int = Field(256, ge=1, description="rank of the selector's codebooks")
     selector_top_k: int = Field(16, ge=1, description="tokens that the selector chooses among")
+
+
+class DFlash2Config(DFlash2Shape, DFlashConfig):
+    """The block, its convolutions and its selector."""
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if self.hidden_size % self.conv_group_size:
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of conv_group_size")
         if self.reduced_vocabulary:
-            raise ValueError(
-                "draft_vocab_size: the selector's codebooks are over the target's whole vocabulary"
-            )
+            raise ValueError("draft_vocab_size: the selector's codebooks are over all tokens")
         return self
 
     def describe(self) -> str:
-        return (
-            f"{super().describe()}; selector of rank {self.selector_rank} over the top"
-            f" {self.selector_top_k}"
-        )
+        selector = f"selector of rank {self.selector_rank} over the top {self.selector_top_k}"
+        return f"{super().describe()}; {selector}"
 
 
-class DFlash2Options(DFlashOptions):
+class DFlash2Options(DFlash2Shape, DFlashOptions):
     """The trained head. Sizes left null are the target's own."""
 
     block_size: int = Field(8, ge=2, description="slots of a block, the anchor's included")
-    conv_kernel_size: PositiveInt = Field(
-        2, description="slots that a convolution mixes, its own included"
-    )
-    conv_group_size: PositiveInt = Field(16, description="channels that share a dynamic kernel")
-    selector_rank: PositiveInt = Field(256, description="rank of the selector's codebooks")
-    selector_top_k: PositiveInt = Field(16, description="tokens that the selector chooses among")
     selector_loss: SelectorLoss = Field(
         {"cross_entropy": 1.0},
         min_length=1,
         description=(
-            "loss of the selector, from which drafts are drawn, beside `loss`, which is the"
-            " block's: weights of cross_entropy (on the data token), tv or neg_log_acceptance"
+            "loss of the selector, from which drafts are drawn, beside the block's `loss`: weights"
+            " of cross_entropy (on the data token), tv or neg_log_acceptance"
         ),
     )
 
@@ -87,12 +80,9 @@ class BlockConv(nn.Module):
 
     def kernels(self, u: Tensor) -> Tensor:
         """u [B, A, Q, H] -> the kernels of every slot [2, B, A, Q, taps, H]."""
-        dynamic = (
-            self.kernel_projection(u)
-            .unflatten(-1, (2, self.taps, -1))
-            .repeat_interleave(self.group, dim=-1)
-        )
-        return self.base_kernel[:, None, None, None] + dynamic.movedim(-3, 0)
+        dynamic = self.kernel_projection(u).unflatten(-1, (2, self.taps, -1)).movedim(-3, 0)
+        dynamic = dynamic.repeat_interleave(self.group, dim=-1)
+        return self.base_kernel[:, None, None, None] + dynamic
 
     @staticmethod
     def mix(z: Tensor, kernel: Tensor) -> Tensor:
@@ -136,11 +126,10 @@ class Selector(nn.Module):
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(
-            torch.empty(config.vocab_size, config.selector_rank)
-        )
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        vocabulary, rank = config.vocab_size, config.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocabulary, rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
         self.start()
 
     @torch.no_grad()
@@ -203,15 +192,12 @@ class DFlash2(DFlash):
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         """[N, D] -> [N, V], minus infinity outside the top k of `unary_logits`."""
         unary = (self.unary_logits(hidden) if base is None else base).float()
-        best, candidates = unary.topk(
-            min(self.config.selector_top_k, unary.shape[-1]), dim=-1
-        )  # [N, k]
-        following = nn.functional.embedding(
-            candidates, self.candidate_selector.successor_codebook
-        )  # [N, k, r]
-        scores = best + (
-            following.float() @ hidden[..., self.config.hidden_size :, None].float()
-        ).squeeze(-1)
+        k = min(self.config.selector_top_k, unary.shape[-1])
+        best, candidates = unary.topk(k, dim=-1)  # [N, k]
+        codebook = self.candidate_selector.successor_codebook
+        following = nn.functional.embedding(candidates, codebook).float()  # [N, k, r]
+        read = hidden[..., self.config.hidden_size :, None].float()
+        scores = best + (following @ read).squeeze(-1)
         return torch.full_like(unary, float("-inf")).scatter(-1, candidates, scores)
 
     def head_parameters(self) -> list[nn.Parameter]:

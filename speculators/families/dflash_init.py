@@ -11,7 +11,7 @@ once training begins."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,33 +23,18 @@ from speculators.layers.attention import attention as attend
 from speculators.layers.decoder import Attention, DecoderLayer
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
+if TYPE_CHECKING:
+    from speculators.families.dflash import DFlash
+
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
 # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
 SHARPNESS = 1.2
 NOISE = 0.2  # share of the random projections that stays, as heads must differ
 
 
-class BlockHead(Protocol):
-    """The parts of a block head (`families.dflash`) that a start is fitted to."""
-
-    config: Any
-    layers: Any
-    fc: Any
-    norm: Any
-    positions: Any
-
-    def blocks_of(self, features: TargetFeatures, steps: int) -> Any: ...
-
-    def attend_blocks(self, context: tuple[Tensor, Tensor], blocks: Any) -> Any: ...
-
-    def run_layer(
-        self, layer: Any, state: Tensor, rotary: Any, attend: Any, slots: int
-    ) -> Tensor: ...
-
-
 @torch.no_grad()
 def start_from_least_squares(
-    head: BlockHead, target: FrozenTarget, features: Sequence[TargetFeatures]
+    head: DFlash, target: FrozenTarget, features: Sequence[TargetFeatures]
 ) -> tuple[Tensor, Tensor]:
     """Writes patterns and fitted values into every layer, and scales the final norm to the size of
     the fitted states.
@@ -59,15 +44,10 @@ def start_from_least_squares(
     predicts [N] and what is left of the wanted output [N, H]. ConfigError if no row has a whole
     block, or the head's width is not the target's."""
     if head.config.hidden_size != target.hidden_size:
-        raise ConfigError(
-            "drafter.init: least_squares needs the target's hidden_size; set drafter.init: taps"
-        )
+        raise ConfigError("drafter.init: least_squares needs the target's hidden_size; set taps")
     batches = [_Slots(head, target, each) for each in features]
     if not sum(len(each.wanted) for each in batches):
-        raise ConfigError(
-            f"drafter.init: least_squares needs responses of more than {head.config.max_drafts}"
-            " tokens; set drafter.init: taps"
-        )
+        raise ConfigError("drafter.init: least_squares needs longer responses; set taps")
     for layer in head.layers:
         _look_back(head, layer.self_attn, torch.cat([each.inputs(layer) for each in batches]))
         attended = torch.cat([each.attended(layer) for each in batches])
@@ -76,25 +56,20 @@ def start_from_least_squares(
             each.advance(layer)
     states = torch.cat([each.states() for each in batches])
     head.norm.weight.mul_(states.square().mean(-1).sqrt().mean())
-    return torch.cat([each.before for each in batches]), torch.cat(
-        [each.left() for each in batches]
-    )
+    before, left = [each.before for each in batches], [each.left() for each in batches]
+    return torch.cat(before), torch.cat(left)
 
 
 class _Slots:
     """The blocks of one batch on their way through the layers."""
 
-    def __init__(self, head: BlockHead, target: FrozenTarget, features: TargetFeatures) -> None:
+    def __init__(self, head: DFlash, target: FrozenTarget, features: TargetFeatures) -> None:
         self.head, depths = head, head.config.max_drafts
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
-        terms, path = (
-            self.batch.terms.permute(1, 2, 0),
-            torch.stack(self.batch.path, dim=-1),
-        )  # [B, A, K]
-        chosen = torch.zeros(
-            *terms.shape[:2], self.batch.slots_per_block, dtype=torch.bool, device=terms.device
-        )
+        terms = self.batch.terms.permute(1, 2, 0)  # [B, A, K]
+        path = torch.stack(self.batch.path, dim=-1)
+        chosen = terms.new_zeros(*terms.shape[:2], self.batch.slots_per_block)
         chosen[..., head.config.first_slot :] = terms
         self.chosen = chosen.flatten(1)  # [B, A·Q]
         rows = torch.arange(len(path), device=path.device)[:, None, None]
@@ -113,9 +88,8 @@ class _Slots:
     def inputs(self, layer: DecoderLayer) -> Tensor:
         """[·, H]: all that the layer's keys are made of, context and slots."""
         assert layer.input_layernorm is not None
-        return torch.cat(
-            [self.batch.context.flatten(0, 1), layer.input_layernorm(self.state).flatten(0, 1)]
-        ).float()
+        slots = layer.input_layernorm(self.state).flatten(0, 1)
+        return torch.cat([self.batch.context.flatten(0, 1), slots]).float()
 
     def attended(self, layer: DecoderLayer) -> Tensor:
         """[N, h, H]: the mean input that each attention head sees."""
@@ -123,9 +97,8 @@ class _Slots:
         attention, x = layer.self_attn, layer.input_layernorm(self.state)
         key = attention.project(self.batch.context, self.batch.context_rotary)[1]
         query, own, _ = attention.project(x, self.batch.rotary)
-        values = [
-            each[:, None].expand(-1, attention.kv_heads, -1, -1) for each in (x, self.batch.context)
-        ]
+        every = (-1, attention.kv_heads, -1, -1)
+        values = [each[:, None].expand(every) for each in (x, self.batch.context)]
         seen = attend(
             query, (key, values[1]), [(own, values[0])], self.batch.blocks, attention.scale
         )
@@ -134,12 +107,11 @@ class _Slots:
     def advance(self, layer: DecoderLayer) -> None:
         context = layer.self_attn.project(self.batch.context, self.batch.context_rotary)[1:]
         attend = self.head.attend_blocks(context, self.batch.blocks)
-        self.state = self.head.run_layer(
-            layer, self.state, self.batch.rotary, attend, self.batch.slots_per_block
-        )
+        slots = self.batch.slots_per_block
+        self.state = self.head.run_layer(layer, self.state, self.batch.rotary, attend, slots)
 
 
-def _look_back(head: BlockHead, attention: Attention, inputs: Tensor) -> None:
+def _look_back(head: DFlash, attention: Attention, inputs: Tensor) -> None:
     """Keys that are nearly the same for all inputs [N, H], and queries that match them some
     positions back."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
@@ -148,14 +120,14 @@ def _look_back(head: BlockHead, attention: Attention, inputs: Tensor) -> None:
     ones = torch.ones(D // 2, device=inputs.device)
     key = torch.cat([ones, torch.zeros_like(ones)])
     for group in range(g):
-        attention.k_proj.weight[group * D : (group + 1) * D].mul_(NOISE).add_(
-            key[:, None] * constant
-        )
+        rows = attention.k_proj.weight[group * D : (group + 1) * D]
+        rows.mul_(NOISE).add_(key[:, None] * constant)
     for one in range(h):
         group, within = divmod(one, h // g)
         turned = (BACK[group % len(BACK)] + within) * frequencies
         query = torch.cat([turned.cos(), -turned.sin()])
-        attention.q_proj.weight[one * D : (one + 1) * D].mul_(NOISE).add_(query[:, None] * constant)
+        rows = attention.q_proj.weight[one * D : (one + 1) * D]
+        rows.mul_(NOISE).add_(query[:, None] * constant)
     if attention.qk_norm:
         attention.q_norm.weight.fill_(SHARPNESS)
         attention.k_norm.weight.fill_(SHARPNESS)
@@ -170,9 +142,8 @@ def _fit_values(attention: Attention, attended: Tensor, wanted: Tensor) -> None:
     values = []
     for group in range(g):
         seen = attended[:, group * shared : (group + 1) * shared]  # [N, r, H]
-        basis, _ = reduced_rank(
-            seen.flatten(0, 1), fitted[group].transpose(0, 1).flatten(1), D
-        )  # [H, ≤ D]
+        inputs, matrix = seen.flatten(0, 1), fitted[group].transpose(0, 1).flatten(1)
+        basis, _ = reduced_rank(inputs, matrix, D)  # [H, ≤ D]
         rows = attention.v_proj.weight[group * D : (group + 1) * D].zero_()
         rows[: basis.shape[1]] = basis.T
         values.append(pad(seen @ basis, (0, D - basis.shape[1])))

@@ -13,58 +13,47 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from speculators.families.least_squares import reduced_rank, ridge, unit
-from speculators.options import PositiveInt
 from speculators.target.frozen_target import FrozenTarget
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
 
 
-class DSparkConfig(DFlashConfig):
-    """The block, its Markov head and its confidence head."""
+class DSparkShape(BaseModel):
+    """The Markov head and the confidence head."""
 
     sample_from_anchor: bool = Field(
-        True, description="slot j predicts the token after its own position"
+        True, description="true: a slot predicts the token after its own position; false: fill_in"
     )
     markov_rank: int = Field(256, ge=1, description="rank of the bias of the token before")
-    markov_head_type: MarkovType = Field(
-        "vanilla", description="how the bias depends on the slot's state"
-    )
-    enable_confidence_head: bool = Field(
-        True, description="the head knows how likely a draft is to be accepted"
-    )
-    confidence_head_with_markov: bool = Field(
-        True, description="that head reads the token before, too"
-    )
-
-    def describe(self) -> str:
-        return (
-            f"{super().describe()}; {self.markov_head_type} Markov head of rank {self.markov_rank}"
-        )
-
-
-class DSparkOptions(DFlashOptions):
-    """The trained head. Sizes left null are the target's own."""
-
-    block_size: int = Field(
-        7, ge=2, description="slots of a block, the anchor's included; each gives a draft"
-    )
-    sample_from_anchor: bool = Field(
-        True, description="true: a slot predicts the token after it; false: fill_in"
-    )
-    markov_rank: PositiveInt = Field(256, description="rank of the bias of the token before")
     markov_head_type: MarkovType = Field(
         "vanilla", description="vanilla is what vLLM runs; SGLang runs all three"
     )
     enable_confidence_head: bool = Field(
-        True, description="train a head for the probability that a draft is accepted"
+        True, description="a head for the probability that a draft is accepted"
     )
     confidence_head_with_markov: bool = Field(
         True, description="that head reads the token before, too"
+    )
+
+
+class DSparkConfig(DSparkShape, DFlashConfig):
+    """The block, its Markov head and its confidence head."""
+
+    def describe(self) -> str:
+        kind = f"{self.markov_head_type} Markov head of rank {self.markov_rank}"
+        return f"{super().describe()}; {kind}"
+
+
+class DSparkOptions(DSparkShape, DFlashOptions):
+    """The trained head. Sizes left null are the target's own."""
+
+    block_size: int = Field(
+        7, ge=2, description="slots of a block, the anchor's included; each gives a draft"
     )
     confidence_loss: float = Field(
         1.0, ge=0, description="weight of the confidence head's cross-entropy beside `loss`"
@@ -116,10 +105,8 @@ class DSpark(DFlash):
     config_class = DSparkConfig
     options = DSparkOptions
     defaults: ClassVar[dict[str, Any]] = {
-        "loss": {
-            "cross_entropy": 0.1,
-            "tv": 1.8,
-        },  # 0.9 Σ|p - q|, which is twice the total variation
+        # 0.9 Σ|p - q|, which is twice the total variation
+        "loss": {"cross_entropy": 0.1, "tv": 1.8},
         "position_weights": {"gamma": 4.0},
         "training": {"learning_rate": 6e-4},
     }
@@ -133,9 +120,7 @@ class DSpark(DFlash):
             self.confidence_head = ConfidenceHead(config.hidden_size + read)
 
     def prepare_training(self, options: DSparkOptions) -> DSpark:
-        self.confidence_loss = (
-            options.confidence_loss if self.config.enable_confidence_head else 0.0
-        )
+        self.confidence_loss = options.confidence_loss * self.config.enable_confidence_head
         return super().prepare_training(options)
 
     @torch.no_grad()
@@ -154,22 +139,18 @@ class DSpark(DFlash):
         if self.config.markov_head_type != "vanilla":
             return
         embeds = unit(target.embed_tokens(token_ids).float())
-        basis, written = reduced_rank(
-            embeds, ridge(embeds, left), self.config.markov_rank
-        )  # [H_t, r], [r, H]
+        rank = self.config.markov_rank
+        basis, written = reduced_rank(embeds, ridge(embeds, left), rank)  # [H_t, r], [r, H]
         first, second = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
         every = torch.arange(self.config.vocab_size, device=first.device)
         rows = target.head_weight
         rows = rows[self.target_ids] if self.config.reduced_vocabulary else rows[: len(second)]
         if target.final_norm_weight is not None:
             rows = rows * target.final_norm_weight
-        read, bias = (
-            unit(target.embed_tokens(every).float()) @ basis,
-            rows @ written.T,
-        )  # [V, r], [V_draft, r]
-        balance = (
-            read.square().mean() / bias.square().mean().clamp_min(1e-12)
-        ) ** 0.25  # both of one size
+        read = unit(target.embed_tokens(every).float()) @ basis  # [V, r]
+        bias = rows @ written.T  # [V_draft, r]
+        ratio = read.square().mean() / bias.square().mean().clamp_min(1e-12)
+        balance = ratio**0.25  # both of one size
         first[:, : read.shape[1]] = read / balance
         second[:, : bias.shape[1]] = bias * balance
 
@@ -184,9 +165,8 @@ class DSpark(DFlash):
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         if base is None:
             base = self.base_logits(hidden[..., : self.config.hidden_size])
-        return base + self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :]).to(
-            base.dtype
-        )
+        bias = self.markov_head.markov_w2(hidden[..., -self.config.markov_rank :])
+        return base + bias.to(base.dtype)
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [*super().head_parameters(), self.markov_head.markov_w2.weight]
@@ -195,10 +175,6 @@ class DSpark(DFlash):
         """See `Drafter.confidence`."""
         if not self.config.enable_confidence_head:
             return None
-        read = self.config.hidden_size + (
-            self.config.markov_rank if self.config.confidence_head_with_markov else 0
-        )
         proj = self.confidence_head.proj
-        return nn.functional.linear(
-            hidden[..., :read].float(), proj.weight.float(), proj.bias.float()
-        ).squeeze(-1)
+        x = hidden[..., : proj.in_features].float()
+        return nn.functional.linear(x, proj.weight.float(), proj.bias.float()).squeeze(-1)

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
-from speculators.drafter import DraftStep, valid_terms
+from speculators.drafter import DraftStep, Samples, valid_terms
 from speculators.errors import ConfigError
 from speculators.families.autoregressive import DecoderChain
 from speculators.families.least_squares import ridge, terms_for
@@ -27,6 +27,7 @@ from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
+NO_WINDOW = "sliding_window: engines give an EAGLE-1 head no window; train an eagle3 head"
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
 
 
@@ -39,21 +40,14 @@ class EagleConfig(DecoderConfig):
 
     @model_validator(mode="after")
     def _as_the_target(self) -> Self:
-        if self.reduced_vocabulary:
-            raise ValueError(
-                f"draft_vocab_size {self.draft_vocab_size}: the head is the target's, of"
-                f" {self.vocab_size} tokens"
-            )
-        if self.hidden_size != self.target_hidden_size:
-            raise ValueError(
-                f"hidden_size {self.hidden_size}: the head's states are the target's,"
-                f" {self.target_hidden_size} wide"
-            )
+        for name, theirs in (
+            ("draft_vocab_size", self.vocab_size),
+            ("hidden_size", self.target_hidden_size),
+        ):
+            if (found := getattr(self, name)) != theirs:
+                raise ValueError(f"{name} {found}: the head's is the target's, {theirs}")
         if self.sliding_window is not None:
-            raise ValueError(
-                "sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3"
-                " head"
-            )
+            raise ValueError(NO_WINDOW)
         if self.qk_norm:
             raise ValueError("qk_norm: this format has no norms of queries and keys")
         return self
@@ -75,48 +69,37 @@ class EagleOptions(DecoderOptions):
     )
     detach: bool = Field(
         False,
-        description=(
-            "HASS: no gradient flows from a depth into the one whose state it reads; with"
-            " unroll_steps 3"
-        ),
+        description="HASS: no gradient flows into the state that a depth reads; unroll_steps 3",
     )
     init: Literal["least_squares", "pass_through"] = Field(
         "least_squares",
         description=(
-            "start from scratch as the best linear guess of the next state on features of some"
-            " training rows, or as the state passed on, which accepts next to nothing"
+            "start as the best linear guess of the next state on features of some training rows, or"
+            " as the state passed on, which accepts next to nothing"
         ),
     )
     own_embeddings: bool = Field(
         False,
         description=(
-            "train a copy of the target's embeddings; off: share the frozen ones, or leave those of"
-            " init_from as they are"
+            "train a copy of the target's embeddings; off: share them, or leave those of init_from"
         ),
     )
     fc_bias: bool = Field(
         False,
-        description=(
-            "bias of fc, as some published heads have; vLLM drops it silently, so it must be"
-            " asked for"
-        ),
+        description="bias of fc, as some published heads have; vLLM drops it silently",
     )
 
     @model_validator(mode="after")
     def _no_window(self) -> Self:
         if self.sliding_window is not None:
-            raise ValueError(
-                "sliding_window: vLLM and SGLang give an EAGLE-1 head no window; train an eagle3"
-                " head"
-            )
+            raise ValueError(NO_WINDOW)
         return self
 
     def accept(self, head: Any) -> None:
         if head.fc_bias and not self.fc_bias:
             raise ConfigError(
                 f"drafter.init_from: the head of {self.init_from} has a bias in fc, which vLLM"
-                " drops without a word: trained on, it would accept less there than it does here."
-                " Set drafter.fc_bias: true to train it all the same, or start from another head"
+                " drops without a word; set drafter.fc_bias: true to train it all the same"
             )
 
 
@@ -156,19 +139,14 @@ class Eagle(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Eagle:
         """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the
         first guess."""
         self.start_small()
         if self.config.own_embeddings:
             ids = torch.arange(target.vocab_size, device=target.device)
-            self.embed_tokens.weight.copy_(
-                target.embed_tokens(ids)
-            )  # with the scale of targets that have one
+            self.embed_tokens.weight.copy_(target.embed_tokens(ids))  # with its scale, if any
         if self.config.fc_bias:
             self.fc.bias.zero_()
         if features is None:
@@ -176,9 +154,8 @@ class Eagle(DecoderChain):
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, width:] += torch.eye(width, device=self.fc.weight.device)
         else:
-            self.fc.weight.copy_(
-                self._linear_guess(features, options.unroll_steps if options else 1).T
-            )
+            depths = options.unroll_steps if options else 1
+            self.fc.weight.copy_(self._linear_guess(features, depths).T)
         return self
 
     def _linear_guess(self, features: Sequence[TargetFeatures], depths: int) -> Tensor:
@@ -187,17 +164,13 @@ class Eagle(DecoderChain):
         embeds: list[list[Tensor]] = [[] for _ in range(depths)]
         states: list[list[Tensor]] = [[] for _ in range(depths + 1)]
         for f in features:
-            rows, slots = valid_terms(f, depths + 1).nonzero(
-                as_tuple=True
-            )  # with a term at every depth
+            # with a term at every depth
+            rows, slots = valid_terms(f, depths + 1).nonzero(as_tuple=True)
             for k in range(depths):
                 embeds[k].append(self.embed(f.input_ids[rows, slots + k + 1]).float())
             for k in range(depths + 1):
                 states[k].append(f.last_hidden[rows, slots + k].float())
-        e, h = (
-            [torch.cat(each) for each in embeds],
-            [torch.cat(each) for each in states],
-        )  # each [N, H]
+        e, h = ([torch.cat(each) for each in kind] for kind in (embeds, states))  # each [N, H]
         if not len(h[0]):
             raise ConfigError(
                 f"drafter.init: least_squares needs responses longer than {depths} tokens; "
@@ -216,9 +189,8 @@ class Eagle(DecoderChain):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         if self.training and self.feature_noise:
-            features = replace(
-                features, last_hidden=_with_noise(features, self.feature_noise * FULL_NOISE_LENGTH)
-            )
+            noisy = _with_noise(features, self.feature_noise * FULL_NOISE_LENGTH)
+            features = replace(features, last_hidden=noisy)
         return super().unroll(features, steps)
 
     def feed_back(self, state: Tensor) -> Tensor:

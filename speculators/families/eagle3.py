@@ -11,33 +11,41 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig
+from speculators.drafter import Samples
 from speculators.families.autoregressive import DecoderChain
 from speculators.families.eagle3_init import SHARPNESS, start_from_least_squares, start_from_taps
 from speculators.families.least_squares import terms_for
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.options import DecoderOptions, PositiveInt, TapOptions
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget
 
 
-class Eagle3Config(DecoderConfig):
-    """The decoder layer, and EAGLE-3's switches."""
+class Eagle3Switches(BaseModel):
+    """Those of EAGLE-3.1, and of the layer."""
 
-    norm_before_fc: bool = Field(
-        False, description="EAGLE-3.1: RMS norm over the concatenated taps"
+    norm_before_fc: bool = Field(False, description="EAGLE-3.1: RMS norm over the joined taps")
+    fc_norm: bool = Field(False, description="EAGLE-3.1: an RMS norm per tap, before fc")
+    norm_output: bool = Field(
+        False, description="EAGLE-3.1: feed the normed state back, not the one before the norm"
     )
-    fc_norm: bool = Field(False, description="EAGLE-3.1: an RMS norm per tap")
-    norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed state back")
-    norm_before_residual: bool = Field(False, description="the residual is the normed state")
+    norm_before_residual: bool = Field(
+        False, description="the residual is the normed projection of the taps"
+    )
+    qk_norm: bool = Field(False, description="norm queries and keys per head, as in Qwen3 layers")
 
     @model_validator(mode="after")
     def _one_norm_of_taps(self) -> Self:
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude one another")
+            raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
         return self
+
+
+class Eagle3Config(Eagle3Switches, DecoderConfig):
+    """The decoder layer, and EAGLE-3's switches."""
 
     def describe(self) -> str:
         switches = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm")
@@ -45,7 +53,7 @@ class Eagle3Config(DecoderConfig):
         return super().describe() + (f"; {named}" if named else "")
 
 
-class Eagle3Options(DecoderOptions, TapOptions):
+class Eagle3Options(Eagle3Switches, DecoderOptions, TapOptions):
     """The trained head. Sizes left null are the target's own."""
 
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
@@ -55,29 +63,18 @@ class Eagle3Options(DecoderOptions, TapOptions):
             "or the whole vocabulary if that is smaller"
         ),
     )
-    qk_norm: bool = Field(False, description="RMSNorm on queries and keys, as in Qwen3 layers")
     unroll_steps: PositiveInt = Field(
         7,
         description=(
             "depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
         ),
     )
-    norm_before_fc: bool = Field(
-        False, description="EAGLE-3.1: RMSNorm over the concatenated taps, before fc"
-    )
-    fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm per tap, before fc")
-    norm_output: bool = Field(
-        False, description="EAGLE-3.1: feed the normed state back instead of the pre-norm one"
-    )
-    norm_before_residual: bool = Field(
-        False, description="the residual carries the normed taps' projection"
-    )
     init: Literal["taps", "least_squares"] = Field(
         "taps",
         description=(
-            "start from scratch as the deepest tap passed through, or as the best linear recursion"
-            " on features of some training rows with one copying head, which saves a briefly"
-            " trained head most of its steps; the latter needs norm_before_residual"
+            "start as the deepest tap passed through, or as the best linear recursion on features"
+            " of some training rows with one copying head, for short trainings; the latter needs"
+            " norm_before_residual"
         ),
     )
     own_embeddings: bool = Field(
@@ -86,19 +83,13 @@ class Eagle3Options(DecoderOptions, TapOptions):
 
     @model_validator(mode="after")
     def _switches_agree(self) -> Self:
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm both norm the taps; set one of them")
         if self.sliding_window is not None and self.sliding_window < self.unroll_steps:
             raise ValueError(
-                f"sliding_window ({self.sliding_window}) is below unroll_steps"
-                f" ({self.unroll_steps}): a draft reads its own chain; set it to unroll_steps at"
-                " least"
+                f"sliding_window ({self.sliding_window}): a draft reads its own chain; set it to"
+                f" unroll_steps ({self.unroll_steps}) at least"
             )
         if self.init == "least_squares" and not self.norm_before_residual:
-            raise ValueError(
-                "init: least_squares needs norm_before_residual: true; its recursion is on normed"
-                " states"
-            )
+            raise ValueError("init: least_squares needs norm_before_residual: true")
         return self
 
 
@@ -167,10 +158,7 @@ class Eagle3(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Eagle3:
         """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the
         target's own where the widths agree; `features` fit the rest in closed form

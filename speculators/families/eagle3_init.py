@@ -19,6 +19,7 @@ from torch import Tensor
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families.least_squares import ridge, unit
+from speculators.layers.decoder import Attention
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
     config, width = head.config, head.config.target_hidden_size
     if tuple(target.tap_layers) != tuple(config.tap_layers):
         raise ConfigError(
-            f"initialise_from: the target taps layers {list(target.tap_layers)}, the head reads "
-            f"{list(config.tap_layers)}; load the target with the head's tap_layers"
+            f"initialise_from: the target taps layers {list(target.tap_layers)}; load it with the"
+            f" head's, {list(config.tap_layers)}"
         )
     scale = torch.ones(len(config.tap_layers), 1, device=target.device)
     if not (config.norm_before_fc or config.fc_norm):
@@ -76,23 +77,21 @@ def start_from_least_squares(
     layer.
 
     With n(x) = x / rms(x), s_t = fc(taps_t) and y_t the target's last state before its norm's
-    weight, the fit is one
-    matrix [G; B] with  n(s_t) G + n(e_{t+1}) B ≈ y_{t+1}  at depth 0, and deeper the same on its
-                        own results in place
-    of s. The residual stream carries n(s); what is left, G - 1 and B, goes through the values of
-    attention heads that look at their own slot. The last group of heads instead looks for the slot
-    behind an earlier occurrence of the newest token and writes the token that followed there.
-    (Recursion: EAGLE-3's training-time test, arXiv 2503.01840; copying circuit: Olsson et al.,
-    arXiv 2209.11895.)"""
+    weight, the fit is one matrix [G; B] with n(s_t) G + n(e_{t+1}) B ≈ y_{t+1} at depth 0, and
+    deeper the same on its own results in place of s. The residual stream carries n(s); what is
+    left, G - 1 and B, goes through the values of attention heads that look at their own slot. The
+    last group of heads instead looks for the slot behind an earlier occurrence of the newest token
+    and writes the token that followed there. (Recursion: EAGLE-3's training-time test, arXiv
+    2503.01840; copying circuit: Olsson et al., arXiv 2209.11895.)"""
     config, first = head.config, head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
         raise ConfigError(
-            "a start from least squares needs norm_before_residual and the target's hidden_size; "
-            "set drafter.norm_before_residual: true, or drafter.init: taps"
+            "drafter.init: least_squares needs norm_before_residual: true and the target's"
+            " hidden_size; set drafter.init: taps"
         )
     start_from_taps(head, target)
     scale = target.final_norm_weight
-    taps, states, embeds = _terms(head, target, features, scale)
+    taps, states, embeds = _terms(head, features, scale)
     H = config.hidden_size
     P, step = _recursion(taps, states, embeds, scale if config.norm_output else None)
     B, G = step[H:], step[:H] - torch.eye(H, device=step.device)
@@ -111,19 +110,14 @@ def start_from_least_squares(
 
 
 def _terms(
-    head: DecoderChain,
-    target: FrozenTarget,
-    features: Sequence[TargetFeatures],
-    scale: Tensor | None,
+    head: DecoderChain, features: Sequence[TargetFeatures], scale: Tensor | None
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """For slots with a term at every depth: the input of `fc` [N, F], and for DEPTHS + 1 positions
     from each slot on the target's states y [N, H] and normed token embeddings [N, H]."""
     taps, states, embeds = [], [[] for _ in range(DEPTHS + 1)], [[] for _ in range(DEPTHS + 1)]
     for f in features:
         T = f.input_ids.shape[1]
-        chosen = torch.stack([valid_terms(f, depth + 2) for depth in range(DEPTHS)]).all(
-            0
-        )  # [B, T]
+        chosen = torch.stack([valid_terms(f, depth + 2) for depth in range(DEPTHS)]).all(0)
         chosen[:, T - DEPTHS - 1 :] = False
         rows, slots = chosen.nonzero(as_tuple=True)
         taps.append(head.read_taps(f.taps[rows, slots].to(head.fc.weight.dtype)))
@@ -133,9 +127,7 @@ def _terms(
             embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
     found = torch.cat(taps)
     if len(found) == 0:
-        raise ConfigError(
-            "a start from least squares needs responses of a few tokens; set drafter.init: taps"
-        )
+        raise ConfigError("drafter.init: least_squares needs responses of a few tokens; set taps")
     y = [torch.cat(each) for each in states]
     if scale is None:  # any architecture's: of unit size on the whole
         size = y[0].square().mean().sqrt()
@@ -162,13 +154,12 @@ def _recursion(
             inputs.append(torch.cat([state, embeds[k + 1]], 1))
             state = fed(inputs[-1] @ step)
         step = ridge(torch.cat(inputs), torch.cat(states[1:]))
-        # of the states that are nearly as good to feed, the one that predicts best: min |sG + eB -
-        # y|² + |s - s₀|²/10
+        # of states that are nearly as good to feed, the one that predicts best:
+        # min |sG + eB - y|² + |s - s₀|²/10
         G, B = step[:H], step[H:]
         best = ridge(taps, states[1] - embeds[1] @ B)  # [F, H]
-        P = torch.linalg.solve(
-            G @ G.T + 0.1 * torch.eye(H, device=G.device), (best @ G.T + 0.1 * direct).T
-        ).T
+        near = G @ G.T + 0.1 * torch.eye(H, device=G.device)
+        P = torch.linalg.solve(near, (best @ G.T + 0.1 * direct).T).T
     return P / (taps @ P).square().mean().sqrt(), step
 
 
@@ -186,24 +177,25 @@ def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor
 def _attend_to_own_slot(head: DecoderChain, groups: int) -> None:
     """Queries and keys of the first `groups` are the same projection of the newest token's
     embedding."""
-    attention, config = head.layers[0].self_attn, head.config
-    D, H, repeat = (
-        config.head_dim,
-        config.hidden_size,
-        config.num_attention_heads // config.num_key_value_heads,
-    )
+    attention, D, H, repeat = _sizes(head)
     size = math.sqrt(OWN_SLOT_SCORE / (H * math.sqrt(D)))
     attention.q_proj.weight.zero_()
     attention.k_proj.weight.zero_()
     for group in range(groups):
         key = torch.randn(D, H, device=attention.k_proj.weight.device) * size
+        queries = slice(group * repeat * D, (group + 1) * repeat * D)
         attention.k_proj.weight[group * D : (group + 1) * D, :H] = key
-        attention.q_proj.weight[group * repeat * D : (group + 1) * repeat * D, :H] = key.repeat(
-            repeat, 1
-        )
+        attention.q_proj.weight[queries, :H] = key.repeat(repeat, 1)
 
 
-def _write_linear(attention, matrix: Tensor, groups: int) -> None:
+def _sizes(head: DecoderChain) -> tuple[Attention, int, int, int]:
+    """The first layer's attention, width of a head, width of a state, heads of a group."""
+    attention = head.layers[0].self_attn
+    repeat = attention.heads // attention.kv_heads
+    return attention, attention.head_dim, head.config.hidden_size, repeat
+
+
+def _write_linear(attention: Attention, matrix: Tensor, groups: int) -> None:
     """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups, at the
     best rank they have."""
     D, repeat = attention.head_dim, attention.heads // attention.kv_heads
@@ -217,9 +209,8 @@ def _write_linear(attention, matrix: Tensor, groups: int) -> None:
     written[:, :rank] = (root[:, None] * Vh[:rank]).T
     for group in range(groups):  # the heads of a group share its values, and the work
         block = written[:, group * D : (group + 1) * D] / repeat
-        attention.o_proj.weight[:, group * repeat * D : (group + 1) * repeat * D] = block.repeat(
-            1, repeat
-        )
+        heads = slice(group * repeat * D, (group + 1) * repeat * D)
+        attention.o_proj.weight[:, heads] = block.repeat(1, repeat)
 
 
 def _copy(
@@ -230,19 +221,11 @@ def _copy(
 
     identity [H, H] reads a slot's own token from its state. Matching uses rotary pairs that hardly
     turn within COPY_REACH tokens: it is about what a token is, not where."""
-    attention, config = head.layers[0].self_attn, head.config
-    D, H, repeat = (
-        config.head_dim,
-        config.hidden_size,
-        config.num_attention_heads // config.num_key_value_heads,
-    )
+    attention, D, H, repeat = _sizes(head)
     device, half = identity.device, D // 2
     slow = (head.positions.rotary_emb.inv_freq * COPY_REACH <= 1).nonzero()[:, 0].to(device)
-    slow = (
-        slow
-        if len(slow) >= min(8, half)
-        else torch.arange(half - min(8, half), half, device=device)
-    )
+    least = min(8, half)
+    slow = slow if len(slow) >= least else torch.arange(half - least, half, device=device)
     places = torch.cat([slow, slow + half])[:H]
     match = torch.linalg.qr(torch.randn(H, len(places), device=device)).Q.T  # [m, H]
     match = match * math.sqrt(COPY_SCORE * math.sqrt(D) / len(places))

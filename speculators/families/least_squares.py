@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-3  # of the mean square of the inputs
-LEAST_TERMS = (
-    8_192  # terms that a fit should see; more than there are unknowns where the target is wide
-)
+LEAST_TERMS = 8_192  # that a fit should see
 
 
 def terms_for(inputs: int) -> int:
@@ -35,10 +33,8 @@ def reduced_rank(inputs: Tensor, matrix: Tensor, rank: int) -> tuple[Tensor, Ten
     factor = torch.linalg.cholesky(gram)
     U, S, Vh = torch.linalg.svd(factor.T @ matrix, full_matrices=False)
     rank = min(rank, len(S))
-    return (
-        torch.linalg.solve_triangular(factor.T, U[:, :rank], upper=True),
-        S[:rank, None] * Vh[:rank],
-    )
+    first = torch.linalg.solve_triangular(factor.T, U[:, :rank], upper=True)
+    return first, S[:rank, None] * Vh[:rank]
 
 
 def unit(x: Tensor) -> Tensor:

@@ -10,24 +10,30 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.drafter import valid_terms
+from speculators.drafter import Samples, valid_terms
 from speculators.families.attention_free import SlotwiseDrafter
 from speculators.families.least_squares import ridge, terms_for
 from speculators.options import DrafterOptions, PositiveInt
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
-class MedusaConfig(DrafterConfig):
+class MedusaShape(BaseModel):
     """How many heads, and what each is."""
 
-    num_heads: int = Field(5, ge=1, description="heads, each for one depth")
+    num_heads: int = Field(5, ge=1, description="heads, each drafts one token")
     num_layers: int = Field(1, ge=1, description="residual blocks of a head")
-    fc_bias: bool = Field(True, description="the blocks have a bias")
-    shared_lm_head: bool = Field(False, description="one vocabulary projection for all heads")
+    fc_bias: bool = Field(True, description="the blocks have a bias, as the published heads have")
+    shared_lm_head: bool = Field(
+        False, description="one vocabulary projection for all heads, which is most of their size"
+    )
+
+
+class MedusaConfig(MedusaShape, DrafterConfig):
+    """The heads."""
 
     @property
     def projections(self) -> int:
@@ -38,28 +44,19 @@ class MedusaConfig(DrafterConfig):
         return self.num_heads
 
     def describe(self) -> str:
-        return (
-            f"{self.num_heads} heads of {self.num_layers} block(s), {self.projections} vocabulary"
-            " projection(s)"
-        )
+        heads = f"{self.num_heads} heads of {self.num_layers} block(s)"
+        return f"{heads}, {self.projections} vocabulary projection(s)"
 
 
-class MedusaOptions(DrafterOptions):
+class MedusaOptions(MedusaShape, DrafterOptions):
     """The trained heads."""
 
-    num_heads: PositiveInt = Field(5, description="heads, each drafts one token")
-    num_layers: PositiveInt = Field(1, description="residual blocks of a head")
-    fc_bias: bool = Field(True, description="give the blocks a bias, as the published heads have")
-    shared_lm_head: bool = Field(
-        False, description="one vocabulary projection for all heads, which is most of their size"
-    )
     unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
     init: Literal["target", "least_squares"] = Field(
         "target",
         description=(
-            "projections start as the target's, or as the target's after the best linear map from a"
-            " state to the one to be predicted, which saves a briefly trained head most of its"
-            " steps"
+            "projections start as the target's, alone or after the best linear map from a state to"
+            " the one to be predicted, for short trainings"
         ),
     )
 
@@ -99,10 +96,7 @@ class Medusa(SlotwiseDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Medusa:
         """Blocks begin as the identity and projections as the target's, or with `features` as the
         target's after the ridge regression of the state of t + 1 + k on that of t."""

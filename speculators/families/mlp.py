@@ -14,7 +14,6 @@ without its prefix; tensors that are tied are kept once."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,10 +21,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
+from speculators.drafter import Samples
 from speculators.families.attention_free import SlotwiseDrafter
 from speculators.layers.decoder import RMSNorm
 from speculators.options import DrafterOptions, PositiveInt
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget
 
 EPS = 1e-6  # of the published norms; their config.json has no field for it
 
@@ -52,10 +52,7 @@ class MLPConfig(DrafterConfig):
     @model_validator(mode="after")
     def _something_to_tie(self) -> Self:
         if self.tie_weights and self.n_predict < 2:
-            raise ValueError(
-                "tie_weights shares tensors between heads, and n_predict is 1; set one of them"
-                " otherwise"
-            )
+            raise ValueError("tie_weights shares tensors between heads, and n_predict is 1")
         return self
 
     @property
@@ -71,18 +68,14 @@ class MLPOptions(DrafterOptions):
     """The trained head. Its first projection reads the target's last hidden state."""
 
     n_predict: PositiveInt = Field(
-        3,
-        description="heads, each for one depth: no more tokens than that can be drafted per round",
+        3, description="heads, each for one depth; no more tokens are drafted in a round"
     )
     inner_dim: PositiveInt | None = Field(
         None, description="width of the state, the embeddings and the heads; null: the target's"
     )
     tie_weights: bool = Field(
         True,
-        description=(
-            "all depths share one embedding, head, norm and later projection; about 1/n_predict the"
-            " size"
-        ),
+        description="all depths share one embedding, head, norm and later projection",
     )
     scale_input: bool = Field(
         True, description="norm the target's state first; targets differ in how large theirs are"
@@ -104,13 +97,11 @@ class MLPOptions(DrafterOptions):
     def _heads_there_are(self) -> Self:
         if self.unroll_steps > self.n_predict:
             raise ValueError(
-                f"unroll_steps ({self.unroll_steps}) is above n_predict ({self.n_predict}): a depth"
-                " without a head cannot be trained; raise n_predict or leave unroll_steps out"
+                f"unroll_steps ({self.unroll_steps}) is above n_predict ({self.n_predict}), the"
+                " number of heads"
             )
         if self.init_from is not None and "n_predict" not in self.model_fields_set:
-            raise ValueError(
-                "n_predict is missing: say how many heads the drafter of init_from has"
-            )
+            raise ValueError("n_predict: say how many heads the drafter of init_from has")
         return self
 
 
@@ -132,11 +123,7 @@ class MLPSpeculator(SlotwiseDrafter):
     options = MLPOptions
     defaults: ClassVar[dict[str, Any]] = {
         "position_weights": {"uniform": True},
-        "training": {
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "max_grad_norm": 1.0,
-        },
+        "training": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0},
         "evaluation": {"num_speculative_tokens": 3},
     }
     short_training: ClassVar[dict[str, Any]] = {"learning_rate": 5e-3, "warmup_ratio": 0.04}
@@ -164,10 +151,7 @@ class MLPSpeculator(SlotwiseDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> MLPSpeculator:
         """The published start, on whose scale the weights of state and embedding rest: deviation
         1/sqrt(width)."""
@@ -186,9 +170,8 @@ class MLPSpeculator(SlotwiseDrafter):
 
     def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
         """s_{depth-1} [N, H or width] and tokens [N] -> s_depth [N, width]."""
-        mixed = self.state_weight * _of(self.proj, depth)(state) + self.emb_weight * _of(
-            self.emb, depth
-        )(token_ids)
+        mixed = self.state_weight * _of(self.proj, depth)(state)
+        mixed = mixed + self.emb_weight * _of(self.emb, depth)(token_ids)
         return nn.functional.gelu(_of(self.ln, depth)(mixed))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:

@@ -18,24 +18,19 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DecoderConfig, TargetShape
+from speculators.drafter import Samples
 from speculators.errors import ConfigError
 from speculators.families.autoregressive import ChainDrafter
 from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
 from speculators.layers.target_layer import BorrowedLayer, layer_fields
 from speculators.options import DrafterOptions, PositiveInt, Text
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from speculators.target.frozen_target import FrozenTarget
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use
 # what vLLM takes from the target for the mimo layout, whatever the module's own config.json says
-SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES += ("rms_norm_eps", "rope_parameters")
 PROBE_TOKENS = 64  # on which the start of the final norm is fitted
 
 
@@ -63,10 +58,7 @@ class MtpConfig(DecoderConfig):
     )
     target_fields: dict[str, Any] | None = Field(
         None,
-        description=(
-            "the target's configuration, where the layer is of its kind"
-            " (borrowed_layer.layer_fields)"
-        ),
+        description="the target's configuration (`layer_fields`), where the layer is of its kind",
     )
 
     @property
@@ -91,23 +83,19 @@ class MtpConfig(DecoderConfig):
     def _fits(self) -> Self:
         taps = (self.num_target_layers,) if self.hidden_state == "residual" else ()
         if self.tap_layers != taps:
-            raise ValueError(
-                f"tap_layers {list(self.tap_layers)}: hidden_state {self.hidden_state} reads"
-                f" {list(taps)}"
-            )
-        fixed = dict(
-            num_layers=1, qk_norm=False, own_embeddings=False, draft_vocab_size=self.vocab_size
-        )
-        fixed["hidden_size"] = self.target_hidden_size
-        for name, only in fixed.items():
+            raise ValueError(f"tap_layers: hidden_state {self.hidden_state} reads {list(taps)}")
+        for name, only in {
+            "num_layers": 1,
+            "qk_norm": False,
+            "own_embeddings": False,
+            "draft_vocab_size": self.vocab_size,
+            "hidden_size": self.target_hidden_size,
+        }.items():
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)}; an MTP module has {only}")
         found = (self.target_fields or {}).get("model_type")
         if self.layout in BORROWED and found != self.layout:
-            raise ValueError(
-                f"layout {self.layout} needs a target of model_type {self.layout}, this one's is"
-                f" {found}; use mimo"
-            )
+            raise ValueError(f"layout {self.layout}: the target's model_type is {found}; use mimo")
         return self
 
     @classmethod
@@ -118,38 +106,32 @@ class MtpConfig(DecoderConfig):
         if turned != 1 and not own:
             raise ConfigError(
                 f"drafter of family mtp: target {target.name_or_path!r} rotates {turned:g} of each"
-                " head, and vLLM would rotate an added module likewise, which this one does not;"
-                " use another family, such as eagle3"
+                " head, as vLLM would an added module; use another family, such as eagle3"
             )
         return super().for_target(target, family) | dict(
             layout=c.model_type if own else "mimo",
             target_fields=layer_fields(c) if own else None,
-            head_dim=c.hidden_size
-            // c.num_attention_heads,  # as vLLM divides, whatever the target's own head is
+            # as vLLM divides, whatever the target's own head is
+            head_dim=c.hidden_size // c.num_attention_heads,
         )
 
     def describe(self) -> str:
         kind = f"one {self.layout} layer" if self.target_fields else super().describe()
-        return (
-            f"{kind}; reads the state {'after' if self.hidden_state == 'normed' else 'before'} the"
-            " final norm"
-        )
+        read = "after" if self.hidden_state == "normed" else "before"
+        return f"{kind}; reads the state {read} the final norm"
 
 
 class MtpOptions(DrafterOptions):
     """The trained module. Its sizes are the target's."""
 
     layout: LayoutName | None = Field(
-        None,
-        description=(
-            "wiring and names; null: the target's own kind if it is one of these, else mimo"
-        ),
+        None, description="wiring and names; null: the target's own kind if it has one, else mimo"
     )
     hidden_state: Literal["normed", "residual"] | None = Field(
         None,
         description=(
             "the target's state that the module reads, after or before the final norm; null:"
-            " normed, which is what vLLM hands over (before the norm by MiMo's own targets only)"
+            " normed, as vLLM hands it over but for MiMo's own targets"
         ),
     )
     unroll_steps: PositiveInt = Field(
@@ -158,8 +140,8 @@ class MtpOptions(DrafterOptions):
     init_from: Text | None = Field(
         None,
         description=(
-            "exported module (directory or id) to start from, or `target`: the one in the target's"
-            " own folder; null: a new one"
+            "exported module (directory or id), or `target`: the one in the target's folder; null:"
+            " a new one"
         ),
     )
 
@@ -206,10 +188,8 @@ class Mtp(ChainDrafter):
         for name, expected in target_sizes(target, self.config.layout).items():
             if (found := getattr(self.config, name)) != expected:
                 raise ConfigError(
-                    f"drafter of family mtp: {name} is {found}, but an MTP module"
-                    f" ({self.config.layout} layout) for target {target.name_or_path!r} has"
-                    f" {expected}: its layer follows the target's configuration, not its own; use"
-                    " the target it was made for"
+                    f"drafter of family mtp: {name} is {found}, but an MTP module for target"
+                    f" {target.name_or_path!r} has {expected}; use the target it was made for"
                 )
         return self
 
@@ -227,10 +207,7 @@ class Mtp(ChainDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: MtpOptions | None = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Mtp:
         """The target's state passes through, so that a new module says what the target just said,
         one token late. The final norm's weight is fitted channel by channel to give that state back
@@ -242,9 +219,8 @@ class Mtp(ChainDrafter):
         self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
         if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
             raise ConfigError(
-                f"initialise_from: the target taps layers {list(target.tap_layers)}, the module"
-                f" reads {list(self.config.tap_layers)}; load the target with the module's"
-                " tap_layers"
+                f"initialise_from: the target taps layers {list(target.tap_layers)}; load it with"
+                f" the module's, {list(self.config.tap_layers)}"
             )
         ids = torch.arange(PROBE_TOKENS, device=target.device)[None] * 7919 % target.vocab_size
         taps, last = target(ids)

@@ -22,12 +22,8 @@ from speculators.precision import on_device
 class PEagleConfig(Eagle3Config):
     """EAGLE-3's head, and what a slot without a known token holds."""
 
-    num_depths: int = Field(
-        ge=1, description="depths trained, which are the tokens drafted at most"
-    )
-    mask_token_id: int = Field(
-        ge=0, description="token whose embedding fills the slots without a known token"
-    )
+    num_depths: int = Field(ge=1, description="depths trained, and tokens drafted at most")
+    mask_token_id: int = Field(ge=0, description="token whose embedding fills unknown slots")
 
     @property
     def max_drafts(self) -> int:
@@ -40,9 +36,7 @@ class PEagleConfig(Eagle3Config):
 class PEagleOptions(Eagle3Options):
     """The trained head. Sizes left null are the target's own."""
 
-    num_depths: PositiveInt = Field(
-        8, description="depths trained, which are the tokens drafted at most"
-    )
+    num_depths: PositiveInt = Field(8, description="depths trained, and tokens drafted at most")
     unroll_steps: PositiveInt = Field(8, description="depths trained; left out, all of num_depths")
     mask_token_id: Count | None = Field(
         None,
@@ -62,13 +56,10 @@ class PEagleOptions(Eagle3Options):
     @model_validator(mode="before")
     @classmethod
     def _all_depths(cls, value: Any) -> Any:
-        if (
-            isinstance(value, dict)
-            and value.get("unroll_steps") is None
-            and isinstance(value.get("num_depths"), int)
-        ):
-            value = {**value, "unroll_steps": value["num_depths"]}
-        return value
+        if not isinstance(value, dict) or value.get("unroll_steps") is not None:
+            return value
+        depths = value.get("num_depths")
+        return {**value, "unroll_steps": depths} if isinstance(depths, int) else value
 
 
 class PEagle(Eagle3):
@@ -86,10 +77,7 @@ class PEagle(Eagle3):
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
-        self.mask_hidden = nn.Parameter(
-            torch.empty(len(config.tap_layers) * config.target_hidden_size)
-        )
-        nn.init.normal_(self.mask_hidden)
+        self.mask_hidden = nn.Parameter(torch.randn(self.fc.in_features))
         self.cod_ratio, self.cod_floor = 1.0, 1.0
 
     def prepare_training(self, options: PEagleOptions) -> PEagle:
@@ -145,9 +133,8 @@ class PEagle(Eagle3):
         true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)
         known = place < true  # [b, M + k - 1]
-        ids = nn.functional.pad(token_ids, (0, k - 1)).masked_fill(
-            ~known, self.config.mask_token_id
-        )
+        ids = nn.functional.pad(token_ids, (0, k - 1))
+        ids = ids.masked_fill(~known, self.config.mask_token_id)
         state = nn.functional.pad(self.first_state(inputs.taps, None), (0, 0, 0, k - 1))
         state = torch.where(known[..., None], state, self._unknown())
         states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)

@@ -21,9 +21,8 @@ from speculators.errors import ConfigError
 from speculators.layers.frozen_linear import FrozenLinear
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
-Attend = Callable[
-    [Tensor, Tensor, Tensor, float], Tensor
-]  # query, key, value, scale -> [B, h, T, d]
+# query, key, value, scale -> [B, h, T, d]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -41,15 +40,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, inputs: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, bias = config.head_dim, config.attention_bias
         self.scale = config.head_dim**-0.5
-        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=config.attention_bias)
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -69,10 +65,8 @@ class Attention(nn.Module):
         if queries is not None:
             return self._project_some(x, rotary, queries)
         if self.fused is None:
-            q, k, v = (
-                part(x).view(B, T, -1, self.head_dim)
-                for part in (self.q_proj, self.k_proj, self.v_proj)
-            )
+            parts = (self.q_proj, self.k_proj, self.v_proj)
+            q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in parts)
             if self.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             qk = torch.cat([q, k], dim=2)
@@ -89,11 +83,9 @@ class Attention(nn.Module):
     def join_norms(self) -> None:
         """Of a fused projection: one weight for the norms of queries and keys."""
         if self.qk_norm and self.fused is not None:
-            norms = (
-                self.q_norm.weight.expand(self.heads, -1),
-                self.k_norm.weight.expand(self.kv_heads, -1),
-            )
-            self.qk_weight = torch.cat(norms).to(self.q_proj.weight.dtype)
+            q = self.q_norm.weight.expand(self.heads, -1)
+            k = self.k_norm.weight.expand(self.kv_heads, -1)
+            self.qk_weight = torch.cat([q, k]).to(self.q_proj.weight.dtype)
 
     def context_projections(self) -> tuple[nn.Linear, nn.Linear]:
         """The projections to keys and values, which a block family reads the context with."""
@@ -102,10 +94,7 @@ class Attention(nn.Module):
     def rotated_context(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """[B, T, 2·g·d], the outputs of `context_projections` one behind the other -> rotated keys
         and values [B, g, T, d]."""
-        k, v = (
-            part.unflatten(-1, (self.kv_heads, self.head_dim))
-            for part in projected.chunk(2, dim=-1)
-        )
+        k, v = projected.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         k = self.k_norm(k) if self.qk_norm else k
         return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
 
@@ -117,11 +106,8 @@ class Attention(nn.Module):
         k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = rotary
-        q = _rotated(
-            q.transpose(1, 2),
-            (at_slots(cos.expand(B, -1, -1), queries), at_slots(sin.expand(B, -1, -1), queries)),
-        )
+        asked = tuple(at_slots(x.expand(B, -1, -1), queries) for x in rotary)
+        q = _rotated(q.transpose(1, 2), asked)
         k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
         return q.to(v.dtype), k.to(v.dtype), v
 
@@ -132,9 +118,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if config.hidden_act not in ACT2FN:
-            raise ConfigError(
-                f"drafter: hidden_act {config.hidden_act!r} is not one of transformers' activations"
-            )
+            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not transformers'")
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
@@ -184,9 +168,8 @@ class DecoderLayer(nn.Module):
         queries: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, inputs], what the projections read; residual [B, T, H]."""
-        attended = attend(
-            *self.self_attn.project(x, rotary, queries), self.self_attn.scale
-        )  # [B, h, T or M, d]
+        projected = self.self_attn.project(x, rotary, queries)
+        attended = attend(*projected, self.self_attn.scale)  # [B, h, T or M, d]
         if queries is not None:
             residual = at_slots(residual, queries)
             if not queries.shape[1]:
@@ -203,9 +186,9 @@ class DecoderLayer(nn.Module):
         if always or FrozenLinear.worth_joining(*qkv):
             a.fused = FrozenLinear(*qkv, shared=shared, packs=packs)
             a.join_norms()
-        if isinstance(m, GatedMLP) and (
-            always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj)
-        ):
+        if not isinstance(m, GatedMLP):
+            return
+        if always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj):
             m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:
@@ -217,15 +200,11 @@ class ExactBuffers(nn.Module):
     biases of a router."""
 
     def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:
-        exact = [
-            (each, name, b)
-            for each in self.modules()
-            for name, b in each._buffers.items()
-            if b is not None
-        ]
+        exact = dict(self.named_buffers(remove_duplicate=False))
         super()._apply(fn, *args, **kwargs)
-        for each, name, before in exact:
-            each._buffers[name] = before.to(each._buffers[name].device)
+        for name, now in dict(self.named_buffers(remove_duplicate=False)).items():
+            parent, _, buffer = name.rpartition(".")
+            self.get_submodule(parent)._buffers[buffer] = exact[name].to(now.device)
         return self
 
 
@@ -244,22 +223,12 @@ class RotaryTable(ExactBuffers):
 
     def lookup(self, position_ids: Tensor, length: int, like: Tensor) -> Rotary:
         """The same for positions below `length`, looked up where they depend on nothing else."""
-        if self.rotary_emb.rope_type in (
-            "dynamic",
-            "longrope",
-        ):  # these change with the length of the text
+        if self.rotary_emb.rope_type in ("dynamic", "longrope"):  # they change with the length
             return self.rotary_emb(like, position_ids)
-        table = self._table
-        if (
-            table is None
-            or table.shape[0] < length
-            or table.dtype != like.dtype
-            or table.device != like.device
-        ):
-            table = torch.cat(
-                self.rotary_emb(like, torch.arange(length, device=like.device)[None]), -1
-            )[0]
-            self._table = table
+        table, kind = self._table, (like.dtype, like.device)
+        if table is None or len(table) < length or (table.dtype, table.device) != kind:
+            every = torch.arange(length, device=like.device)[None]
+            self._table = table = torch.cat(self.rotary_emb(like, every), -1)[0]
         cos, sin = torch.embedding(table, position_ids).chunk(2, -1)
         return cos, sin
 

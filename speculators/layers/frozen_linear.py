@@ -11,9 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-MOST_JOINED = (
-    64 << 20
-)  # bytes of weights; reading more takes so long that the calls saved are nothing
+MOST_JOINED = 64 << 20  # bytes of weights; reading more takes longer than the calls saved
 MOST_PACKED = 2 << 30  # bytes of a target's weights that are packed, which holds them twice
 _OPS = torch.ops.mkldnn
 _WANTED = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
@@ -56,9 +54,8 @@ class FrozenLinear:
             and not torch.compiler.is_compiling()  # which takes no packed weight
         ):
             return PACKED_PRODUCT(x, self.packed, self.bias, "none", [], "")
-        shape = (
-            x.shape
-        )  # made 2-d, since a strided batch of one would use bmm, which takes four times as long
+        # Made 2-d, since a strided batch of one would use bmm, which takes four times as long.
+        shape = x.shape
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         out = nn.functional.linear(rows, self.weight, self.bias)
         return out if len(shape) == 2 else out.view(*shape[:-1], self.weight.shape[0])
@@ -81,23 +78,20 @@ def _linears(module: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    return (
-        torch.cat([each.detach() for each in tensors]) if len(tensors) > 1 else tensors[0].detach()
-    )
+    kept = [each.detach() for each in tensors]
+    return torch.cat(kept) if len(kept) > 1 else kept[0]
 
 
 def _moved_together(tensors: list[Tensor]) -> Tensor:
     """All of them as one, of which they become views: what is written to either is in both."""
     first, end = tensors[0], tensors[0].storage_offset()
-    together = True
+    memory, sizes = first.untyped_storage().data_ptr(), [each.shape[0] for each in tensors]
     for each in tensors:
-        at, storage = each.storage_offset(), each.untyped_storage().data_ptr()
-        together &= (
-            each.is_contiguous() and at == end and storage == first.untyped_storage().data_ptr()
-        )
-        end = at + each.numel()
-    sizes = [each.shape[0] for each in tensors]
-    if together:
+        lies = each.storage_offset() == end and each.untyped_storage().data_ptr() == memory
+        if not (lies and each.is_contiguous()):
+            break
+        end += each.numel()
+    else:
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
     with torch.inference_mode(False), torch.no_grad():
         whole = torch.cat([each.detach() for each in tensors])

@@ -21,14 +21,9 @@ from speculators.layers.decoder import Attend
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison
-PLAIN = {
-    "is_causal",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "sliding_window",
-    "output_attentions",
-}  # arguments without effect on the result
+# arguments without effect on the result
+PLAIN = {"is_causal", "position_ids", "cache_position", "use_cache", "sliding_window"}
+PLAIN |= {"output_attentions"}
 
 
 def grouped_attention(
@@ -45,9 +40,7 @@ def grouped_attention(
     d]."""
     h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
-    whole = (T == 1 and attention_mask is None) or (
-        attention_mask is not None and attention_mask.shape[1:2] == (1,)
-    )
+    whole = T == 1 if attention_mask is None else attention_mask.shape[1:2] == (1,)
     if not shares_keys(T, query.device) or groups == h or not whole or dropout or changing:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
@@ -65,10 +58,8 @@ def attend_grouped(
     d]."""
     B, h, T, d = query.shape
     side_by_side = query.reshape(B, key.shape[1], h // key.shape[1] * T, d)
-    attended = nn.functional.scaled_dot_product_attention(
-        side_by_side, key, value, repeated_mask, scale=scale
-    )
-    return attended.view(B, h, T, d)
+    attend = nn.functional.scaled_dot_product_attention
+    return attend(side_by_side, key, value, repeated_mask, scale=scale).view(B, h, T, d)
 
 
 def repeat_mask(mask: Tensor, repeat: int) -> Tensor:

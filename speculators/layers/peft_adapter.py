@@ -16,9 +16,8 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.hub import split_revision
 
 CONFIG = "adapter_config.json"
-_WRAPPER = re.compile(
-    r"(?<=\.)(base_layer|modules_to_save\.default)\."
-)  # what peft puts around a module it changes
+# what peft puts around a module it changes
+_WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")
 _REPLACED = ".original_module."  # a module that is trained whole, as it was
 
 
@@ -62,15 +61,14 @@ class Adapter:
     def __init__(
         self, model: PreTrainedModel, fields: Mapping[str, Any], base: str | None = None
     ) -> None:
-        self._add(model, check_adapter(fields), base, f"a {model.config.model_type} model")
-
-    def _add(self, model: Any, config: Any, base: str | None, what: str) -> None:
+        """`base`: the model's folder or id, for what `save` writes."""
         from peft import get_peft_model
 
+        config, kind = check_adapter(fields), model.config.model_type
         try:
-            self.peft = get_peft_model(model, config)
+            self.peft: Any = get_peft_model(model, config)
         except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"peft: this adapter does not fit {what}: {error}") from error
+            raise ConfigError(f"peft: this adapter does not fit a {kind} model: {error}") from error
         if base is not None:
             base, config.revision = split_revision(base)
         config.base_model_name_or_path = base
@@ -93,24 +91,18 @@ class Adapter:
 
     def merged_state(self) -> dict[str, Tensor]:
         """Copies of the model's own tensors under their own names, with the adapter added."""
-        before, prefix = (
-            self.merged,
-            self.peft.base_model.prefix,
-        )  # how peft's names of its own tensors begin
+        before = self.merged
         self.merge()
         try:
             state = self.peft.get_base_model().state_dict()
+            not_its_own = (self.peft.base_model.prefix, _REPLACED)  # peft's tensors
             own = {
-                name: tensor
+                _WRAPPER.sub("", name): tensor
                 for name, tensor in state.items()
-                if prefix not in name and _REPLACED not in name
+                if not any(part in name for part in not_its_own)
             }
-            copies = {
-                tensor.data_ptr(): tensor.detach().clone() for tensor in own.values()
-            }  # tied ones stay tied
-            return {
-                _WRAPPER.sub("", name): copies[tensor.data_ptr()] for name, tensor in own.items()
-            }
+            copies = {x.data_ptr(): x.detach().clone() for x in own.values()}  # tied ones stay tied
+            return {name: copies[tensor.data_ptr()] for name, tensor in own.items()}
         finally:
             if not before:
                 self.unmerge()
@@ -135,13 +127,10 @@ def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:
         raise CheckpointError(
             f"{what} {folder}: the adapter does not fit its base model: {error}"
         ) from error
-    wanted, found = (
-        set(state)
-        for state in (get_peft_model_state_dict(adapted), load_peft_weights(str(folder), "cpu"))
-    )
-    if wanted != found:
+    expected = set(get_peft_model_state_dict(adapted))
+    if differing := expected ^ set(load_peft_weights(str(folder), "cpu")):
         raise CheckpointError(
             f"{what} {folder}: the adapter's tensors are not those of its configuration: "
-            f"{', '.join(sorted(wanted ^ found)[:3])}"
+            f"{', '.join(sorted(differing)[:3])}"
         )
     return adapted.merge_and_unload()

@@ -31,23 +31,10 @@ from speculators.layers.decoder import Attend, ExactBuffers, Rotary
 NAME = "draftsmith_attend"
 # Fields of a configuration that say nothing of a layer, and differ between a model, its folder and
 # an export.
-_ELSEWHERE = (
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "quantization_config",
-    "num_nextn_predict_layers",
-    "draftsmith",
-    "mtp_hidden_state",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "output_router_logits",
-    "initializer_range",
+_ELSEWHERE = set(
+    "_name_or_path architectures auto_map dtype torch_dtype transformers_version use_cache"
+    " quantization_config num_nextn_predict_layers draftsmith mtp_hidden_state pad_token_id"
+    " bos_token_id eos_token_id output_router_logits initializer_range".split()
 )
 
 
@@ -94,10 +81,7 @@ class BorrowedLayer(ExactBuffers):
             self.block = Qwen3NextDecoderLayer(config, 0)
             self._rotary = Qwen3NextRotaryEmbedding
         else:
-            raise ConfigError(
-                f"a layer of model_type {config.model_type!r} cannot be borrowed; expected"
-                " deepseek_v3 or qwen3_next"
-            )
+            raise ConfigError(f"model_type {config.model_type!r}: no layer of it can be borrowed")
         self._config = config
 
     def norm(self) -> nn.Module:
@@ -134,14 +118,11 @@ def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[name] = tensor
             continue
         for i, expert in enumerate(tensor):
-            pieces = (
-                dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
-                if part == "gate_up_proj"
-                else {part: expert}
-            )
-            found |= {
-                f"{stem}.experts.{i}.{piece}.weight": value for piece, value in pieces.items()
-            }
+            pieces = {part: expert}
+            if part == "gate_up_proj":
+                pieces = dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
+            for piece, value in pieces.items():
+                found[f"{stem}.experts.{i}.{piece}.weight"] = value
     return found
 
 
@@ -153,9 +134,8 @@ def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stem, _, rest = name.rpartition(".experts.")
         number, _, part = rest.partition(".")
         if stem and number.isdigit():
-            experts.setdefault(stem, {}).setdefault(int(number), {})[
-                part.removesuffix(".weight")
-            ] = tensor
+            expert = experts.setdefault(stem, {}).setdefault(int(number), {})
+            expert[part.removesuffix(".weight")] = tensor
         else:
             found[name] = tensor
     for stem, numbered in experts.items():

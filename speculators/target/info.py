@@ -43,11 +43,10 @@ class TargetSketch:
 def auto_class(config: PretrainedConfig) -> Any:
     """transformers' class that loads a model of this whole config: a causal LM, or a multimodal
     model around one."""
-    multimodal = (
-        type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-        and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+    kind = type(config)
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 def auto_class_of(model: str, **source: Any) -> Any:
@@ -74,9 +73,8 @@ def sketch_target(
     machine would use."""
     try:
         require_reachable(model, revision)
-        whole = AutoConfig.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code
-        )
+        source = {"revision": revision, "trust_remote_code": trust_remote_code}
+        whole = AutoConfig.from_pretrained(model, **source)
     except (OSError, ValueError, KeyError) as error:
         first = hub_trouble(error) or str(error).strip().partition("\n")[0]
         raise CheckpointError(

@@ -98,9 +98,8 @@ def _attend(
         keys = torch.arange(first, end, device=q.device)
         queries = torch.arange(start, end, device=q.device)[:, None]
         mask = (keys <= queries) & (keys > queries - window)
-        blocks.append(
-            attention(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end], mask, **options)
-        )
+        seen = (k[:, :, first:end], v[:, :, first:end])
+        blocks.append(attention(q[:, :, start:end], *seen, mask, **options))
     return torch.cat(blocks, dim=2)
 
 
@@ -117,10 +116,5 @@ def packed_mask(segment_ids: Tensor) -> Tensor | None:
     starts = (segments[:, 1:] != segments[:, :-1]) & (segments[:, 1:] >= 0)  # [B, T-1]
     if not bool(starts.any()):  # one text per row; padding after it needs no mask
         return None
-    same = _across(segment_ids, segment_ids, torch.eq)
-    return (same & _across(slots, slots, torch.ge))[:, None]
-
-
-def _across(queries: Tensor, keys: Tensor, compare) -> Tensor:
-    """queries, keys [B, T] -> bool [B, T (queries), T (keys)]."""
-    return compare(queries[:, :, None], keys[:, None, :])
+    same = segment_ids[:, :, None] == segment_ids[:, None]
+    return (same & (slots[:, :, None] >= slots[:, None]))[:, None]

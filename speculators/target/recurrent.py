@@ -69,9 +69,8 @@ class RecurrentLayers:
         outputs = []
         for t in range(T):
             cut = partial(_cut, shape=shape, rows=slice(0, b), slots=slice(t, t + 1))
-            outputs.append(
-                forward(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
-            )
+            named = {name: cut(value) for name, value in kwargs.items()}
+            outputs.append(forward(*map(cut, args), **named))
         if isinstance(outputs[0], Tensor):
             return torch.cat(outputs, dim=1)
         return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
@@ -135,9 +134,8 @@ class RecurrentStates:
         """Around a forward of the target over T tokens of rows [start, stop): yields the layers
         that its cache must have. fresh: the rows are empty."""
         fresh = fresh or not self._held
-        made = self._forward = _Forward(
-            start, stop, T, fresh, self._load(slice(start, stop), fresh)
-        )
+        layers = self._load(slice(start, stop), fresh)
+        made = self._forward = _Forward(start, stop, T, fresh, layers)
         made.left = set(range(start, stop))
         with self.of.recording(made.calls, (stop - start, T), fresh):
             yield made.layers
@@ -150,10 +148,7 @@ class RecurrentStates:
                 groups.setdefault(count, []).append(row)
         for count, rows in groups.items():
             if made is None or not made.left.issuperset(rows) or count > made.T:
-                raise ConfigError(
-                    f"RecurrentStates.keep: {count} tokens of rows {rows} were not in the last"
-                    " forward"
-                )
+                raise ConfigError(f"RecurrentStates.keep: {count} tokens of {rows} were not read")
             index = on_device(rows, next(_states(made.layers))[1].device)
             if count == made.T:
                 self._store(index, made.layers, index - made.start)
@@ -166,14 +161,8 @@ class RecurrentStates:
     def _again(self, made: _Forward, rows: Tensor, count: int) -> list:
         """The layers of a cache after the first `count` tokens of these rows."""
         layers = self._load(rows, made.fresh)
-        shape = made.stop - made.start, made.T
-        cut = partial(
-            _cut,
-            shape=shape,
-            rows=rows - made.start,
-            slots=slice(0, count),
-            cache=StateCache(layers),
-        )
+        own = {"rows": rows - made.start, "slots": slice(0, count), "cache": StateCache(layers)}
+        cut = partial(_cut, shape=(made.stop - made.start, made.T), **own)
         for forward, args, kwargs in made.calls:
             inputs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
             self.of.mix(forward, *inputs, (len(rows), count), made.fresh)
@@ -192,9 +181,8 @@ class RecurrentStates:
     # ------------------------------------------------------------------ memory
 
     def _load(self, rows: slice | Tensor, fresh: bool) -> list:
-        layers = [
-            LinearAttentionLayer(number_of_states=n) if n else None for n in self.of.num_states
-        ]
+        new = lambda n: LinearAttentionLayer(number_of_states=n) if n else None
+        layers = [new(n) for n in self.of.num_states]
         if not fresh:
             for (layer, kind, i), held in self._held.items():
                 made, state = layers[layer], held[rows].clone()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +35,9 @@ class TokenBytes:
     byte_tokens: frozenset[int]
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
-    """The bytes of all tokens, for byte-level vocabularies and those that mark a space by a sign
-    such as '▁'.
+def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str, size: float) -> TokenBytes:
+    """The bytes of all tokens with text and an id below `size`, for byte-level vocabularies and
+    those that mark a space by a sign such as '▁'.
 
     `whose` names the tokenizer in errors. ConfigError if a token's bytes depend on its neighbours
     (WordPiece, suffixed BPE), or if the decoder is unknown or missing."""
@@ -46,8 +45,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
     if backend is None:
         raise ConfigError(
             f"{whose} ({type(tokenizer).__name__}): no tokenizer.json, so the bytes of its tokens"
-            " are unknown; use a model with a fast tokenizer, or convert it and save a"
-            " tokenizer.json"
+            " are unknown; use a model with a fast tokenizer"
         )
     fields = json.loads(backend.to_str())
     decoder = _Decoder.read(fields, whose)
@@ -62,8 +60,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str) -> TokenBytes:
     ordinary = {id: token for token, id in vocabulary.items() if id not in special}
     text |= {id: decoder.bytes_of(token) for id, token in ordinary.items()}
     return TokenBytes(
-        text,
-        added,
+        {id: content for id, content in text.items() if id < size and content},
+        {id: content for id, content in added.items() if id < size},
         frozenset(id for id, token in ordinary.items() if decoder.byte_of(token) is not None),
     )
 
@@ -96,8 +94,7 @@ class _Decoder:
         def refuse(reason: str) -> ConfigError:
             return ConfigError(
                 f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so single tokens"
-                " have no text of their own; use a draft model with a byte-level or"
-                " sentencepiece-like tokenizer, or the target's own"
+                " have no text; use a draft model with a byte-level or sentencepiece-like tokenizer"
             )
 
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -126,7 +123,7 @@ class _Decoder:
         }
         if (bytes_by == "ByteLevel") != ("ByteLevel" in encoder):
             raise refuse(
-                "text is turned into tokens by " + (" + ".join(sorted(encoder)) or "nothing")
+                f"text is turned into tokens by {' + '.join(sorted(encoder)) or 'nothing'}"
             )
         return cls(tuple(replacements), bytes_by)
 
@@ -149,10 +146,10 @@ def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The steps of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
     if node is None:
         return []
-    inner = next(
-        (node[key] for key in ("decoders", "pretokenizers", "normalizers") if key in node), None
-    )
-    return [node] if inner is None else [step for part in inner for step in _flat(part)]
+    for key in ("decoders", "pretokenizers", "normalizers"):
+        if key in node:
+            return [step for part in node[key] for step in _flat(part)]
+    return [node]
 
 
 def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
@@ -164,45 +161,28 @@ def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerB
     embedding has a row for each target id."""
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     draft_tokens = {id: token for token, id in draft_ids.items()}
-    differences = []
-    moved = sorted(
-        token
-        for token in target_ids
-        if draft_ids.get(token, target_ids[token]) != target_ids[token]
-    )
-    if moved:
-        examples = _examples(
-            moved, lambda token: f"{token!r}: {target_ids[token]} and {draft_ids[token]}"
-        )
-        differences.append(
-            f"{len(moved):,} of {len(target_ids):,} tokens have another id in the draft model"
-            f" ({examples})"
-        )
-    for name, ids, added, other in (
-        ("target", target_ids, target.added_tokens_decoder, draft_ids),
-        ("draft model", draft_ids, draft.added_tokens_decoder, target_ids),
-    ):
-        if alone := sorted(
-            token for token, id in ids.items() if token not in other and id not in added
-        ):
-            differences.append(
-                f"{len(alone):,} tokens are only in the {name}'s ({_examples(alone, repr)})"
-            )
-    clashes = sorted(
-        token
-        for token, id in target_ids.items()
-        if token not in draft_ids and id in draft_tokens and draft_tokens[id] not in target_ids
-    )
-    if clashes:
-        pair = lambda token: (
-            f"{target_ids[token]}: {token!r} and {draft_tokens[target_ids[token]]!r}"
-        )
-        differences.append(
-            f"{len(clashes):,} ids stand for other tokens in the draft model"
-            f" ({_examples(clashes, pair)})"
-        )
-    return "; ".join(differences) or None
+    differences = {
+        "tokens have another id in the draft model": [
+            token for token, id in target_ids.items() if draft_ids.get(token, id) != id
+        ],
+        "tokens are only in the target's": _alone(target, draft_ids),
+        "tokens are only in the draft model's": _alone(draft, target_ids),
+        "ids stand for other tokens in the draft model": [
+            f"{id}: {token} and {draft_tokens[id]}"
+            for token, id in target_ids.items()
+            if token not in draft_ids and draft_tokens.get(id, token) not in target_ids
+        ],
+    }
+    found = [
+        f"{len(tokens):,} {what} ({', '.join(map(repr, sorted(tokens)[:2]))})"
+        for what, tokens in differences.items()
+        if tokens
+    ]
+    return "; ".join(found) or None
 
 
-def _examples(tokens: list[str], show: Callable[[str], str]) -> str:
-    return ", ".join(map(show, tokens[:2])) + (", …" if len(tokens) > 2 else "")
+def _alone(tokenizer: PreTrainedTokenizerBase, other: dict[str, int]) -> list[str]:
+    """Tokens that the other vocabulary lacks, added ones excepted."""
+    added = tokenizer.added_tokens_decoder
+    ids = tokenizer.get_vocab()
+    return [token for token, id in ids.items() if token not in other and id not in added]

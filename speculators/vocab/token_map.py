@@ -21,9 +21,8 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.vocab import draft_vocab as vocab
 from speculators.vocab.token_bytes import TokenBytes, token_bytes
 
-FILE = (  # below: engines take every *.safetensors beside config.json for weights
-    "token_map/model.safetensors"
-)
+# in a folder of its own: engines take every *.safetensors beside config.json for weights
+FILE = "token_map/model.safetensors"
 MIN_SHARED = 64  # text tokens: letters, digits and the space
 
 
@@ -75,19 +74,15 @@ class TokenMap:
 
         ConfigError if the bytes of a tokenizer's tokens are unknown, or if the two share almost no
         tokens."""
-        target = _within(token_bytes(target_tokenizer, "the target's tokenizer"), vocab_size)
-        draft = _within(
-            token_bytes(draft_tokenizer, "the draft model's tokenizer"), draft_vocab_size
-        )
+        target = token_bytes(target_tokenizer, "the target's tokenizer", vocab_size)
+        draft = token_bytes(draft_tokenizer, "the draft model's tokenizer", draft_vocab_size)
         shared = _shared(target, draft)
         texts = sum(id in target.text for id in shared)
         if texts < MIN_SHARED:
-            parts = [f"{texts / max(len(tokens.text), 1):.1%}" for tokens in (target, draft)]
             raise ConfigError(
                 f"the target's tokenizer ({len(target.text):,} text tokens) and the draft model's"
-                f" ({len(draft.text):,}) share {texts:,} of them, {parts[0]} of the target's and"
-                f" {parts[1]} of the draft model's: too few to draft with (at least {MIN_SHARED});"
-                " choose a draft model for the same languages"
+                f" ({len(draft.text):,}) share {texts:,}: too few to draft with (at least"
+                f" {MIN_SHARED}); choose a draft model for the same languages"
             )
         ids = {text: group[0] for text, group in _by_bytes(draft).items()}
         longest = max(map(len, ids))
@@ -114,9 +109,7 @@ class TokenMap:
         return len(self.spelling_offsets) - 1
 
     def to(self, device: torch.device | str) -> TokenMap:
-        return TokenMap(
-            **{field.name: getattr(self, field.name).to(device) for field in fields(self)}
-        )
+        return TokenMap(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def longest_row(self, tokens: int) -> int:
         """The most draft ids for this number of target tokens, with the opening."""
@@ -129,10 +122,9 @@ class TokenMap:
     def spell(self, token_ids: list[int]) -> list[int]:
         """Spells target ids in draft ids, without an opening."""
         ids = torch.tensor(token_ids, dtype=torch.long, device=self.spelling_offsets.device)
-        bounds = torch.stack(
-            [self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1
-        ).tolist()
-        return [id for start, end in bounds for id in self.spelling_ids[start:end].tolist()]
+        bounds = torch.stack([self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1)
+        pieces = [self.spelling_ids[start:end].tolist() for start, end in bounds.tolist()]
+        return [id for piece in pieces for id in piece]
 
     def spell_rows(
         self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None
@@ -143,9 +135,8 @@ class TokenMap:
         unless empty."""
         columns = torch.arange(token_ids.shape[1], device=token_ids.device)
         valid = columns < counts[:, None]  # [b, M]
-        first = (
-            torch.zeros_like(valid) if begins is None else valid & (columns == 0) & begins[:, None]
-        )
+        begins = torch.zeros_like(counts, dtype=torch.bool) if begins is None else begins
+        first = valid & (columns == 0) & begins[:, None]
         ids, _, lengths = self._spell(token_ids, valid, first)
         return ids, lengths.sum(1)
 
@@ -184,9 +175,7 @@ class TokenMap:
         total = lengths.sum(1)
         out = token_ids.new_zeros(rows, max(int(total.max()) if rows else 0, 1))
         source = torch.full_like(out, -1)
-        token = torch.repeat_interleave(
-            lengths.flatten()
-        )  # [n], which of the b·M each draft id is for
+        token = torch.repeat_interleave(lengths.flatten())  # [n], which of the b·M each id is for
         first_of = lengths.flatten().cumsum(0) - lengths.flatten()
         within = torch.arange(len(token), device=token.device) - first_of[token]
         skipped = opening.flatten()[token]
@@ -200,90 +189,54 @@ class TokenMap:
     def save(self, folder: Path) -> None:
         """Writes `FILE` below `folder`."""
         (folder / FILE).parent.mkdir(exist_ok=True)
-        tensors = {
-            field.name: getattr(self, field.name).cpu().contiguous() for field in fields(self)
-        }
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in vars(self).items()}
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, draft_vocab_size: int) -> TokenMap:
         """Reads what `save` wrote, for models with these numbers of embeddings. CheckpointError
-        lists all faults."""
+        names what is wrong."""
         path = folder / FILE
         try:
             tensors = load_file(path)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path}: not there; a draft model with its own tokenizer needs one"
+                f"{path}: {error}; a draft model with its own tokenizer needs this file"
             ) from error
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
         names = {field.name for field in fields(cls)}
-        faults = [f"{name} is missing" for name in sorted(names - set(tensors))]
-        faults += [f"{name} is unexpected" for name in sorted(set(tensors) - names)]
-        for name in sorted(names & set(tensors)):
-            if tensors[name].dtype != torch.int64 or tensors[name].ndim != 1:
-                faults.append(
-                    f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, expected int64"
-                    " in one row"
-                )
-        made = None if faults else cls(**tensors)
-        faults = faults if made is None else made._faults(vocab_size, draft_vocab_size)
-        if made is None or faults:
-            raise CheckpointError(
-                f"{path}: {len(faults)} fault(s): {'; '.join(faults)}; export the drafter again"
-            )
-        return made
+        if differing := names ^ set(tensors):
+            fault = f"{', '.join(sorted(differing))} missing or unexpected"
+        elif any(tensor.dtype != torch.int64 or tensor.ndim != 1 for tensor in tensors.values()):
+            fault = "expected int64 in one row"
+        else:
+            made = cls(**tensors)
+            fault = made._fault(vocab_size, draft_vocab_size)
+            if not fault:
+                return made
+        raise CheckpointError(f"{path}: {fault}; export the drafter again")
 
-    def _faults(self, vocab_size: int, draft_vocab_size: int) -> list[str]:
-        """Contradictions in the map, or with the sizes of the two models."""
-        offsets, faults = self.spelling_offsets, []
+    def _fault(self, vocab_size: int, draft_vocab_size: int) -> str:
+        """A contradiction in the map, or with the sizes of the two models; empty: none."""
+        offsets = self.spelling_offsets
         if self.vocab_size != vocab_size:
-            faults.append(
-                f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}"
-            )
-        if (
-            len(offsets) == 0
-            or offsets[0] != 0
-            or (offsets.diff() < 0).any()
-            or offsets[-1] != len(self.spelling_ids)
-        ):
-            return [
-                *faults,
-                f"spelling_offsets do not divide the {len(self.spelling_ids):,} spelling_ids",
-            ]
+            return f"it spells {self.vocab_size:,} target ids, the target has {vocab_size:,}"
+        rising = offsets[0] == 0 and not (offsets.diff() < 0).any()
+        if not rising or offsets[-1] != len(self.spelling_ids):
+            return f"spelling_offsets do not divide the {len(self.spelling_ids):,} spelling_ids"
         for name in ("target_ids", "draft_ids", "spelling_ids", "opening_ids"):
-            ids, size = (
-                getattr(self, name),
-                self.vocab_size if name == "target_ids" else draft_vocab_size,
-            )
+            ids: Tensor = getattr(self, name)
+            size = vocab_size if name == "target_ids" else draft_vocab_size
             if len(ids) and (ids.min() < 0 or ids.max() >= size):
-                faults.append(
-                    f"{name} run from {int(ids.min())} to {int(ids.max())} in a vocabulary of"
-                    f" {size:,}"
-                )
+                return f"{name}: {int(ids.min())} to {int(ids.max())} in a vocabulary of {size:,}"
         if (self.target_ids.diff() <= 0).any():
-            faults.append("target_ids are not ascending")
-        if len(self.draft_ids.unique()) != len(self.draft_ids):
-            faults.append("draft_ids repeat")
-        if len(self.target_ids) != len(self.draft_ids):
-            faults.append(
-                f"{len(self.target_ids):,} target_ids stand beside {len(self.draft_ids):,}"
-                " draft_ids"
-            )
-        elif not faults:
-            starts = offsets[self.target_ids]
-            single = offsets[self.target_ids + 1] - starts == 1
-            if not single.all() or (self.spelling_ids[starts] != self.draft_ids).any():
-                faults.append("shared tokens are not spelt by their draft_ids")
-        return faults
-
-
-def _within(tokens: TokenBytes, size: int) -> TokenBytes:
-    """Drops tokens beyond the embedding, and tokens without any text."""
-    text = {id: content for id, content in tokens.text.items() if id < size and content}
-    added = {id: content for id, content in tokens.added.items() if id < size}
-    return TokenBytes(text, added, tokens.byte_tokens)
+            return "target_ids are not ascending"
+        if not len(self.draft_ids.unique()) == len(self.draft_ids) == len(self.target_ids):
+            return "draft_ids repeat, or are not as many as target_ids"
+        starts = offsets[self.target_ids]
+        single = offsets[self.target_ids + 1] - starts == 1
+        if not single.all() or (self.spelling_ids[starts] != self.draft_ids).any():
+            return "shared tokens are not spelt by their draft_ids"
+        return ""
 
 
 def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
@@ -292,10 +245,9 @@ def _shared(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
 
     Among tokens of the same bytes, byte tokens come last, and lower ids first.
     """
-    mine, theirs = _by_bytes(target), _by_bytes(draft)
-    shared = {
-        a: b for text in mine.keys() & theirs.keys() for a, b in zip(mine[text], theirs[text])
-    }
+    own, theirs = _by_bytes(target), _by_bytes(draft)
+    both = own.keys() & theirs.keys()
+    shared = {a: b for text in both for a, b in zip(own[text], theirs[text])}
     taken = set(shared.values())
     counterparts = {content: id for id, content in draft.added.items() if id not in taken}
     for id, content in target.added.items():
@@ -327,9 +279,7 @@ def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
 
 def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before any text, mostly a BOS token."""
-    whole, text = (
-        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    return next(
-        (whole[:at] for at in range(len(whole)) if text and whole[at : at + len(text)] == text), []
-    )
+    whole = tokenizer("a")["input_ids"]
+    text = tokenizer("a", add_special_tokens=False)["input_ids"]
+    places = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
+    return whole[: next(places, 0)]

@@ -313,7 +313,6 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
         "cut": {"from_target": {"spread": 2}},
         "adapter": {
             "init_from": str(student),
-            "peft_export": "adapter",
             "peft": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
         },
         "intersection": {"init_from": str(student), "vocab": "intersection"},
@@ -325,7 +324,6 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     out = tmp_path / "run"
     assert json.loads((out / "acceptance.json").read_text())["summary"]["lossless_mismatches"] == 0
     config = read_drafter_config(out / "export")
-    assert config.adapter_of == (str(student) if kind == "adapter" else None)
     assert config.other_tokenizer == (kind == "intersection")
     weights = [path.read_bytes() for path in sorted((out / "export").rglob("*.safetensors"))]
     assert run(recipe, [*options, *SHORT]) == 0

@@ -212,13 +212,6 @@ def _check(contents: Contents, options: PushOptions) -> None:
     """Loads the drafter strictly. A fault is raised, or noted with `force`."""
     try:
         contents.config = read_drafter_config(contents.export, options.target_layers)
-        base = getattr(contents.config, "adapter_of", None)
-        if base is not None and repository_id(base) is None:
-            raise CheckpointError(
-                f"drafter {contents.export}: an adapter of {Path(base).name}, a folder here that"
-                " nobody else can load; export the merged model (drafter.peft_export: merged), or"
-                " train on a repository id"
-            )
         config = contents.config
         if getattr(config, "other_tokenizer", False):  # its map can be read only beside the target
             if not (contents.export / TOKEN_MAP).is_file():

@@ -263,13 +263,12 @@ def disk(plan: Outline) -> Parts:
     recipe, config = plan.recipe, plan.drafter
     dtype = recipe.export.dtype
     exported = plan.target.checkpoint_dtype if dtype == "auto" else as_dtype(dtype)
-    alone = getattr(config, "adapter_of", None) is not None  # the adapter of a draft model
     maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0
     parts = {
         "checkpoints (one kept, one being written)": 2
         * (state_bytes(plan.head) + optimizer_bytes(plan)),
         "best weights": state_bytes(plan.head),
-        "export": plan.trainable * 4 if alone else plan.parameters * exported.itemsize + maps,
+        "export": plan.parameters * exported.itemsize + maps,
         "responses": 7 * plan.supervised if recipe.regenerate.enabled else 0,  # ids as text
     }
     if recipe.features.mode == "cache":

@@ -99,24 +99,17 @@ class Layout:
     ) -> None:
         """Writes everything but config.json into an empty folder."""
         state = self.unpacked(drafter.plain().state_dict())
+        exact = lambda name: torch.float32 if name.endswith(self.exact) else dtype
         tensors = {
-            name: (
-                state[inside]
-                .detach()
-                .to("cpu", torch.float32 if name.endswith(self.exact) else dtype)
-                .contiguous()
-            )
+            name: state[inside].detach().to("cpu", exact(name)).contiguous()
             for name, (inside, _) in self.tensors(config).items()
         }
-        tensors |= {
-            name: torch.zeros(shape, dtype=dtype) for name, shape in self.zeros(config).items()
-        }
+        tensors |= {name: torch.zeros(s, dtype=dtype) for name, s in self.zeros(config).items()}
         ids = drafter.draft_to_target
         if ids is not None:
             tensors["d2t"] = to_offsets(ids.cpu())
-            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(
-                0, ids.cpu(), True
-            )
+            listed = torch.zeros(config.vocab_size, dtype=torch.bool)
+            tensors["t2d"] = listed.index_fill_(0, ids.cpu(), True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
@@ -132,12 +125,11 @@ class Layout:
         except CheckpointError as error:
             raise CheckpointError(f"drafter {folder}: {error}") from error
         refuse(self.faults(found, config), folder)
-        ids = (
-            from_offsets(found["d2t"], config.vocab_size, str(folder))
-            if config.reduced_vocabulary
-            else None
-        )
-        drafter.load_state_dict(self.state(found, config, ids), strict=True)
+        state = {inside: found[name] for name, (inside, _) in self.tensors(config).items()}
+        state = dict(self.packed(state))
+        if config.reduced_vocabulary:
+            state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
+        drafter.load_state_dict(state, strict=True)
 
     def _found(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -150,8 +142,8 @@ class Layout:
 
     def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
         """Lists all differences between the tensors and the table."""
-        table, zeros = self.tensors(config), self.zeros(config)
-        shapes = {name: shape for name, (_, shape) in table.items()}
+        zeros = self.zeros(config)
+        shapes = {name: shape for name, (_, shape) in self.tensors(config).items()}
         if config.reduced_vocabulary:
             shapes["d2t"] = (config.draft_vocab_size,)
         faults = [self.missing(name) for name in sorted(set(shapes) - set(found))]
@@ -175,11 +167,8 @@ class Layout:
 
     def unexpected(self, name: str) -> Fault:
         dropped = "vLLM drops it without a word, and drafts with another layer"
-        return Fault(
-            name,
-            f"{name} is unexpected",
-            dropped if name.endswith(".bias") else self.stray,
-        )
+        engines = dropped if name.endswith(".bias") else self.stray
+        return Fault(name, f"{name} is unexpected", engines)
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """The drafter's tensors under the names of `tensors`, and their faults."""
@@ -193,16 +182,6 @@ class Layout:
         """What `from_config` takes from config.json without a word, and an engine otherwise or not
         at all. `plain`: the fields as `from_engine` returns them; `names`: of the tensors."""
         yield from ()
-
-    def state(
-        self, found: Mapping[str, Tensor], config: DrafterConfig, ids: Tensor | None
-    ) -> dict[str, Tensor]:
-        """The module's state from tensors without faults. `ids` [V_draft]: target ids of a reduced
-        vocabulary."""
-        state = dict(
-            self.packed({inside: found[name] for name, (inside, _) in self.tensors(config).items()})
-        )
-        return state if ids is None else state | {"target_ids": ids}
 
     # -------------------------------------------------------------- names, shapes and fields
 
@@ -278,12 +257,8 @@ def window_fields(config: Any) -> dict[str, Any]:
     """The fields of config.json for a window, as vLLM's layers read them; none without one."""
     if config.sliding_window is None:
         return {}
-    kinds = [SLIDING] * config.num_layers
-    return {
-        "layer_types": kinds,
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": True,
-    }
+    window = {"sliding_window": config.sliding_window, "use_sliding_window": True}
+    return {"layer_types": [SLIDING] * config.num_layers, **window}
 
 
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:
@@ -293,9 +268,7 @@ def window_of(fields: Mapping[str, Any], where: str) -> int | None:
     if SLIDING not in kinds:
         return None
     if len(kinds) > 1:
-        raise CheckpointError(
-            f"{where}: layer_types mixes {FULL} and {SLIDING}; here all layers are of one kind"
-        )
+        raise CheckpointError(f"{where}: layer_types mixes {FULL} and {SLIDING}; give one kind")
     if fields.get("sliding_window") is None:
         raise CheckpointError(f"{where}: sliding layers, but sliding_window does not say how wide")
     return fields["sliding_window"]
@@ -352,9 +325,7 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
     """The number of the target's layers, from `draftsmith` or from the target at hand."""
     layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
     if layers is None:
-        raise CheckpointError(
-            f"{where}: the number of target layers is not in config.json; pass the target's"
-        )
+        raise CheckpointError(f"{where}: the number of target layers is missing; pass the target's")
     return layers
 
 
@@ -363,9 +334,8 @@ def own_fields(config: DrafterConfig) -> dict[str, Any]:
     on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
     if isinstance(config, DecoderConfig):
-        own["trained_with"] = {
-            name: getattr(config, name) for name in TRAINED_WITH if hasattr(config, name)
-        }
+        known = [name for name in TRAINED_WITH if hasattr(config, name)]
+        own["trained_with"] = {name: getattr(config, name) for name in known}
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 
@@ -378,10 +348,8 @@ def changed_fields(fields: Mapping[str, Any], config: DrafterConfig) -> list[tup
 
 def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
     """True if the head has its own embedding, by `draftsmith` or by the tensors."""
-    return (
-        bool((fields.get("draftsmith") or {}).get("own_embeddings"))
-        or "embed_tokens.weight" in names
-    )
+    said = (fields.get("draftsmith") or {}).get("own_embeddings")
+    return bool(said) or "embed_tokens.weight" in names
 
 
 def dtype_of(fields: Mapping[str, Any]) -> str:
@@ -405,12 +373,8 @@ def head_fields(
         raise CheckpointError(
             f"{where}: architectures is {found!r}; {kind} has one of {', '.join(architectures)}"
         )
-    require(
-        fields,
-        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
-        where,
-        kind,
-    )
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    require(fields, sizes, where, kind)
     return dict(
         vocab_size=fields["vocab_size"],
         draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],

@@ -28,18 +28,16 @@ from speculators.export.layouts.base import (
     window_of,
 )
 from speculators.export.layouts.eagle3 import TAPS
+from speculators.families.dflash2 import DFlash2Shape
+from speculators.families.dspark import DSparkShape
 from speculators.registry import build_config
 
 SECTION = "dflash_config"
-ANCHOR = (  # read for every family, so that a layout that none but DSpark has is refused
-    "sample_from_anchor"
-)
+ANCHOR = "sample_from_anchor"  # read of every family, and refused of all but DSpark
+NO_CONFIDENCE = "vLLM drafts without confidences, SGLang refuses it"
 NO_CPU_RUNNER = "on a GPU: vLLM's runner for CPUs has no such drafter"
-ALIASES = {
-    "midlayer.": "layers.0.",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-}
+ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc."}
+ALIASES["encoder.output_norm_enc."] = "hidden_norm."
 
 
 class DFlashLayout(Layout):
@@ -48,15 +46,14 @@ class DFlashLayout(Layout):
     family = "dflash"
     formats: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)
+    # below `dflash_config`; and fields of the family's config, written under the same names
     nested: ClassVar[tuple[str, ...]] = (
         "mask_token_id",
         "target_layer_ids",
         "block_size",
         "causal",
     )
-    own: ClassVar[
-        tuple[str, ...]
-    ] = ()  # fields of the family's config, written under the same names
+    own: ClassVar[tuple[str, ...]] = ()
     ignored = ("t2d",)
     sglang_algorithm = "DFLASH"
     sglang_chain = False
@@ -68,21 +65,19 @@ class DFlashLayout(Layout):
         if 0 in config.tap_layers:
             raise ConfigError(
                 f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for"
-                " block drafters, and 0 is the embedding; choose from 1"
+                " block drafters; 0 is the embedding"
             )
         if format_ != "sglang":
             return
         if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
             raise ConfigError(
                 f"export format sglang: SGLang drafts {config.family} over the target's whole"
-                " vocabulary and at its width, and ignores `lm_head` and `d2t`; serve this one"
-                " with vLLM, or train without draft_vocab_size"
+                " vocabulary and at its width; serve this one with vLLM"
             )
         if config.num_target_layers in config.tap_layers:
             raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang captures"
-                " states before a layer, and so not the output of the last one,"
-                f" {config.num_target_layers}; serve this head with vLLM"
+                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang cannot capture"
+                f" the output of the last one, {config.num_target_layers}; serve it with vLLM"
             )
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
@@ -118,12 +113,12 @@ class DFlashLayout(Layout):
     # -------------------------------------------------------------- tensors
 
     def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-        names = {}
-        for name in found:
+        def canonical(name: str) -> str:
             plain = name.removeprefix("model.")
             alias = next((short for short in ALIASES if plain.startswith(short)), None)
-            names[name] = plain if alias is None else ALIASES[alias] + plain.removeprefix(alias)
-        return {names[name]: tensor for name, tensor in found.items()}
+            return plain if alias is None else ALIASES[alias] + plain.removeprefix(alias)
+
+        return {canonical(name): tensor for name, tensor in found.items()}
 
     # -------------------------------------------------------------- fields
 
@@ -147,9 +142,8 @@ class DFlashLayout(Layout):
             "tie_word_embeddings": False,
             "layer_types": [FULL if window is None else SLIDING] * config.num_layers,
             "sliding_window": window,
-            "use_sliding_window": (
-                window is not None
-            ),  # or transformers' Qwen3Config forgets the window
+            # or transformers' Qwen3Config forgets the window
+            "use_sliding_window": window is not None,
             "is_causal": config.is_causal,
             "block_size": config.block_size,
             "num_target_layers": config.num_target_layers,
@@ -164,12 +158,9 @@ class DFlashLayout(Layout):
     ) -> DrafterConfig:
         fields = self.from_engine(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
-        require(
-            section,
-            ("mask_token_id", "target_layer_ids"),
-            where,
-            f"a drafter of family {self.family}",
-        )
+        kind = f"a drafter of family {self.family}"
+        require(section, ("mask_token_id", "target_layer_ids"), where, kind)
+        given = [name for name in (*self.own, ANCHOR) if section.get(name) is not None]
         layers = fields.get("num_target_layers") or num_target_layers
         return build_config(
             where,
@@ -180,9 +171,7 @@ class DFlashLayout(Layout):
             mask_token_id=section["mask_token_id"],
             sliding_window=_window(fields, where),
             is_causal=is_causal(fields),
-            **{
-                name: section[name] for name in (*self.own, ANCHOR) if section.get(name) is not None
-            },
+            **{name: section[name] for name in given},
         )
 
 
@@ -193,18 +182,12 @@ class DSparkLayout(DFlashLayout):
     family = "dspark"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
     nested = ("causal",)
-    own = (
-        "markov_rank",
-        "markov_head_type",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-        "sample_from_anchor",
-    )
+    own = tuple(DSparkShape.model_fields)
     without: ClassVar = {
         "d2t": REFUSES,
         "lm_head.weight": REFUSES,
-        "confidence_head.proj.weight": "vLLM drafts without confidences, SGLang refuses it",
-        "confidence_head.proj.bias": "vLLM drafts without confidences, SGLang refuses it",
+        "confidence_head.proj.weight": NO_CONFIDENCE,
+        "confidence_head.proj.bias": NO_CONFIDENCE,
         **DFlashLayout.without,
     }
     vllm_note = NO_CPU_RUNNER
@@ -232,7 +215,7 @@ class DFlash2Layout(DFlashLayout):
 
     family = "dflash2"
     architectures: ClassVar[tuple[str, ...]] = ("DFlash2DraftModel",)
-    own = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    own = tuple(DFlash2Shape.model_fields)
     nested = (*DFlashLayout.nested, *own)
     vllm_method: ClassVar = {"method": "dflash"}
     vllm_note = NO_CPU_RUNNER

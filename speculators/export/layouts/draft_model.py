@@ -31,8 +31,7 @@ from speculators.export.layouts.base import (
 )
 from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from speculators.families.draft_model.student import plain_fields
-from speculators.hub import hub_trouble, split_revision
-from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
+from speculators.layers.peft_adapter import CONFIG
 from speculators.precision import in_dtype
 from speculators.registry import build_config
 from speculators.target.probe import needs_eager
@@ -54,23 +53,10 @@ class DraftModelLayout(Layout):
             for name in fields.get("architectures") or []
         )
 
-    def check(self, config: Any, format_: str) -> None:
-        """A folder of peft's is loaded otherwise by transformers."""
-        if format_ == "transformers" and config.adapter_of is not None:
-            raise ConfigError(
-                "export format transformers: adapter_of: this draft model is an adapter of"
-                f" {config.adapter_of}; export it merged (drafter.peft_export: merged)"
-            )
-
-    def no_vllm(self, config: Any) -> str:
-        if config.adapter_of is None:
-            return ""
-        return "the folder holds an adapter, not a model: export it merged (drafter.peft_export)"
-
     def no_sglang(self, config: Any) -> str:
-        if config.adapter_of is None and not config.other_tokenizer:
+        if not config.other_tokenizer:
             return ""
-        return "STANDALONE wants a whole model with the target's own tokenizer"
+        return "STANDALONE wants a model with the target's own tokenizer"
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """By loading it, under transformers' names."""
@@ -84,11 +70,7 @@ class DraftModelLayout(Layout):
 
     def to_config(self, config: Any) -> dict[str, Any]:
         own = own_fields(config)
-        own["draftsmith"] |= {
-            name: value
-            for name in ("adapter_of", "other_tokenizer")
-            if (value := getattr(config, name))
-        }
+        own["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
@@ -103,9 +85,8 @@ class DraftModelLayout(Layout):
         return build_config(
             where,
             self.family,
-            num_target_layers=own.get("num_target_layers", num_target_layers)
-            or 1,  # it reads none of them
-            adapter_of=own.get("adapter_of"),
+            # it reads none of them
+            num_target_layers=own.get("num_target_layers", num_target_layers) or 1,
             other_tokenizer=bool(own.get("other_tokenizer")),
             dtype=dtype_of(fields),
             **sizes_of(model),
@@ -117,12 +98,7 @@ class DraftModelLayout(Layout):
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
         drafter = cast(DraftModel, drafter)
-        if drafter.adapter is not None and cast(DraftModelConfig, config).adapter_of is not None:
-            drafter.adapter.save(folder)
-        else:
-            drafter.model.save_pretrained(
-                folder, state_dict=in_dtype(drafter.state_of_model(), dtype)
-            )
+        drafter.model.save_pretrained(folder, state_dict=in_dtype(drafter.state_of_model(), dtype))
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -130,37 +106,23 @@ class DraftModelLayout(Layout):
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
         drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
-        base = own.adapter_of
-        if base is None and (folder / CONFIG).exists():
+        if (folder / CONFIG).exists():
             raise CheckpointError(
-                f"drafter {folder}: {CONFIG} says that this is an adapter, config.json does not;"
-                " load the merged model"
+                f"drafter {folder}: {CONFIG} says that this is an adapter; load the merged model"
             )
-        drafter.take_model(self._load(base or folder))
-        if base is not None:
-            drafter.take_model(merge_saved_adapter(drafter.model, folder))
-            drafter.config = own.model_copy(update={"adapter_of": None})  # it is a whole model now
+        drafter.take_model(self._load(folder))
         state = drafter.model.state_dict()
-        refuse(
-            [
-                not_finite(name)
-                for name, tensor in state.items()
-                if not tensor.float().isfinite().all()
-            ],
-            folder,
-        )
+        refuse([not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder)
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
-    def _load(self, path: str | Path) -> Any:
-        """The causal LM of a folder or repository id in float32. CheckpointError names every tensor
-        that is not its own."""
+    def _load(self, path: Path) -> Any:
+        """The causal LM of a folder in float32. CheckpointError names every tensor that is not its
+        own."""
         loaded: Any
-        name, revision = split_revision(str(path))
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
-                name,
-                revision=revision,
+                str(path),
                 dtype=torch.float32,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
@@ -168,14 +130,14 @@ class DraftModelLayout(Layout):
             )
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"drafter {path}: transformers cannot load it: {hub_trouble(error) or error}"
+                f"drafter {path}: transformers cannot load it: {error}"
             ) from error
         model, info = loaded
         faults = [self.missing(name) for name in sorted(info.get("missing_keys") or ())]
         faults += [self.unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
         faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
         faults += [Fault("weights", str(message)) for message in info.get("error_msgs") or ()]
-        refuse(faults, Path(path))
+        refuse(faults, path)
         if needs_eager(model.config):
             model.set_attn_implementation("eager")
         return model

@@ -24,11 +24,8 @@ from speculators.export.layouts.base import (
 from speculators.registry import build_config
 
 ARCHITECTURES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLM",
-    "Qwen3ForCausalLM",
-    "Eagle3Qwen3ForCausalLM",
+    *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+    *("Qwen3ForCausalLM", "Eagle3Qwen3ForCausalLM"),
 )
 TAPS, SECTION = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 COUNT = "num_aux_hidden_states"
@@ -84,28 +81,19 @@ class Eagle3Layout(Layout):
     def from_engine(self, fields: Fields, where: str) -> Fields:
         """Taps where SGLang has them, which numbers them by layer outputs, as taps."""
         theirs = (fields.get(SECTION) or {}).get(TAPS)
-        return (
-            fields
-            if fields.get(TAPS) or not theirs
-            else {**fields, TAPS: [tap + 1 for tap in theirs]}
-        )
+        if fields.get(TAPS) or not theirs:
+            return fields
+        return {**fields, TAPS: [tap + 1 for tap in theirs]}
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         taps, count = plain.get(TAPS), plain.get(COUNT)
         if not taps:
-            yield Fault(
-                TAPS,
-                f"{TAPS} is missing; write the layers that it was trained on",
-                "vLLM taps layers of its own choice, 2, n/2 and n-3",
-            )
+            text = f"{TAPS} is missing; write the layers that it was trained on"
+            yield Fault(TAPS, text, "vLLM taps layers of its own choice, 2, n/2 and n-3")
         elif "vllm" in self.formats and not fields.get(TAPS):
-            yield Fault(
-                f"{SECTION}.{TAPS}",
-                f"tap ids in {SECTION} alone, taken for layer outputs, the taps {taps};"
-                f" write {TAPS} at the top",
-                "vLLM takes them for taps; SGLang, whose section it is, for layer outputs",
-                warning=True,
-            )
+            text = f"taken for layer outputs, the taps {taps}; write {TAPS} at the top"
+            engines = "vLLM takes them for taps; SGLang, whose section it is, for layer outputs"
+            yield Fault(f"{SECTION}.{TAPS}", text, engines, warning=True)
         elif len(taps) != (count or 3):
             text = f"{COUNT} is {count or 'missing, so 3'}, but there are {len(taps)} tap ids"
             yield Fault(COUNT, text, REFUSES)
@@ -116,13 +104,12 @@ class Eagle3Layout(Layout):
     ) -> DrafterConfig:
         fields = self.from_engine(fields, where)
         head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
+        taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
         return build_config(
             where,
             self.family,
             **head,
-            tap_layers=tuple(
-                sorted(fields.get(TAPS) or default_tap_layers(head["num_target_layers"]))
-            ),
+            tap_layers=tuple(sorted(taps)),
             qk_norm=fields.get("model_type") == "qwen3",
             own_embeddings=owns_embeddings(fields, names),
             sliding_window=window_of(fields, where),

@@ -76,17 +76,12 @@ class MedusaLayout(Layout):
         heads = fields.get("num_heads") or fields.get("medusa_num_heads")
         blocks = fields.get("num_hidden_layers") or fields.get("medusa_num_layers")
         width, vocabulary = fields.get("hidden_size"), fields.get("vocab_size")
-        wanted = {
-            "num_heads": heads,
-            "num_hidden_layers": blocks,
-            "hidden_size": width,
-            "vocab_size": vocabulary,
-        }
-        if missing := [name for name, value in wanted.items() if not value]:
+        sizes = {"num_heads": heads, "num_hidden_layers": blocks}
+        sizes |= {"hidden_size": width, "vocab_size": vocabulary}
+        if missing := [name for name, value in sizes.items() if not value]:
             raise CheckpointError(
                 f"{where}: fields {', '.join(missing)} are missing; published Medusa heads leave"
-                " the sizes to their base model: add hidden_size and vocab_size of the target to"
-                " config.json"
+                " them to their base model: add the target's"
             )
         return build_config(
             where,

@@ -37,10 +37,7 @@ class MLPLayout(Layout):
         return any(name.startswith("speculator.") for name in names)
 
     def no_vllm(self, config: Any) -> str:
-        return (
-            "vLLM 0.32 has no model of an MLP speculator and 0.33 dropped the method; this"
-            " project's runtime serves it"
-        )
+        return "vLLM has no model of an MLP speculator since 0.32; this project's runtime serves it"
 
     def name_in_file(self, name: str, config: Any) -> str:
         return f"speculator.{name.replace('heads.', 'head.', 1)}"
@@ -86,9 +83,8 @@ class MLPLayout(Layout):
             wanted = _kept(name, config)
             if wanted in kept and not torch.equal(kept[wanted], found[name]):
                 raise CheckpointError(
-                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true,"
-                    " one tensor for all heads; set tie_weights to false if the heads were trained"
-                    " apart"
+                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true;"
+                    " set it to false if the heads were trained apart"
                 )
             kept.setdefault(wanted, found[name])
             source.setdefault(wanted, name)
@@ -100,7 +96,6 @@ def _kept(name: str, config: Any) -> str:
     match = _NAME.fullmatch(name)
     if match is None or not config.tie_weights or int(match["index"]) >= config.n_predict:
         return name
-    first = (
-        min(int(match["index"]), 1) if match["part"] == "proj" else 0
-    )  # the first projection reads another width
+    # the first projection reads another width
+    first = min(int(match["index"]), 1) if match["part"] == "proj" else 0
     return f"speculator.{match['part']}.{first}.{match['rest']}"

@@ -51,32 +51,32 @@ class Names(NamedTuple):
 
 NAMES: dict[str, Names] = {
     "mimo": Names(
-        r"model\.mtp_layers\.(\d+)\.",
-        "model.mtp_layers.0.",
-        "",
-        "input_proj",
-        "token_layernorm",
-        "hidden_layernorm",
-        "final_layernorm",
+        module=r"model\.mtp_layers\.(\d+)\.",
+        prefix="model.mtp_layers.0.",
+        layer="",
+        input_proj="input_proj",
+        embed_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        final_norm="final_layernorm",
     ),
     "deepseek_v3": Names(
-        r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head\.norm)\.",
-        "model.layers.{L}.",
-        "",
-        "eh_proj",
-        "enorm",
-        "hnorm",
-        "shared_head.norm",
-        ("embed_tokens.weight", "shared_head.head.weight"),
+        module=r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head\.norm)\.",
+        prefix="model.layers.{L}.",
+        layer="",
+        input_proj="eh_proj",
+        embed_norm="enorm",
+        hidden_norm="hnorm",
+        final_norm="shared_head.norm",
+        shared=("embed_tokens.weight", "shared_head.head.weight"),
     ),
     "qwen3_next": Names(
-        r"mtp\.layers\.(\d+)\.",
-        "mtp.",
-        "layers.0.",
-        "fc",
-        "pre_fc_norm_embedding",
-        "pre_fc_norm_hidden",
-        "norm",
+        module=r"mtp\.layers\.(\d+)\.",
+        prefix="mtp.",
+        layer="layers.0.",
+        input_proj="fc",
+        embed_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        final_norm="norm",
     ),
 }
 ARCHITECTURES = {
@@ -101,18 +101,13 @@ class MtpLayout(Layout):
         return bool(_modules(names)[1])
 
     def belongs(self, name: str, config: Any) -> bool:
-        prefix = _prefix(config)
-        return (
-            name.startswith(prefix) and name.removeprefix(prefix) not in NAMES[config.layout].shared
-        )
+        prefix, repeated = _prefix(config), NAMES[config.layout].shared
+        return name.startswith(prefix) and name.removeprefix(prefix) not in repeated
 
     def no_vllm(self, config: Any) -> str:
         if config.layout == "mimo":
             return ""
-        return (
-            "vLLM reads such a module from the target's own checkpoint: draftsmith export --into"
-            " TARGET puts it there"
-        )
+        return "vLLM reads it from the target's checkpoint: draftsmith export --into puts it there"
 
     def name_in_file(self, name: str, config: Any) -> str:
         names, (part, _, rest) = NAMES[config.layout], name.partition(".")
@@ -127,15 +122,8 @@ class MtpLayout(Layout):
         return pack_experts(state)
 
     def to_config(self, config: Any) -> dict[str, Any]:
-        if config.target_fields is None:
-            layer = {
-                "model_type": "qwen2",
-                "vocab_size": config.vocab_size,
-                **config.llama_fields(),
-            }
-        else:
-            layer = dict(config.target_fields)
-        return layer | {
+        layer = {"model_type": "qwen2", "vocab_size": config.vocab_size, **config.llama_fields()}
+        return (layer if config.target_fields is None else dict(config.target_fields)) | {
             "architectures": [ARCHITECTURES[config.layout]],
             "num_nextn_predict_layers": 1,
             "tie_word_embeddings": False,
@@ -151,55 +139,34 @@ class MtpLayout(Layout):
         if len(modules) != 1:
             raise CheckpointError(
                 f"{where}: {len(modules)} multi-token-prediction modules beside it"
-                + (f" ({', '.join(sorted(modules))})" if modules else "")
-                + "; expected one, which is run again for each further token"
+                f" ({', '.join(sorted(modules))}); expected one, run again for each further token"
             )
-        whole = any(
-            re.match(r"model\.layers\.0\.", name) for name in names
-        )  # the target is in the folder too
-        read = {"dtype": dtype_of(fields)}
-        read["hidden_state"] = fields.get("mtp_hidden_state") or (
-            "residual" if whole and layout == "mimo" else "normed"
-        )
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_hidden_layers",
-        )
-        require(fields, sizes, where, "an MTP module, or a target with one")
+        whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
+        usual = "residual" if whole and layout == "mimo" else "normed"
+        read = {"dtype": dtype_of(fields), "hidden_state": fields.get("mtp_hidden_state") or usual}
+        sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
+        require(fields, (*sizes, "num_hidden_layers"), where, "an MTP module, or a target with one")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
         count = num_target_layers or (fields["num_hidden_layers"] if whole else None)
-        return build_config(
-            where,
-            "mtp",
-            layout=layout,
-            **head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read,
-        )
+        head = head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
+        return build_config(where, "mtp", layout=layout, **head)
 
     def _borrowed(
-        self,
-        fields: Mapping[str, Any],
-        layout: str,
-        modules: set[str],
-        where: str,
-        read: dict[str, Any],
+        self, fields: Fields, layout: str, modules: set[str], where: str, read: dict[str, Any]
     ) -> DrafterConfig:
         """The config of a module whose layer is the target's kind: what the target's own
         config.json settles."""
         if fields.get("model_type") != layout:
             raise CheckpointError(
                 f"{where}: tensors as {layout} names them, but model_type is"
-                f" {fields.get('model_type')!r}; the layer of such a module is known for model_type"
-                f" {', '.join(BORROWED)}"
+                f" {fields.get('model_type')!r}"
             )
         layers = fields["num_hidden_layers"]
         if layout == "deepseek_v3" and modules != {str(layers)}:
             raise CheckpointError(
-                f"{where}: num_hidden_layers is {layers}, so the module is expected in"
-                f" model.layers.{layers}, found in model.layers.{', '.join(modules)}"
+                f"{where}: num_hidden_layers is {layers}, but the module is in"
+                f" model.layers.{', '.join(modules)}"
             )
         config = AutoConfig.for_model(**layer_fields(fields))
         target: Any = SimpleNamespace(

@@ -11,11 +11,7 @@ from speculators.export.layouts.base import REFUSES, Fields, bare_names
 from speculators.export.layouts.eagle3 import Eagle3Layout
 
 MASK = "mask_hidden"
-TOKENS = (
-    "mask_token_id",
-    "pard_token",
-    "ptd_token_id",
-)  # names of the mask token, as vLLM looks for them
+TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token
 
 
 class PEagleLayout(Eagle3Layout):

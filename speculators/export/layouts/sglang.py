@@ -34,8 +34,7 @@ class SGLangEagle3Layout(Eagle3Layout):
         if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
                 f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang taps the"
-                f" outputs of layers 1 to {config.num_target_layers - 1}, neither the embedding (0)"
-                f" nor the last layer ({config.num_target_layers}); serve this head with vLLM"
+                f" outputs of layers 1 to {config.num_target_layers - 1}; serve it with vLLM"
             )
 
     def no_vllm(self, config: Any) -> str:
@@ -51,9 +50,7 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     def from_engine(self, fields: Fields, where: str) -> Fields:
         if not (fields.get(SECTION) or {}).get(TAPS):
-            raise CheckpointError(
-                f"{where}: {SECTION}.{TAPS} is missing; it says which layers of the target are read"
-            )
+            raise CheckpointError(f"{where}: {SECTION}.{TAPS} is missing; it names the taps")
         return super().from_engine({**fields, TAPS: None}, where)
 
 
@@ -64,10 +61,8 @@ class SGLangEagleLayout(EagleLayout):
     architectures: ClassVar[tuple[str, ...]] = (EAGLE,)
 
     def check(self, config: Any, format_: str) -> None:
-        _refuse(
-            [name for name in ("own_embeddings", "attention_bias") if getattr(config, name)],
-            "eagle",
-        )
+        names = ("own_embeddings", "attention_bias")
+        _refuse([name for name in names if getattr(config, name)], "eagle")
 
     def no_vllm(self, config: Any) -> str:
         return "it refuses the architecture"
@@ -95,7 +90,6 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
 def _refuse(unknown: list[str], family: str) -> None:
     if unknown:
         raise ConfigError(
-            f"export format sglang: SGLang runs no {family} head with {', '.join(unknown)}; it"
-            " would load this one without a word and draft something else. Serve it with vLLM, or"
-            " train without"
+            f"export format sglang: SGLang runs no {family} head with {', '.join(unknown)}, and"
+            " would draft something else; serve it with vLLM"
         )

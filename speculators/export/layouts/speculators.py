@@ -23,29 +23,14 @@ from speculators.export.layouts.dflash import (
 from speculators.export.layouts.eagle3 import SWITCHES, Eagle3Layout
 from speculators.export.layouts.peagle import PEagleLayout
 
-TOP = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "eagle_aux_hidden_state_layer_ids",
-    *SWITCHES,
-)  # vLLM reads them here
-NATIVE = {
-    "llama": "LlamaForCausalLMEagle3",
-    "qwen3": "Qwen3ForCausalLM",
-}  # model_type of the layer -> architecture
-LAYER, TAPS, NON_CAUSAL = (
-    "transformer_layer_config",
-    "aux_hidden_state_layer_ids",
-    "sliding_window_non_causal",
-)
+# vLLM reads these at the top.
+TOP = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *SWITCHES)
+# model_type of the layer -> architecture
+NATIVE = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Qwen3ForCausalLM"}
+LAYER, TAPS = "transformer_layer_config", "aux_hidden_state_layer_ids"
+NON_CAUSAL = "sliding_window_non_causal"
 COMMON = ("dtype", "tie_word_embeddings", "draftsmith")  # beside the layer, for any family
-TYPES = (
-    "eagle3",
-    "peagle",
-    "dflash",
-    "dflash2",
-    "dspark",
-)  # the values of speculators_model_type that are read
+TYPES = ("eagle3", "peagle", "dflash", "dflash2", "dspark")  # of speculators_model_type, read here
 
 
 class _Speculators:
@@ -80,21 +65,20 @@ class _Speculators:
         target = own.get("target") or {}
         if not target.get("name_or_path"):
             raise ConfigError(
-                "export format speculators: config.json names the target there, and this drafter"
-                " does not know its own; name it (draftsmith export --model TARGET)"
+                "export format speculators: config.json names the target, and this drafter knows"
+                " none; name it (draftsmith export --model TARGET)"
             )
         flat = self.flat(fields)
         outer = {name: flat[name] for name in (*self.top, "dtype", "tie_word_embeddings")}
         tokens = own.get("num_speculative_tokens") or self.drafts(flat)
         method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+        beside = (*outer, "architectures", "draftsmith")
         return {
             "architectures": [self.speculator],
             "speculators_model_type": self.family,
             "speculators_version": self.version,
             **outer,
-            LAYER: {
-                k: v for k, v in flat.items() if k not in (*outer, "architectures", "draftsmith")
-            },
+            LAYER: {name: value for name, value in flat.items() if name not in beside},
             "speculators_config": {
                 "algorithm": self.family,
                 "default_proposal_method": "greedy",
@@ -107,16 +91,12 @@ class _Speculators:
     def from_engine(self, fields: Fields, where: str) -> Fields:
         kind, layer = fields.get("speculators_model_type"), fields.get(LAYER)
         if kind != self.family:
-            raise CheckpointError(
-                f"{where}: speculators_model_type is {kind!r}; of this format {', '.join(TYPES)}"
-                " are read"
-            )
+            known = ", ".join(TYPES)
+            raise CheckpointError(f"{where}: speculators_model_type {kind!r}; expected {known}")
         if not isinstance(layer, Mapping):
             raise CheckpointError(f"{where}: {LAYER} is missing; it holds the fields of the layer")
-        outer = {
-            name: fields[name] for name in (*self.top, *COMMON) if fields.get(name) is not None
-        }
-        return self.native({**layer, **outer}, where)
+        given = [name for name in (*self.top, *COMMON) if fields.get(name) is not None]
+        return self.native({**layer, **{name: fields[name] for name in given}}, where)
 
 
 class SpeculatorsEagle3Layout(_Speculators, Eagle3Layout):
@@ -144,8 +124,7 @@ class SpeculatorsPEagleLayout(_Speculators, PEagleLayout):
         if lost := [name for name in ("fc_norm", "norm_output") if getattr(config, name)]:
             raise ConfigError(
                 f"export format speculators: vLLM does not read {', '.join(lost)} of a peagle"
-                " drafter there and would draft something else; write it in vLLM's own format"
-                " (--format vllm), or train without"
+                " drafter there; write it in vLLM's own format (--format vllm)"
             )
 
     def drafts(self, fields: Mapping[str, Any]) -> int:
@@ -168,15 +147,8 @@ class _Block(_Speculators):
 
     architectures: ClassVar[tuple[str, ...]]
 
-    top: ClassVar[tuple[str, ...]] = (
-        "draft_vocab_size",
-        "target_hidden_size",
-        TAPS,
-        "mask_token_id",
-        "block_size",
-        ANCHOR,
-        NON_CAUSAL,
-    )
+    top: ClassVar[tuple[str, ...]] = ("draft_vocab_size", "target_hidden_size", "mask_token_id")
+    top += ("block_size", TAPS, ANCHOR, NON_CAUSAL)
 
     def flat(self, fields: dict[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {ANCHOR: False, **fields, **fields[SECTION]}
@@ -187,20 +159,15 @@ class _Block(_Speculators):
     def native(self, fields: dict[str, Any], where: str) -> dict[str, Any]:
         causal = self.causal(fields)
         ids = {} if TAPS not in fields else {"target_layer_ids": [i - 1 for i in fields.pop(TAPS)]}
-        said = {
-            "is_causal": causal,
-            SECTION: {"causal": causal},
-            "architectures": [self.architectures[0]],
-        }
-        return {ANCHOR: False, **fields, **ids, **said}
+        said = {"is_causal": causal, SECTION: {"causal": causal}}
+        return {ANCHOR: False, **fields, **ids, **said, "architectures": [self.architectures[0]]}
 
     def causality_faults(self, plain: Fields) -> Iterator[Fault]:
         return iter(())
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
-        if fields.get(NON_CAUSAL) is False and not (
-            SLIDING in (plain.get("layer_types") or []) or "draftsmith" in fields
-        ):
+        known = SLIDING in (plain.get("layer_types") or []) or "draftsmith" in fields
+        if fields.get(NON_CAUSAL) is False and not known:
             text = f"{NON_CAUSAL} is false, so that the block is causal"
             engines = "in vLLM it is causal, in the speculators library it is not"
             yield Fault(NON_CAUSAL, text, engines, warning=True)
@@ -229,23 +196,21 @@ class SpeculatorsDFlash2Layout(_Block, DFlash2Layout):
 class SpeculatorsDSparkLayout(_Block, DSparkLayout):
     """DSpark. vLLM reads no causality here: sliding layers are causal, and full ones are not."""
 
-    speculator, top = (
-        "DSparkSpeculator",
-        (*_Block.top, *(name for name in DSparkLayout.own if name != ANCHOR)),
-    )
+    speculator = "DSparkSpeculator"
+    top = (*_Block.top, *(name for name in DSparkLayout.own if name != ANCHOR))
 
     def check(self, config: Any, format_: str) -> None:
         super().check(config, format_)
         if config.is_causal != (config.sliding_window is not None):
             raise ConfigError(
                 f"export format speculators: is_causal {config.is_causal} with sliding_window"
-                f" {config.sliding_window}: of a dspark drafter there sliding layers are causal and"
-                " full ones are not; write it in vLLM's own format (--format vllm)"
+                f" {config.sliding_window}: there dspark's sliding layers are causal, full ones are"
+                " not; write it in vLLM's own format (--format vllm)"
             )
         if config.markov_head_type != "vanilla":
             raise ConfigError(
-                f"export format speculators: markov_head_type {config.markov_head_type}: vLLM,"
-                " which reads this format, runs vanilla alone; SGLang runs it (--format sglang)"
+                f"export format speculators: markov_head_type {config.markov_head_type}: vLLM runs"
+                " vanilla alone; SGLang runs it (--format sglang)"
             )
 
     def causal(self, fields: Mapping[str, Any]) -> bool:
@@ -256,7 +221,6 @@ def _native(fields: Mapping[str, Any], where: str) -> str:
     """The architecture in vLLM's own format of an EAGLE-3 head."""
     model_type = fields.get("model_type", "llama")
     if model_type not in NATIVE:
-        raise CheckpointError(
-            f"{where}: {LAYER}.model_type is {model_type!r}; expected {' or '.join(NATIVE)}"
-        )
+        expected = " or ".join(NATIVE)
+        raise CheckpointError(f"{where}: {LAYER}.model_type {model_type!r}; expected {expected}")
     return NATIVE[model_type]

@@ -74,9 +74,8 @@ class TokenDrafter(Drafter):
         try:
             token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
-                ids, _ = self._spelt(
-                    token_ids[:, None], [1] * (stop - start), lengths
-                )  # one each: they are shared
+                one_each = [1] * (stop - start)  # shared tokens are spelt by one
+                ids, _ = self._spelt(token_ids[:, None], one_each, lengths)
                 state = self._extend(cache, start, stop, ids)[:, 0]
                 for row in range(start, stop):
                     cache.advance(row, 1)
@@ -89,29 +88,21 @@ class TokenDrafter(Drafter):
         """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of
         its tokens there."""
         if self.token_map is not None:
-            raise ConfigError(
-                "a draft model with another tokenizer than its target's drafts chains only; ask for"
-                " none"
-            )
+            raise ConfigError("a draft model with another tokenizer drafts chains; ask for no tree")
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         states = self.append(inputs)[:, None]
         base, depth = cache.lengths[start:stop], 0
         first = on_device(base, states.device)[:, None]
+        depths = first.new_zeros(len(base), 0)  # of all drafts so far
         while (level := grow(self.head(states))) is not None:
             mask, index = cache.tree_mask(start, stop, base, level.visible)
             width, spread = level.token_ids.shape[1], level.visible.shape[2]
-            if depth == 0:
-                depths = first.new_zeros(len(base), 0)
-            depths = torch.cat(
-                [depths, depths.new_full((len(base), width), depth)], dim=1
-            )  # of all drafts so far
-            keys = first + torch.where(
-                index < 0, index, depths.gather(1, index.clamp(0, spread - 1))
-            )
-            positions, view = self._positions(first + depth), cache.view(start, stop, width)
-            states = self._run(
-                self._known(level.token_ids), positions.expand(-1, width), mask, view, keys
-            )[1]
+            depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)
+            of_drafts = depths.gather(1, index.clamp(0, spread - 1))
+            keys = first + torch.where(index < 0, index, of_drafts)
+            positions = self._positions(first + depth).expand(-1, width)
+            ids, view = self._known(level.token_ids), cache.view(start, stop, width)
+            states = self._run(ids, positions, mask, view, keys)[1]
             for row in range(start, stop):
                 cache.advance(row, width)
             depth += 1
@@ -134,15 +125,11 @@ class TokenDrafter(Drafter):
         """One pass over M new tokens per row, written at each row's own length: states [b, M,
         D]."""
         M = token_ids.shape[1]
-        positions, mask = (
-            self._positions(cache.position_ids(start, stop, M)),
-            cache.mask(start, stop, M),
-        )
+        positions = self._positions(cache.position_ids(start, stop, M))
         view = cache.view(start, stop, M)
-        states = self._run(token_ids, positions, mask, view)[1]
-        if (
-            self.token_map is not None
-        ):  # a target token may be spelt by nothing: the state before it is asked for then
+        states = self._run(token_ids, positions, cache.mask(start, stop, M), view)[1]
+        if self.token_map is not None:
+            # A target token may be spelt by nothing: the state before it is asked for then.
             view.update(states[:, None], states[:, None, :, :1], self.runner.num_layers)
         return states
 

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, host_batch, valid_terms
+from speculators.drafter import Drafter, DraftStep, Samples, host_batch, valid_terms
 from speculators.errors import ConfigError
 from speculators.families.draft_model.drafting import TokenDrafter
 from speculators.families.draft_model.student import (
@@ -43,7 +43,6 @@ class DraftModelConfig(DrafterConfig):
     target has is found when it is attached."""
 
     model: dict[str, Any] = Field(description="the fields of its config.json")
-    adapter_of: str | None = Field(None, description="the folder holds an adapter of this model")
     other_tokenizer: bool = Field(
         False, description="drafts by a map between its tokens and the target's"
     )
@@ -88,14 +87,9 @@ class DraftModelOptions(DrafterOptions):
     peft: dict[str, Any] | None = Field(
         None,
         description=(
-            "train an adapter: any peft configuration that changes layers, such as {peft_type:"
-            " LORA, r: 16, target_modules: all-linear}; null: every weight is trained"
-        ),
-    )
-    peft_export: Literal["merged", "adapter"] = Field(
-        "merged",
-        description=(
-            "what is written of it: a whole model with the adapter merged, or the adapter alone"
+            "train an adapter, which exports are merged with: any peft configuration that changes"
+            " layers, such as {peft_type: LORA, r: 16, target_modules: all-linear}; null: every"
+            " weight is trained"
         ),
     )
 
@@ -117,39 +111,17 @@ class DraftModelOptions(DrafterOptions):
 
     @model_validator(mode="after")
     def _one_start(self) -> DraftModelOptions:
-        given = [
-            name
-            for name in ("init_from", "from_target", "config")
-            if getattr(self, name) is not None
-        ]
+        starts = ("init_from", "from_target", "config")
+        given = [name for name in starts if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(
-                f"expected one of init_from, from_target, config, got {' and '.join(given)}"
-            )
-        if self.peft_export == "adapter" and (self.peft is None or self.init_from is None):
-            raise ValueError(
-                "peft_export: adapter needs peft, and init_from: an adapter is loaded onto a model"
-                " that others have"
-            )
+            raise ValueError(f"expected one of {', '.join(starts)}, got {' and '.join(given)}")
         return self
 
     @property
     def start(self) -> str:
         """See `DrafterOptions.start`."""
-        return (
-            f"layers of the target ({self.from_target})"
-            if self.from_target is not None
-            else "random weights"
-        )
-
-    def accept(self, head: Any) -> None:
-        """See `DrafterOptions.accept`."""
-        if head.adapter_of is not None and self.peft_export == "adapter":
-            raise ConfigError(
-                f"drafter.peft_export: adapter, but {self.init_from} is itself an adapter of"
-                f" {head.adapter_of}, and nobody loads one on another; set peft_export: merged, or"
-                " start from a whole model"
-            )
+        cut = self.from_target
+        return "random weights" if cut is None else f"layers of the target ({cut})"
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """See `DrafterOptions.shape`. ConfigError if nothing says what the student starts as."""
@@ -163,8 +135,8 @@ class DraftModelOptions(DrafterOptions):
             model = plain_fields({"vocab_size": target.vocab_size} | self.config, "drafter.config")
         else:
             raise ConfigError(
-                "drafter: what is the student? Give init_from (a model), from_target (layers of the"
-                " target, such as {first: 2}) or config (fields of a new model)"
+                "drafter: give init_from (a model), from_target (layers of the target, such as"
+                " {first: 2}) or config (fields of a new model)"
             )
         return sizes_of(model)
 
@@ -206,16 +178,14 @@ class DraftModel(TokenDrafter):
     def runner(self) -> FrozenTarget:
         if not self._runners:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            with torch.autocast(
-                self.model.device.type, enabled=False
-            ):  # its probes compare in the model's precision
+            # Its probes compare in the model's precision.
+            with torch.autocast(self.model.device.type, enabled=False):
                 runner = FrozenTarget(self.model)
             runner.require_rollback("a draft model")
             if runner.recurrent is not None:
                 raise ConfigError(
-                    f"draft model {runner.name_or_path}: its recurrent layers keep states of the"
-                    " last token alone, and drafts are taken back token by token; start from a"
-                    " model whose layers are all attention"
+                    f"draft model {runner.name_or_path}: drafts cannot be taken back token by token"
+                    " from recurrent layers; start from a model whose layers are all attention"
                 )
             self._runners = [runner]
             for parameter in trained:
@@ -288,9 +258,8 @@ class DraftModel(TokenDrafter):
             return
         if not intersection:
             raise ConfigError(
-                f"the draft model's tokenizer is not the target's: {reason}. Its drafts would mean"
-                f" other text; choose a draft model of the target's family, or set {where} to draft"
-                " only the tokens that both have"
+                f"the draft model's tokenizer is not the target's: {reason}. Choose a draft model"
+                f" of the target's family, or set {where} to draft the tokens that both have"
             )
         found = TokenMap.between(
             of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size
@@ -306,19 +275,14 @@ class DraftModel(TokenDrafter):
     def max_length(self) -> int | None:
         """See `Drafter.max_length`. With another tokenizer a text has more or fewer positions, and
         the last one is used again beyond."""
-        return (
-            getattr(self.model.config, "max_position_embeddings", None)
-            if self.token_map is None
-            else None
-        )
+        if self.token_map is not None:
+            return None
+        return getattr(self.model.config, "max_position_embeddings", None)
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
     def initialise_from(
-        self,
-        target: FrozenTarget,
-        options: Any = None,
-        features: Sequence[TargetFeatures] | None = None,
+        self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Drafter:
         """The target's layers, or weights as transformers initialises them."""
         if options is not None and options.from_target is not None:
@@ -331,11 +295,7 @@ class DraftModel(TokenDrafter):
             self.requires_grad_(True)
         elif self.adapter is None:
             self._runners = []
-            self.adapter = Adapter(self.model, options.peft, options.init_from)
-            alone = options.peft_export == "adapter"
-            self.config = self.config.model_copy(
-                update={"adapter_of": options.init_from if alone else None}
-            )
+            self.adapter = Adapter(self.model, options.peft)
         return self
 
     def checkpoint_activations(self, wanted: bool) -> None:
@@ -368,10 +328,8 @@ class DraftModel(TokenDrafter):
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
         """The states of one pass over the rows, as every depth reads them."""
-        states, batch = (
-            self._states(features),
-            host_batch(features),
-        )  # [B·T, D], after the token of each slot
+        states = self._states(features)  # [B·T, D], after the token of each slot
+        batch = host_batch(features)
         for depth in range(steps):
             anchors = valid_terms(batch, depth + 2).flatten().nonzero().flatten()  # [N]
             index = to_device(anchors + 1 + depth, states.device)
@@ -387,17 +345,12 @@ class DraftModel(TokenDrafter):
         ids, positions, segments = features.input_ids, features.position_ids, features.segment_ids
         ends = None
         if self.token_map is not None:
-            rows = self.token_map.spell_packed(ids, segments)
-            ids, segments, ends = rows.input_ids, rows.segment_ids, rows.ends
-            positions = self._positions(rows.position_ids)
-        own = self.runner.features(
-            self._known(ids),
-            positions,
-            segments,
-            segments >= 0,
-            gradients=torch.is_grad_enabled(),
-            autocast=True,
-        ).last_hidden  # [B, T', D]
+            spelt = self.token_map.spell_packed(ids, segments)
+            ids, segments, ends = spelt.input_ids, spelt.segment_ids, spelt.ends
+            positions = self._positions(spelt.position_ids)
+        rows = (self._known(ids), positions, segments, segments >= 0)
+        found = self.runner.features(*rows, gradients=torch.is_grad_enabled(), autocast=True)
+        own = found.last_hidden  # [B, T', D]
         if ends is not None:  # after each target token; zero before the first
             states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))
             own = torch.where(ends[..., None] < 0, 0.0, states)
@@ -408,11 +361,7 @@ class DraftModel(TokenDrafter):
         logits = self.runner.logits(hidden)
         if self.token_map is not None:
             return logits[..., self.token_map.draft_ids]
-        return (
-            logits[..., : self.target.vocab_size]
-            if logits.shape[-1] > self.target.vocab_size
-            else logits
-        )
+        return logits[..., : self.target.vocab_size]
 
     def head_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.get_output_embeddings().parameters() if p.requires_grad]

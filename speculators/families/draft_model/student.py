@@ -19,14 +19,8 @@ from speculators.errors import ConfigError
 from speculators.target.probe import needs_eager
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
-_ELSEWHERE = (
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "draftsmith",
-)
+_ELSEWHERE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "draftsmith"}
+_ELSEWHERE |= {"transformers_version"}
 # Fields that say how many layers, from the first on, are of one kind.
 _LEADING_LAYERS = {"max_window_layers", "first_k_dense_replace"}
 
@@ -48,8 +42,8 @@ def plain_fields(
             ) from error
     if config.get_text_config() is not config:
         raise ConfigError(
-            f"{where}: model type {config.model_type!r} has a text model inside a larger one; a"
-            " draft model must be a plain causal LM. Give the text model's own checkpoint"
+            f"{where}: {config.model_type!r} has a text model inside a larger one; a draft model is"
+            " a plain causal LM: give the text model's own checkpoint"
         )
     fields = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
     if fields.pop("quantization_config", None):
@@ -91,18 +85,14 @@ def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) 
     if isinstance(kept, Mapping):
         ((how, count),) = kept.items()
         if not 1 <= count <= total:
-            raise ConfigError(
-                f"{where}: {how}: {count} of the target's {total} layers; give 1 to {total}"
-            )
+            raise ConfigError(f"{where}: {how}: {count}; the target has {total} layers")
         if how == "spread":
             return [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)]
         return list(range(count)) if how == "first" else list(range(total - count, total))
-    if bad := [layer for layer in kept if not 0 <= layer < total]:
+    if list(kept) != sorted(set(kept)) or not all(0 <= layer < total for layer in kept):
         raise ConfigError(
-            f"{where}: layers {bad} do not exist; the target has layers 0..{total - 1}"
+            f"{where}: {list(kept)}: expected rising numbers of the target's layers 0..{total - 1}"
         )
-    if list(kept) != sorted(set(kept)):
-        raise ConfigError(f"{where}: {list(kept)} must be ascending and distinct")
     return list(kept)
 
 
@@ -138,14 +128,13 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
         renamed[name] = tensor
     own = student.state_dict()
     faults = sorted(own.keys() ^ renamed.keys())
-    faults += [
-        name for name in own.keys() & renamed.keys() if own[name].shape != renamed[name].shape
-    ]
+    shared = own.keys() & renamed.keys()
+    faults += [name for name in shared if own[name].shape != renamed[name].shape]
     if faults:
         raise ConfigError(
             f"draft model: a student cut from a {source.config.model_type} target does not share"
-            f" its tensors: {', '.join(faults[:3])} ({len(faults)} in all); start from a model of"
-            " its own with drafter.init_from"
+            f" {len(faults)} of its tensors, such as {', '.join(faults[:3])}; start from a model"
+            " with drafter.init_from"
         )
     for name, tensor in own.items():
         tensor.copy_(renamed[name])

@@ -302,7 +302,7 @@ def test_defaults_of_the_speculators_format_are_vllms(
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(
         CheckpointError,
-        match=r"speculators_model_type is 'mtp'; of this format eagle3, .* are read",
+        match="speculators_model_type 'mtp'",
     ):
         read_drafter_config(folder, 4)
 

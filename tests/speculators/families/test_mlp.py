@@ -244,7 +244,7 @@ def test_all_heads_are_trained_unless_asked_otherwise() -> None:
     assert recipe(drafter={"n_predict": 5, "unroll_steps": 2}).drafter.unroll_steps == 2
     with pytest.raises(ValueError, match=r"unroll_steps \(4\) is above n_predict \(3\)"):
         recipe(drafter={"unroll_steps": 4})
-    with pytest.raises(ValueError, match="n_predict is missing"):
+    with pytest.raises(ValueError, match="n_predict: say how many"):
         recipe(drafter={"init_from": "somewhere"})
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         recipe(drafter={"n_predict": 0})

@@ -398,16 +398,6 @@ def test_a_draft_model_with_its_own_tokenizer(hub, target_folder, draft_folder, 
         push(folder, to(), PushOptions())
 
 
-def test_an_adapter_of_a_folder_here_is_of_no_use_elsewhere(hub, draft_folder, tmp_path):
-    folder = Path(shutil.copytree(draft_folder, tmp_path / "adapter"))
-    fields = json.loads((folder / "config.json").read_text())
-    own = {"family": "draft_model", "num_target_layers": 2, "adapter_of": draft_folder}
-    (folder / "config.json").write_text(json.dumps(fields | {"draftsmith": own}))
-    with pytest.raises(CheckpointError, match="nobody else can load.*merged"):
-        push(folder, to(), PushOptions())
-    assert hub.requests == []
-
-
 # ------------------------------------------------------------------------------------------------
 # failures
 

