@@ -23,7 +23,7 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.quantised import save_quantised
 from tests.quickstart_data import source as quickstart
-from tests.speculators.vocab.test_token_map import byte_level
+from tests.support.tokenizers import byte_level
 from train.commands.features import cache_features
 from train.pipeline.run import run
 from train.trainer import checkpoint

@@ -31,7 +31,7 @@ from tests.lossless.enumeration import (
     enumerate_rule,
     random_table,
 )
-from tests.speculators.families.conftest import Case, make
+from tests.support.cases import Case, make
 from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
 from tests.support.drafters import FakeHead, random_eagle3
 from tests.support.engines import ids_of, make_llm

@@ -15,7 +15,7 @@ from speculators.export import export_drafter
 from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.speculators.vocab.test_token_map import byte_level
+from tests.support.tokenizers import byte_level
 from tests.vllm.conftest import PROMPTS, WRITTEN
 
 LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}

@@ -16,7 +16,7 @@ from inference.vllm_bridge.engine import VllmOptions
 from inference.vllm_bridge.server import VllmServers
 from speculators.export import export_drafter
 from speculators.target.frozen_target import FrozenTarget
-from tests.speculators.vocab.test_token_map import byte_level
+from tests.support.tokenizers import byte_level
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
 

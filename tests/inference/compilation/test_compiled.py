@@ -21,7 +21,7 @@ from inference.spec_decode.tree_shape import DynamicTree
 from speculators.errors import ConfigError
 from tests.inference.conftest import StubProposer
 from tests.inference.modules import make_llm
-from tests.speculators.families.conftest import Case, make
+from tests.support.cases import Case, make
 
 K, LIMIT = 2, 96
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

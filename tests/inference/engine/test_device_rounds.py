@@ -24,8 +24,8 @@ from inference.spec_decode.proposers.suffix import SuffixProposer
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.inference.engine.test_proof_ladder import FAMILIES
 from tests.inference.modules import make_llm
-from tests.speculators.families.conftest import Case, make
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
+from tests.support.cases import Case, make
 
 K, VOCAB, EOS = 3, 260, 257
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}

@@ -16,7 +16,7 @@ from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.info import sketch_target
 from tests.conftest import MULTIMODAL
-from tests.speculators.vocab.test_token_map import byte_level
+from tests.support.tokenizers import byte_level
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (11, 1, 9, 14, 4)]

@@ -28,7 +28,7 @@ from tests.inference.sampling.test_logits_processors import (  # noqa: F401 (fix
     processed_joint,
     texts,
 )
-from tests.speculators.families.conftest import Case, make
+from tests.support.cases import Case, make
 
 FAMILIES = {
     "draft_model": Case("draft_model", options={"from_target": {"last": 1}}, noise=0.05),

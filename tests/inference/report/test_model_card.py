@@ -26,7 +26,7 @@ from tests.inference.report.test_report import (  # noqa: F401 (fixtures)
     report,
     with_suites,
 )
-from tests.speculators.families.conftest import CASES
+from tests.support.cases import CASES
 
 
 def facts_of(tiny_model, name: str, **changes) -> CardFacts:

@@ -23,7 +23,7 @@ from inference.spec_decode.draft_length import (
 from inference.spec_decode.proposal import Proposal
 from speculators.errors import ConfigError
 from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, HOPELESS, K, adaptive, stop_early
-from tests.speculators.families.conftest import make
+from tests.support.cases import make
 from tests.support.drafters import FakeHead, random_eagle3
 from tests.support.engines import ids_of, make_llm
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from inference import SamplingParams
 from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import Drafter, DraftInput
-from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
-from tests.speculators.families.test_contract import draft_logits, trainer
+from tests.support.contract import draft_logits, packed
 
 WHOLE = [
     "dflash",
@@ -290,7 +289,6 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
     """Slots of chains that were left out are dropped on the way; the states of the others do not
     change."""
     from speculators.families import autoregressive
-    from tests.speculators.families.test_contract import packed
 
     case = all_cases["peagle, two layers, own embeddings, fc_norm"]
     target, drafter = make_drafter(case, tiny_model(case.architecture))
@@ -309,19 +307,6 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
         torch.testing.assert_close(a.hidden[order[0]], b.hidden[order[1]], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dspark", "eagle3"])
-def test_a_loss_of_weighed_chains_is_lowered(
-    name, all_cases, make_drafter, tiny_model, tmp_path
-) -> None:
-    """By training of a block family and of another."""
-    case, weights = all_cases[name], {"d_pace": 0.5}
-    model = tiny_model(case.architecture)
-    run = trainer(make_drafter, case, model, tmp_path, steps=25, position_weights=weights)
-    losses = [record["loss"] for record in run.run().history]
-    assert sum(losses[-3:]) < sum(losses[:3])
-
-
 @pytest.mark.parametrize(
     "family, shape, drafts",
     [
@@ -335,17 +320,6 @@ def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts
     """A recipe that says nothing of unroll_steps leaves no depth untrained that serving would
     accept."""
     assert family_class(family).options.model_validate(shape).unroll_steps == drafts
-
-
-@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2", "peagle"])
-def test_more_drafts_than_trained_are_refused_by_name(
-    name, all_cases, make_drafter, tiny_model
-) -> None:
-    case = all_cases[name]
-    model = tiny_model(case.architecture, max_position_embeddings=64)
-    _, drafter = make_drafter(case, model)
-    with pytest.raises(ConfigError, match=f"num_speculative_tokens is {drafter.max_depth + 1}"):
-        make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=drafter.max_depth + 1)
 
 
 def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(

@@ -6,7 +6,6 @@ Runs over the cases of conftest.py; what is special about a family is tested in 
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,88 +14,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from inference import SamplingParams
 from inference.evaluation.expected_acceptance import expected_acceptance
 from inference.kv_cache.ragged_cache import RaggedCache
-from inference.sampling.sampler import probabilities
 from inference.spec_decode.replay import ReplayResult
-from speculators.drafter import Drafter, DraftInput
+from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import FAMILIES, family_class
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.draft_vocab import to_target_ids
 from tests.inference.modules import make_llm
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.recipe.recipe import recipe_class
-from train.trainer.trainer import Trainer
-
-DEPTHS = 3
-World = tuple[FrozenTarget, Drafter]
-
-
-def packed(lengths: list[int], vocab: int = 100) -> dict[str, torch.Tensor]:
-    """One packed row of documents of these lengths, and a padded tail."""
-    source = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, vocab, (sum(lengths) + 3,), generator=source)
-    positions = torch.cat([torch.arange(n) for n in (*lengths, 3)])
-    segments = torch.cat(
-        [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((3,), -1)]
-    )
-    return {
-        "input_ids": ids[None],
-        "position_ids": positions[None],
-        "segment_ids": segments[None],
-        "loss_mask": (segments >= 0)[None],
-    }
-
-
-def read(
-    drafter: Drafter, taps: torch.Tensor | None, last: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    return taps if drafter.reads_taps else None, last if drafter.reads_last_hidden else None
-
-
-@torch.no_grad()
-def draft_logits(
-    world: World, ids: torch.Tensor, anchor: int, k: int, forced: torch.Tensor
-) -> torch.Tensor:
-    """Draft logits [k, V_draft] of the runtime path for slot `anchor` of one document, forcing the
-    drafted tokens."""
-    target, drafter = world
-    taps, last = target(ids[None, : anchor + 1])
-    cache, seen, first = RaggedCache(1, 64), [], drafter.first_token
-    slots = anchor + 2 - first  # up to the token after the anchor's
-
-    def sample(logits):
-        seen.append(logits[0])
-        return forced[len(seen) - 1][None]
-
-    split = anchor // 2  # two calls: an append, then append and draft
-    for part, depth in ((slice(0, split), 0), (slice(split, slots), k)):
-        count = part.stop - part.start
-        if count:
-            features = read(drafter, None if taps is None else taps[:, part], last[:, part])
-            next_ids = ids[None, part.start + first : part.stop + first]
-            inputs = DraftInput(cache, 0, 1, next_ids, *features, [count])
-            drafter.draft(inputs, depth, sample) if depth else drafter.append(inputs)
-    spelt = getattr(drafter, "token_map", None)
-    held = (
-        slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
-    )
-    assert cache.lengths[0] == held  # speculative slots are rolled back
-    return torch.stack(seen)
-
-
-@torch.no_grad()
-def all_logits(
-    drafter: Drafter, features: TargetFeatures, depths: int = DEPTHS
-) -> list[torch.Tensor]:
-    return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, depths)]
+from tests.support.contract import (
+    DEPTHS,
+    VOCAB,
+    World,
+    all_logits,
+    assert_distributed_as_the_target,
+    assert_ragged_rows_draft_as_alone,
+    assert_unroll_equals_draft,
+    packed,
+    read,
+    trainer,
+)
 
 
 @pytest.mark.slow
@@ -105,47 +46,6 @@ def test_unroll_equals_draft(any_case, make_drafter, tiny_model) -> None:
     document."""
     world = make_drafter(any_case, tiny_model(any_case.architecture))
     assert_unroll_equals_draft(world, packed([9, 6]))
-
-
-def assert_unroll_equals_draft(
-    world: World, batch: dict[str, torch.Tensor], drafted: Any = None
-) -> None:
-    """`drafted`: bool [V], the tokens that the drafter can draft; None: all. Terms behind others
-    are passed over."""
-    target, drafter = world
-    features = target.features(**batch)
-    with torch.no_grad():
-        steps = list(drafter.unroll(features, DEPTHS))
-    logits = all_logits(drafter, features)
-    counts = drafter.count_terms(features, DEPTHS)
-    assert counts.tolist() == [len(step.hidden) for step in steps]
-    drafter.freeze()  # as the runtime drafts
-    assert [s.depth for s in steps] == list(range(DEPTHS))
-    offset = compared = 0
-    for length in torch.bincount(batch["segment_ids"][batch["segment_ids"] >= 0]).tolist():
-        ids = batch["input_ids"][0, offset : offset + length]
-        for anchor in range(length - 2):
-            forced = torch.cat([ids[anchor + 2 :], torch.zeros(DEPTHS, dtype=torch.long)])
-            if drafted is not None:
-                forced = torch.where(drafted[forced], forced, int(drafted.nonzero()[0]))
-            got = draft_logits(world, ids, anchor, DEPTHS, forced)
-            for step in steps:
-                where = (step.anchor_index == offset + anchor).nonzero().flatten()
-                assert len(where) == (
-                    anchor + step.depth + 2 < length
-                )  # a term exists where its token does
-                before = ids[
-                    anchor + 2 : anchor + 2 + step.depth
-                ]  # the drafts this one stands behind
-                if len(where) and torch.equal(before, forced[: len(before)]):
-                    expected = logits[step.depth][where][0].softmax(-1)
-                    torch.testing.assert_close(
-                        got[step.depth].softmax(-1), expected, atol=1e-5, rtol=1e-4
-                    )
-                    assert step.target_index[where] == offset + anchor + step.depth + 1
-                    compared += step.depth > 0
-        offset += length
-    assert compared > 5
 
 
 def test_a_unit_of_depth_matters(world: World) -> None:
@@ -163,36 +63,6 @@ def test_ragged_rows_draft_as_alone(world: World) -> None:
         torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths
     ]
     assert_ragged_rows_draft_as_alone(world, rows)
-
-
-@torch.no_grad()
-def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) -> None:
-    target, drafter = world
-    lengths = [len(row) for row in rows]
-    drafter.freeze()
-
-    def greedy(logits):
-        return to_target_ids(logits.argmax(-1), drafter.draft_to_target)
-
-    def run(chosen: list[int]) -> torch.Tensor:
-        cache, first = RaggedCache(len(chosen), 64), drafter.first_token
-        width = max(lengths[i] for i in chosen) - first
-        ids = torch.zeros(len(chosen), width, dtype=torch.long)
-        taps = torch.zeros(len(chosen), width, len(target.tap_layers) * target.hidden_size)
-        last = torch.zeros(len(chosen), width, target.hidden_size)
-        for j, i in enumerate(chosen):
-            n = lengths[i] - first
-            seen, last[j, :n] = (None if f is None else f[0] for f in target(rows[i][None, :n]))
-            ids[j, :n] = rows[i][first:]
-            if seen is not None:
-                taps[j, :n] = seen
-        counts = [lengths[i] - first for i in chosen]
-        inputs = DraftInput(cache, 0, len(chosen), ids, *read(drafter, taps, last), counts)
-        return drafter.draft(inputs, DEPTHS, greedy)
-
-    together = run(list(range(len(rows))))
-    for i in range(len(rows)):
-        assert torch.equal(together[i], run([i])[0])
 
 
 @pytest.mark.slow
@@ -289,10 +159,10 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_greedy_text_is_the_targets(any_case, make_drafter, tiny_model) -> None:
-    model = tiny_model(any_case.architecture, max_position_embeddings=64)
+def test_greedy_text_is_the_targets(case, make_drafter, tiny_model) -> None:
+    model = tiny_model(case.architecture, max_position_embeddings=64)
     model.generation_config.eos_token_id = None
-    _, drafter = make_drafter(any_case, model)
+    _, drafter = make_drafter(case, model)
     prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -309,9 +179,6 @@ def assert_greedy(model: Any, prompt: list[int], written: list[int]) -> None:
     assert len(written) == 12 and written == chosen[len(prompt) - 1 : -1]
 
 
-PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts
-
-
 @pytest.mark.slow
 def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
     """χ² of the joint of the first tokens under the token rule, against the target's exact
@@ -322,45 +189,6 @@ def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_mod
     model = tiny_model(case.architecture, vocab_size=VOCAB, max_position_embeddings=64)
     _, drafter = make_drafter(small, model)
     assert_distributed_as_the_target(model, drafter)
-
-
-def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
-    """`model` has VOCAB tokens."""
-    model.generation_config.eos_token_id = None
-    params = SamplingParams(
-        temperature=1.5, max_tokens=WRITTEN, n=SAMPLES
-    )  # so that no text is rare
-    llm = make_llm(
-        model,
-        drafter=drafter.freeze(),
-        num_speculative_tokens=2,
-        seed=11,
-        max_num_seqs=500,
-        max_num_batched_tokens=8000,
-    )
-    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([VOCAB**2, VOCAB, 1])
-    observed = torch.bincount(codes, minlength=VOCAB**WRITTEN).double()
-    joint = torch.ones(1, dtype=torch.float64)
-    for length in range(WRITTEN):
-        prefixes = [[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)]
-        with torch.no_grad():
-            logits = model(torch.tensor(prefixes)).logits[:, -1]
-        joint = (joint[:, None] * probabilities(logits, params).double()).flatten()
-    expected = joint * SAMPLES
-    rare = expected < 5
-    counts = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
-    keep = counts[1] > 0
-    statistic, freedom = (
-        float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()),
-        int(keep.sum()) - 1,
-    )
-    assert freedom > 8
-    tail = torch.special.gammaincc(
-        torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()
-    )
-    assert float(tail) > 1e-5, (statistic, freedom)
-    assert llm.get_metrics().num_accepted_tokens > 45
 
 
 @pytest.mark.slow
@@ -381,48 +209,6 @@ def test_expected_acceptance_is_the_measured_one(case, make_drafter, tiny_model)
 
 
 # ---------------------------------------------------------------------- the loop
-
-
-def rows(count: int = 16, vocab: int = 100) -> list[Any]:
-    rng = np.random.default_rng(0)
-    found = []
-    for _ in range(count):
-        ids = rng.integers(3, vocab, int(rng.integers(8, 24)))
-        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
-        found.append(TokenRow(ids, np.arange(len(ids)) >= 3))
-    return pack(found, 48)
-
-
-def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: Any) -> Trainer:
-    target, drafter = make(case, model, noise=0.0)
-    recipe = recipe_class(case.family).model_validate(
-        {
-            "name": "t",
-            "family": case.family,
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": {"unroll_steps": 4, **case.options},
-            "training": {
-                "steps": steps,
-                "batch_size": 2,
-                "learning_rate": 1e-2,
-                "save_every": 2,
-                "mixed_precision": "no",
-            },
-            **sections,
-        }
-    )
-    torch.manual_seed(0)
-    drafter.initialise_from(target, recipe.drafter)
-    return Trainer(
-        recipe,
-        target,
-        drafter,
-        rows(),
-        accelerator=Accelerator(cpu=True),
-        folder=folder,
-        fingerprint="a",
-    )
 
 
 @pytest.mark.slow

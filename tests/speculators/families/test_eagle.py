@@ -146,16 +146,6 @@ def test_noise_is_uniform_and_for_training_only(tiny_model):
     assert torch.equal(first_states(drafter, f), f.last_hidden)
 
 
-def test_noise_follows_from_the_state_that_checkpoints_hold(tiny_model):
-    target, drafter = make(tiny_model("llama"))
-    f = features_of(target)
-    drafter.prepare_training(options()).train()
-    state = torch.get_rng_state()
-    first = first_states(drafter, f)
-    torch.set_rng_state(state)
-    assert torch.equal(first_states(drafter, f), first)
-
-
 def gradient_through_the_chain(drafter: Eagle, f: TargetFeatures) -> torch.Tensor:
     """Of the depth-1 states with respect to the target's, with attention silenced: what went
     through depth 0."""

@@ -11,7 +11,7 @@ from speculators.target import frozen_target as target_module
 from speculators.target import packed_attention
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.packed_attention import text_spans
-from tests.speculators.families.conftest import BASE, CASES, make
+from tests.support.cases import BASE, CASES, make
 
 ARCHITECTURES = [
     "llama",

@@ -17,7 +17,7 @@ import torch
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.device_emulation import DEVICE
-from tests.speculators.families.conftest import OPT
+from tests.support.cases import OPT
 from tests.train.features import test_feature_cache as caches
 from tests.train.on_policy import test_on_policy as on_policy_tests
 from tests.train.trainer import test_joint as joint_tests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference.plain_decoder import PlainDecoder
 from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
-from tests.speculators.families.conftest import CASES, make
+from tests.support.cases import CASES, make
 
 
 def test_a_draft_model_decodes_with_few_calls_until_it_thaws(tiny_model) -> None:

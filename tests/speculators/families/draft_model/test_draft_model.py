@@ -20,15 +20,15 @@ from speculators.families.draft_model.student import cut_fields, cut_layers
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
-from tests.speculators.families.conftest import OPT
-from tests.speculators.families.test_contract import (
+from tests.support.cases import OPT
+from tests.support.contract import (
     VOCAB,
     assert_distributed_as_the_target,
     assert_ragged_rows_draft_as_alone,
     assert_unroll_equals_draft,
     packed,
 )
-from tests.speculators.vocab.test_token_map import byte_level
+from tests.support.tokenizers import byte_level
 from train.recipe.drafter_config import sketch_drafter
 from train.recipe.recipe import recipe_class
 
@@ -107,27 +107,10 @@ def test_a_cut_student_is_the_target_with_layers_passed_over(
     torch.testing.assert_close(drafter.model(IDS).logits, expected, atol=1e-5, rtol=1e-4)
 
 
-GPT2 = dict(
-    vocab_size=101,
-    n_embd=32,
-    n_layer=3,
-    n_head=4,
-    n_positions=256,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-NEOX = dict(
-    vocab_size=101,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    max_position_embeddings=256,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+COMMON = dict(vocab_size=101, initializer_range=0.3, bos_token_id=1, eos_token_id=2)
+GPT2 = dict(COMMON, n_embd=32, n_layer=3, n_head=4, n_positions=256)
+NEOX = dict(COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
+NEOX |= dict(num_attention_heads=4, max_position_embeddings=256)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from speculators.export import export_drafter, load_drafter, load_weights, read_
 from speculators.families.draft_model.model import DraftModel
 from speculators.target.frozen_target import FrozenTarget
 from tests.speculators.families.draft_model.test_draft_model import drafted, recipe
-from tests.speculators.families.test_contract import (
+from tests.support.contract import (
     all_logits,
     assert_unroll_equals_draft,
     packed,

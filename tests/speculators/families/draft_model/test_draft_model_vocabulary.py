@@ -17,9 +17,9 @@ from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.draft_model.model import DraftModel
 from speculators.target.frozen_target import FrozenTarget
 from speculators.vocab.token_map import FILE, TokenMap
-from tests.speculators.families.conftest import OPT
 from tests.speculators.families.draft_model.test_draft_model import same_text, student
-from tests.speculators.families.test_contract import (
+from tests.support.cases import OPT
+from tests.support.contract import (
     DEPTHS,
     VOCAB,
     assert_distributed_as_the_target,
@@ -28,7 +28,7 @@ from tests.speculators.families.test_contract import (
     draft_logits,
     packed,
 )
-from tests.speculators.vocab.test_token_map import byte_level, sentencepiece
+from tests.support.tokenizers import byte_level, sentencepiece
 
 NOTHING, TWO = 6, 2  # target tokens spelt by nothing, by two draft tokens
 PROMPTS = ["The quick brown fox", "def add(left, right):", "läuft über die 日本語 🙂"]
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_shares_next_to_nothing_is_refused(
     folder = save(
         tmp_path, tiny_model("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     )
-    with pytest.raises(ConfigError, match="share 20 of them"):
+    with pytest.raises(ConfigError, match="share 20"):
         LLM(target_folder, speculative_config=drafting(folder, use_heterogeneous_vocab=True))
 
 
@@ -227,7 +227,7 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(
     same_text(llm, prompts=PROMPTS), same_text(again, prompts=PROMPTS)
     assert llm.get_metrics() == again.get_metrics()
     (folder / FILE).unlink()
-    with pytest.raises(CheckpointError, match=f"{FILE}: not there"):
+    with pytest.raises(CheckpointError, match=FILE):
         load_drafter(folder, FrozenTarget.from_pretrained(target_folder))
 
 
