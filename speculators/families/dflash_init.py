@@ -6,12 +6,12 @@ of positions, by rotary frequencies alone. With fixed patterns a layer is linear
 that the best values and output projection are a least-squares problem over all slots of many
 blocks. Each layer is fitted to what the layers before it leave. Slots differ only in position,
 hence in what the patterns show them. Only starting weights are made here: nothing is read again
-once training begins."""
+once training begins. `head` is a block head (families/dflash.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from speculators.layers.attention import attention as attend
 from speculators.layers.decoder import Attention, DecoderLayer
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
-if TYPE_CHECKING:
-    from speculators.families.dflash import DFlash
-
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
 # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
 SHARPNESS = 1.2
@@ -34,7 +31,7 @@ NOISE = 0.2  # share of the random projections that stays, as heads must differ
 
 @torch.no_grad()
 def start_from_least_squares(
-    head: DFlash, target: FrozenTarget, features: Sequence[TargetFeatures]
+    head: Any, target: FrozenTarget, features: Sequence[TargetFeatures]
 ) -> tuple[Tensor, Tensor]:
     """Writes patterns and fitted values into every layer, and scales the final norm to the size of
     the fitted states.
@@ -63,7 +60,7 @@ def start_from_least_squares(
 class _Slots:
     """The blocks of one batch on their way through the layers."""
 
-    def __init__(self, head: DFlash, target: FrozenTarget, features: TargetFeatures) -> None:
+    def __init__(self, head: Any, target: FrozenTarget, features: TargetFeatures) -> None:
         self.head, depths = head, head.config.max_drafts
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)
@@ -111,7 +108,7 @@ class _Slots:
         self.state = self.head.run_layer(layer, self.state, self.batch.rotary, attend, slots)
 
 
-def _look_back(head: DFlash, attention: Attention, inputs: Tensor) -> None:
+def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:
     """Keys that are nearly the same for all inputs [N, H], and queries that match them some
     positions back."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
