@@ -1,5 +1,5 @@
-"""Lookahead decoding writes the target's own text, and its window and pool are those of the
-published algorithm."""
+"""Lookahead's window and pool are those of the published algorithm, and its guesses are accepted.
+That the text is the target's own is one of the greedy configurations of the engine."""
 
 from __future__ import annotations
 
@@ -130,35 +130,11 @@ def begin(model, proposer, *prompts, length=LIMIT) -> list[Request]:
     return requests
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("columns", "ngram_size"), SIZES)
-def test_text_is_the_target_s_own(columns, ngram_size, model):
-    proposer = proposer_of(columns, ngram_size, from_prompt=columns > 1)
-    requests = begin(model, proposer, [1, 2, 3, 4, 5, 2, 3], [7], [9, 8, 7, 9, 8, 7, 9, 8])
-    written = [one_round(model, proposer, requests) for _ in range(20)]
-    for request, counts in zip(requests, zip(*written, strict=True), strict=True):
-        text = request.token_ids[: request.num_prompt_tokens]
-        while len(text) < len(request.token_ids):
-            text.append(greedy_next(model, text))
-        assert request.token_ids == text and len(text) == request.num_prompt_tokens + 1 + sum(
-            counts
-        )
-    assert max(map(max, written)) > 1  # a random model repeats itself soon
-
-
 def test_repetitive_text_is_accepted(model):
     proposer = proposer_of(5, 5, guesses=5)
     requests = begin(model, proposer, [5, 6, 7, 8] * 6)
     counts = [one_round(model, proposer, requests)[0] for _ in range(25)]
     assert sum(counts[10:]) > 2 * len(counts[10:])
-
-
-def test_up_to_the_context_limit(model):
-    proposer = proposer_of(4, 4, from_prompt=True)
-    requests = begin(model, proposer, [5, 6, 7, 8] * 3, length=30)
-    while not requests[0].finished:
-        one_round(model, proposer, requests)
-    assert len(requests[0].token_ids) == 30
 
 
 # ---------------------------------------------------------------- against the published algorithm
