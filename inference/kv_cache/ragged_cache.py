@@ -204,9 +204,8 @@ class RaggedCache:
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the
         first are written."""
-        return [each for each in self._keys if each is not None], [
-            each for each in self._values if each is not None
-        ]
+        keys = [tensor for tensor in self._keys if tensor is not None]
+        return keys, [tensor for tensor in self._values if tensor is not None]
 
     def keys_of(self, layer_idx: int, start: int, stop: int) -> Tensor:
         """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length
@@ -242,8 +241,8 @@ class RaggedCache:
         for tensors in (self._keys, self._values):
             for i, old in enumerate(tensors):
                 if old is not None:
-                    tensors[i] = self._allocate(old)
-                    tensors[i][:, :, :used] = old[:, :, :used]
+                    new = tensors[i] = self._allocate(old)
+                    new[:, :, :used] = old[:, :, :used]
         with torch.inference_mode(False):
             self._arange = torch.arange(capacity, device=self.device)
 

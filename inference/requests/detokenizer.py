@@ -60,10 +60,11 @@ class Detokenizer:
         for used in range(start, total):  # which token completes it?
             before = len(self.text)
             self._extend(token_ids[used : used + 1])
-            found = self._find(self.text, before)
-            if found is not None:
-                at, stop = found
-                self.text = self.text[: at + len(stop)] if self._include_stop else self.text[:at]
+            hit = self._find(self.text, before)
+            if hit is not None:
+                place, stop = hit
+                end = place + len(stop) if self._include_stop else place
+                self.text = self.text[:end]
                 self._stopped = True
                 return used + 1, stop
         return total, None
@@ -101,8 +102,8 @@ class Detokenizer:
     def _find(self, text: str, checked: int) -> tuple[int, str] | None:
         """The first stop string that ends after the first `checked` characters: (where it starts,
         which)."""
-        found = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
-        return min((hit for hit in found if hit[0] >= 0), key=lambda hit: hit[0], default=None)
+        hits = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
+        return min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=None)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(

@@ -111,12 +111,11 @@ class Proposal:
 
     def paths(self, row: int) -> list[list[int]]:
         """The drafted tokens that lead to each judged place of the row: entry j to that of logits
-        [row, j], counts[row]
-        + 1 of them. The first is [], the place after the committed text."""
-        found: list[list[int]] = [[]]
+        [row, j], counts[row] + 1 of them. The first is [], the place after the committed text."""
+        paths: list[list[int]] = [[]]
         for parent, token in zip(self.parents_of(row), self.drafted[row], strict=False):
-            found.append([*found[parent + 1], token])
-        return found
+            paths.append([*paths[parent + 1], token])
+        return paths
 
     def select(self, rows: Sequence[int]) -> Proposal:
         """The proposal of some rows only, in the order given."""
@@ -137,23 +136,23 @@ class Proposal:
     def children(self, row: int) -> dict[int, list[int]]:
         """Maps every verified place that has drafts behind it, and -1, to the places of these
         drafts, in order."""
-        found: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for place, parent in enumerate(self.parents_of(row)):
-            found.setdefault(parent, []).append(place)
-        return found
+            children.setdefault(parent, []).append(place)
+        return children
 
     def depths(self) -> list[list[int]]:
         """Per row and place, scaffold included, how many tokens after the committed text it stands:
         1, 2, ..."""
         if self.parents is None:
             return [list(range(1, count + 1)) for count in self.counts]
-        found = []
+        depths_of_rows = []
         for parents in self.parents:
             depths: list[int] = []
             for parent in parents:
                 depths.append(1 + (depths[parent] if parent >= 0 else 0))
-            found.append(depths)
-        return found
+            depths_of_rows.append(depths)
+        return depths_of_rows
 
     def shortened(self, width: int) -> Proposal:
         """The first `width` drafts of every row."""

@@ -81,7 +81,7 @@ class TreeGrowth:
             [[[]] for _ in requests] if active_rows(requests) else None
         )
 
-    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+    def _selected(self, q: Tensor, score: Tensor) -> Tensor:
         """bool [b, w, m]: which children of the frontier to draft, decided by q [b, w, V_draft] and
         the scores [b, w] of the frontier alone."""
         raise NotImplementedError
@@ -128,15 +128,15 @@ class TreeGrowth:
             alive = self._levels[-1].alive.gather(1, parents)
             # no child of a node that was not drafted would be verified
             score = self._levels[-1].score.gather(1, parents).masked_fill(~alive, 0.0)
-        wanted = self._wanted(q, score)
-        likeliest = q.topk(min(wanted.shape[2], q.shape[-1]), dim=-1)
+        selected = self._selected(q, score)
+        likeliest = q.topk(min(selected.shape[2], q.shape[-1]), dim=-1)
         tokens, real = likeliest.indices, likeliest.values > 0  # [b, w, m]
         if any(self._hot):
             hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-            drawn, found = self._drawn(q, *wanted.shape[1:])
-            tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, found, real)
+            drawn, exists = self._drawn(q, *selected.shape[1:])
+            tokens, real = torch.where(hot, drawn, tokens), torch.where(hot, exists, real)
         score = score[..., None] * q.gather(2, tokens).clamp(max=1)
-        alive = alive[..., None] & wanted & real
+        alive = alive[..., None] & selected & real
         return _Level(q, parents, tokens.flatten(1), score.flatten(1), alive.flatten(1))
 
     def _drawn(self, q: Tensor, w: int, m: int) -> tuple[Tensor, Tensor]:
@@ -149,13 +149,13 @@ class TreeGrowth:
             for request, hot, limit in zip(self._requests, self._hot, self._limits, strict=True)
         ]
         noise = on_device(numbers, q.device, torch.float64).view(-1, m)  # [b·w, m]
-        left, tokens, found = q.flatten(0, 1).clone(), [], []
+        left, tokens, exists = q.flatten(0, 1).clone(), [], []
         for j in range(m):
             token = inverse_cdf(left, noise[:, j])
-            found.append(token < q.shape[-1])
+            exists.append(token < q.shape[-1])
             tokens.append(token.clamp(max=q.shape[-1] - 1))
             left.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
-        return torch.stack(tokens, 1).view(-1, w, m), torch.stack(found, 1).view(-1, w, m)
+        return torch.stack(tokens, 1).view(-1, w, m), torch.stack(exists, 1).view(-1, w, m)
 
     def _seen_by(self, parents: Tensor) -> Tensor:
         """[b, w] places in the frontier before -> bool [b, w, n + w], what each of the new frontier
@@ -239,12 +239,12 @@ class StaticGrowth(TreeGrowth):
         super().__init__(tree.depth, *others, **options)
         self._tree = tree
 
-    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+    def _selected(self, q: Tensor, score: Tensor) -> Tensor:
         nodes = self._tree.levels[len(self._levels)]
-        wanted = torch.zeros(q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool)
+        selected = torch.zeros(q.shape[1], 1 + max(rank for _, rank in nodes), dtype=torch.bool)
         for parent, rank in nodes:
-            wanted[parent, rank] = True
-        return to_device(wanted, q.device).expand(len(q), -1, -1)
+            selected[parent, rank] = True
+        return to_device(selected, q.device).expand(len(q), -1, -1)
 
     def _expanded(self, level: _Level) -> Tensor:
         depth = len(self._levels) - 1
@@ -264,12 +264,12 @@ class DynamicGrowth(TreeGrowth):
         super().__init__(tree.depth, *others, **options)
         self._tree = tree
 
-    def _wanted(self, q: Tensor, score: Tensor) -> Tensor:
+    def _selected(self, q: Tensor, score: Tensor) -> Tensor:
         b, w, V = q.shape
         m = min(self._tree.topk, V)
-        wanted = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
+        selected = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
         if not any(self._hot):
-            return wanted
+            return selected
         # the j-th child matters if the path to it holds and the j children before it were refused
         sure = q.amax(-1)  # [b, w]
         refused = (1 - sure).unsqueeze(-1) ** torch.arange(m, device=q.device)
@@ -280,7 +280,7 @@ class DynamicGrowth(TreeGrowth):
         drawn = torch.zeros(b, w * m, dtype=torch.bool, device=q.device)
         drawn.scatter_(1, best, torch.ones_like(best, dtype=torch.bool))
         hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
-        return torch.where(hot, drawn.unflatten(1, (w, m)), wanted)
+        return torch.where(hot, drawn.unflatten(1, (w, m)), selected)
 
     def _expanded(self, level: _Level) -> Tensor:
         wide = min(self._tree.topk, level.tokens.shape[1])

@@ -41,10 +41,10 @@ class StaticTree:
         for choice in sorted(choices):
             before = (*choice[:-1], choice[-1] - 1) if choice and choice[-1] > 0 else choice[:-1]
             if not choice or min(choice) < 0 or (before and before not in choices):
-                wanted = (
+                needed = (
                     f"{before} as well" if choice and min(choice) >= 0 else "ranks of 0 and more"
                 )
-                raise ConfigError(f"speculative_token_tree: choice {choice} needs {wanted}")
+                raise ConfigError(f"speculative_token_tree: choice {choice} needs {needed}")
         if not choices:
             raise ConfigError(
                 "speculative_token_tree is empty; expected at least one choice, such as [(0,)]"

@@ -67,12 +67,12 @@ class JacobiWindow:
             [-1, *range(first, first + len(self.levels[0]))][:-1],
         )
         # places of the level before, column by column
-        above = [-1, *range(first, first + len(tokens))]
+        before = [-1, *range(first, first + len(tokens))]
         for level in self.levels[1:]:
             places = range(first + len(tokens), first + len(tokens) + len(level))
             tokens += level
-            parents += above
-            above = [*places]
+            parents += before
+            before = [*places]
         return tokens, parents
 
     def read_at(self, first: int) -> list[int]:
@@ -144,7 +144,7 @@ class LookaheadProposer(Proposer):
         drafts, parents, scaffold = [], [], []
         for row, request in enumerate(requests):
             state = self._state(row, request)
-            tokens, above = merged(
+            tokens, guessed_parents = merged(
                 state.pool.guesses(request.token_ids[-1]),
                 self.num_speculative_tokens,
                 min(limits[row], self._n - 1),
@@ -155,7 +155,7 @@ class LookaheadProposer(Proposer):
             if limits[row] and request.draft_limit >= self._columns + self._n - 3:
                 window = state.window.tree(len(tokens))
             drafts.append(tokens + window[0])
-            parents.append(above + window[1])
+            parents.append(guessed_parents + window[1])
             scaffold.append(len(window[0]))
         return Proposal.deterministic(drafts, self._device, parents=parents, scaffold=scaffold)
 
@@ -178,14 +178,15 @@ class LookaheadProposer(Proposer):
             return
         entries = [self._rows[row].window.read_at(proposal.counts[row]) for row in rows]
         width = max(map(len, entries))
-        padded = on_device([each + [0] * (width - len(each)) for each in entries], logits.device)
+        padded = on_device([row + [0] * (width - len(row)) for row in entries], logits.device)
         index = on_device(rows, logits.device).unsqueeze(-1)
         best = argmax(logits[index, padded]).tolist()  # [rows, width]
-        for row, each, written in zip(rows, entries, best, strict=True):
+        for row, read, choices in zip(rows, entries, best, strict=True):
+            written = choices[: len(read)]
             state, last_token = self._rows[row], requests[row].token_ids[-1]
-            for first, rest in state.window.ngrams(last_token, written[: len(each)]):
+            for first, rest in state.window.ngrams(last_token, written):
                 state.pool.add(first, rest)
-            state.window.advance(written[: len(each)])
+            state.window.advance(written)
 
     def reset(self, row: int) -> None:
         self._rows.pop(row, None)

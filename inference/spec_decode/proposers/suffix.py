@@ -87,11 +87,11 @@ class SuffixProposer(Proposer):
         longest match."""
         earlier = self._store.counts
         matches = earlier.matches(row.request.token_ids[1 - self._depth :])
-        found = [(row.counts, row.counts.endings()), (earlier, matches)]
+        candidates = [(row.counts, row.counts.endings()), (earlier, matches)]
         drafted: list[int] = []
         confidence: list[float] = []
         best = 0.0
-        for counts, matches in found:
+        for counts, matches in candidates:
             for state, shortest, longest in matches:
                 # a state's patterns have one continuation: the length among them that allows the
                 # longest draft

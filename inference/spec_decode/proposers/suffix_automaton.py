@@ -112,12 +112,12 @@ class SuffixCounts:
 
     def _shorter(self, state: int, longest: int) -> list[tuple[int, int, int]]:
         """A pattern of a state and its suffixes, as `matches` gives them."""
-        found = []
+        suffixes = []
         while state:
             shorter = self._length[self._link[state]]
-            found.append((state, shorter + 1, longest))
+            suffixes.append((state, shorter + 1, longest))
             state, longest = self._link[state], shorter
-        return found
+        return suffixes
 
     def _suffix(self, state: int, length: int) -> int:
         """The state of the last `length` tokens of the pattern that led to the state."""
