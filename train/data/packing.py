@@ -10,10 +10,9 @@ from __future__ import annotations
 import bisect
 import multiprocessing
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ class RowStatistics:
     truncated: int = 0  # rows cut at max_length and kept
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
     dropped_bad: int = 0  # examples whose mask cannot be proved
-    rows_by_workload: Counter[str] = field(default_factory=Counter)
 
     @property
     def supervised_share(self) -> float:
@@ -51,11 +49,7 @@ class RowStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for reports."""
-        shares = {
-            "rows_by_workload": dict(self.rows_by_workload),
-            "supervised_share": self.supervised_share,
-        }
-        return asdict(self) | shares
+        return asdict(self) | {"supervised_share": self.supervised_share}
 
     def __str__(self) -> str:
         losses = {
@@ -141,13 +135,11 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
         statistics.tokens += len(row)
         statistics.supervised += int(row.loss_mask.sum())
         statistics.truncated += row.truncated
-        statistics.rows_by_workload[row.workload] += 1
     return kept, statistics
 
 
-_shared: tuple[
-    ConversationTokenizer, int
-]  # in a worker process: set once, not sent with every chunk
+# In a worker process: set once, not sent with every chunk.
+_shared: tuple[ConversationTokenizer, int]
 
 
 def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:

@@ -2,8 +2,8 @@
 several processes.
 
     DIR/<address>/key.json            everything the features depend on, whose hash is the address
-    DIR/<address>/<any>.safetensors   a shard: payloads of its texts one after another, their names,
-                                      lengths, checksums
+    DIR/<address>/<any>.safetensors   a shard: `<hash of a text>.taps` and `.last_hidden`, uint8
+                                      [tokens, bytes]; a checksum of each text in its header
 
 Features are stored by text, one segment of a packed row, because a text's features do not depend on
 the packing: other packings and other data find the texts they share. A shard appears whole or not
@@ -31,12 +31,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from inference.whole_file import write_whole
 from speculators.errors import DataError
 from speculators.precision import as_dtype
 from train.data.packing import PackedRow
 from train.features.encodings import Encoding, make_encodings, relative_error
 
-FORMAT = 1
+FORMAT = 2
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
 SHARD_BYTES = 256e6  # of one file: what a killed process loses at most
@@ -63,16 +64,6 @@ class CacheKey:
         """The hash of everything but the target's name."""
         content = {name: value for name, value in asdict(self).items() if name != "target"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a text's features lie."""
-
-    shard: Path
-    number: int  # of the text, in its shard
-    start: int  # tokens
-    stop: int
 
 
 def text_key(input_ids: np.ndarray) -> bytes:
@@ -104,50 +95,48 @@ class FeatureCache:
         self.taps, self.last_hidden = make_encodings(
             key.encoding, key.hidden_size, as_dtype(key.dtype)
         )
-        self._places: dict[bytes, Place] = {}
+        self._shards: dict[bytes, Path] = {}  # by text
         self._scanned: set[Path] = set()
-        self._open = lru_cache(OPEN_SHARDS)(self._opened)
+        self._open = lru_cache(OPEN_SHARDS)(_opened)
 
     @property
     def bytes_per_token(self) -> int:
         return len(self.key.taps) * self.taps.bytes_per_vector + self.last_hidden.bytes_per_vector
 
     def __contains__(self, text: bytes) -> bool:
-        return text in self._places
+        return text in self._shards
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._shards)
 
     @property
     def shards(self) -> list[Path]:
         return sorted(self._scanned)
 
-    # ---------------------------------------------------------------- reading
-
     def scan(self) -> FeatureCache:
-        """Finds new shards. DataError names one that is not whole or not of this cache."""
+        """Finds new shards. DataError names one that is not whole."""
         for path in sorted(self.folder.glob("*.safetensors")):
-            if path in self._scanned:
-                continue
-            shard = self._open(path)
-            ends = np.cumsum(shard.get_tensor("lengths").numpy()).tolist()
-            names = shard.get_tensor("names").numpy()
-            for number, (name, start, end) in enumerate(zip(names, [0, *ends], ends)):
-                self._places.setdefault(name.tobytes(), Place(path, number, start, end))
-            self._scanned.add(path)
+            if path not in self._scanned:
+                for name in self._open(path)[1]:
+                    self._shards.setdefault(bytes.fromhex(name), path)
+                self._scanned.add(path)
         return self
 
     def read(self, text: bytes, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
         """Taps [L, n·H] (None without taps) and last hidden states [L, H] of a text, decoded on
         `device`."""
-        payload = self._payload(self._places[text])
+        shard, checksums = self._open(self._shards[text])
+        names = ("taps", "last_hidden") if self.key.taps else ("last_hidden",)
+        payload = {name: shard.get_tensor(f"{text.hex()}.{name}") for name in names}
+        if _checksum(payload) != checksums[text.hex()]:
+            raise DataError(
+                f"{self._shards[text]}: damaged: the bytes of a text are not those that were"
+                " written; delete the file and run the same command again, which computes its"
+                " texts anew"
+            )
         taps = None
         if self.key.taps:
-            vectors = (
-                payload["taps"]
-                .to(device)
-                .unflatten(-1, (len(self.key.taps), self.taps.bytes_per_vector))
-            )
+            vectors = payload["taps"].to(device).unflatten(-1, (len(self.key.taps), -1))
             taps = self.taps.decode(vectors).flatten(-2)
         return taps, self.last_hidden.decode(payload["last_hidden"].to(device))
 
@@ -165,37 +154,17 @@ class FeatureCache:
         taps = torch.cat([taps for taps, _ in texts]) if self.key.taps else None
         return taps, torch.cat([last_hidden for _, last_hidden in texts])
 
-    def _payload(self, place: Place) -> dict[str, Tensor]:
-        shard = self._open(place.shard)
-        parts = {name: shard.get_slice(name)[place.start : place.stop] for name in self._tensors}
-        if _checksum(parts) != int(shard.get_slice("checksums")[place.number : place.number + 1]):
-            raise DataError(
-                f"{place.shard}: damaged: the bytes of text {place.number} are not those that were"
-                " written; delete the file and run the same command again, which computes its"
-                " texts anew"
-            )
-        return parts
 
-    @property
-    def _tensors(self) -> list[str]:
-        return ["taps", "last_hidden"] if self.key.taps else ["last_hidden"]
-
-    def _opened(self, path: Path) -> Any:
-        """Maps a shard, whose header says if it is whole."""
-        try:
-            shard = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise DataError(
-                f"{path}: damaged or cut short ({error}); delete the file and run the same command"
-                " again, which computes its texts anew"
-            ) from None
-        address = (shard.metadata() or {}).get("address")
-        if address != self.key.address:
-            raise DataError(
-                f"{path}: belongs to the features {address}, and lies in those of"
-                f" {self.key.address}; move it back or delete it"
-            )
-        return shard
+def _opened(path: Path) -> tuple[Any, dict[str, int]]:
+    """A mapped shard, and the checksums of its texts. Its header says if it is whole."""
+    try:
+        shard = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DataError(
+            f"{path}: damaged or cut short ({error}); delete the file and run the same command"
+            " again, which computes its texts anew"
+        ) from None
+    return shard, {text: int(value) for text, value in (shard.metadata() or {}).items()}
 
 
 class ShardWriter:
@@ -205,9 +174,15 @@ class ShardWriter:
         self.cache, self.shard_bytes = cache, shard_bytes
         self.bytes, self.tokens = 0, 0  # written
         self.error: dict[str, float] = {}  # largest mean relative squared error, by tensor
-        self._texts: list[tuple[bytes, dict[str, Tensor]]] = []
+        self._texts: dict[str, dict[str, Tensor]] = {}  # by the hash of a text in hex
         self._waiting = 0
-        self._prepare()
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        key = json.dumps(asdict(cache.key), indent=2) + "\n"
+        write_whole(cache.folder / KEY_FILE, key)
+        for path in cache.folder.glob(f"*.{socket.gethostname()}.*.partial"):
+            writer = path.name.split(".")[-2]
+            if writer.isdigit() and not psutil.pid_exists(int(writer)):  # it was killed
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -221,11 +196,10 @@ class ShardWriter:
         once encoded."""
         parts, cache = {}, self.cache
         if taps is not None:
-            parts["taps"] = self._encode(
-                "taps", cache.taps, taps.unflatten(-1, (-1, cache.key.hidden_size))
-            )
+            vectors = taps.unflatten(-1, (-1, cache.key.hidden_size))
+            parts["taps"] = self._encode("taps", cache.taps, vectors)
         parts["last_hidden"] = self._encode("last_hidden", cache.last_hidden, last_hidden)
-        self._texts.append((text, parts))
+        self._texts[text.hex()] = parts
         self._waiting += sum(part.numel() for part in parts.values())
         if self._waiting >= self.shard_bytes:
             self.flush()
@@ -234,21 +208,16 @@ class ShardWriter:
         """Writes the collected texts as a shard, under a temporary name first."""
         if not self._texts:
             return
-        lengths = [len(parts["last_hidden"]) for _, parts in self._texts]
         tensors = {
-            name: torch.cat([parts[name] for _, parts in self._texts]).contiguous()
-            for name in self.cache._tensors
+            f"{text}.{name}": part
+            for text, parts in self._texts.items()
+            for name, part in parts.items()
         }
-        names = np.frombuffer(b"".join(name for name, _ in self._texts), dtype=np.uint8).reshape(
-            -1, 16
-        )
-        tensors["names"] = torch.from_numpy(names.copy())
-        tensors["lengths"] = torch.tensor(lengths)
-        tensors["checksums"] = torch.tensor([_checksum(parts) for _, parts in self._texts])
+        checksums = {text: str(_checksum(parts)) for text, parts in self._texts.items()}
         path = self.cache.folder / f"{uuid.uuid4().hex}.safetensors"
         partial = path.with_name(f"{path.stem}.{socket.gethostname()}.{os.getpid()}.partial")
         try:
-            save_file(tensors, partial, {"address": self.cache.key.address})
+            save_file(tensors, partial, checksums)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
@@ -259,8 +228,9 @@ class ShardWriter:
                 f" ({error}); what was written before is kept, so make room and run the same"
                 " command again"
             ) from None
-        self.bytes, self.tokens = self.bytes + self._waiting, self.tokens + sum(lengths)
-        self._texts, self._waiting = [], 0
+        self.bytes += self._waiting
+        self.tokens += sum(len(parts["last_hidden"]) for parts in self._texts.values())
+        self._texts, self._waiting = {}, 0
 
     def _encode(self, name: str, encoding: Encoding, vectors: Tensor) -> Tensor:
         """[L, (n,) H] -> [L, bytes] on the host."""
@@ -273,20 +243,7 @@ class ShardWriter:
                 " (target.dtype: float32)"
             )
         self.error[name] = max(self.error.get(name, 0.0), float(error))
-        return payload.flatten(1).cpu()
-
-    def _prepare(self) -> None:
-        """Makes the folder and its key, and removes the files of killed writers of this machine."""
-        folder, key = self.cache.folder, self.cache.key
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / KEY_FILE).exists():
-            partial = folder / f"{uuid.uuid4().hex}.partial"
-            partial.write_text(json.dumps(asdict(key), indent=2) + "\n", encoding="utf-8")
-            partial.replace(folder / KEY_FILE)
-        for path in folder.glob(f"*.{socket.gethostname()}.*.partial"):
-            writer = path.name.split(".")[-2]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):
-                path.unlink(missing_ok=True)
+        return payload.flatten(1).cpu().contiguous()
 
 
 def _checksum(parts: dict[str, Tensor]) -> int:

@@ -193,30 +193,18 @@ def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, pairs, s
     assert supervised(tokenizer, row) == [form.format(answer) for _, answer in pairs]
 
 
-def test_marked_and_verified_prefix_agree(tokenizer):
-    example = chat("hello", "fine", "really?", "yes\n\nreally", system="be brief")
-    (marked,), (prefix,) = (
-        rows_of(tokenizer, template, example) for template in (CHATML_MARKED, CHATML)
-    )
-    assert np.array_equal(marked.input_ids, prefix.input_ids)
-    assert np.array_equal(marked.loss_mask, prefix.loss_mask)
-
-
 def test_marks_that_end_inside_a_character_are_completed(tokenizer):
     """Of a character that is several byte tokens, transformers marks only the first."""
     (row,) = rows_of(tokenizer, CHATML_MARKED, chat("hi", "caf\u00e9", "ok?", "\U0001f642"))
     assert supervised(tokenizer, row) == ["caf\u00e9<|im_end|>", "\U0001f642<|im_end|>"]
 
 
-def test_prompt_ids_are_what_the_row_begins_with(tokenizer):
+def test_an_open_question_is_its_own_prompt(tokenizer):
     converter = ConversationTokenizer(tokenizer, chat_template=LLAMA3)
-    example = chat("hello", "fine", "and now?", "better")
-    prompt, (row,) = converter.prompt_ids(example), converter.rows(example)
+    answered, (row,) = chat("a", "b", "c", "d"), converter.rows(chat("a", "b", "c", "d"))
+    prompt = converter.prompt_ids(answered)
+    assert prompt == converter.prompt_ids(chat("a", "b", "c"))
     assert row.input_ids[: len(prompt)].tolist() == prompt
-    assert tokenizer.decode(row.input_ids[len(prompt) :]) == "better<|eot_id|>"
-    assert converter.prompt_ids(chat("hello", "fine", "and now?")) == prompt, (
-        "an open question is its own prompt"
-    )
 
 
 # ------------------------------------------------------------------------------------------
@@ -227,7 +215,7 @@ def conversation(*turns: tuple[str, str]) -> Example:
     return parse_row({"messages": [{"role": r, "content": c} for r, c in turns]}, origin="x")
 
 
-def test_history_that_loses_thoughts_is_fanned_out(tokenizer):
+def test_history_that_loses_thoughts_makes_rows_of_its_turns(tokenizer):
     messages = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hi", "reasoning_content": "greet"},
@@ -242,7 +230,7 @@ def test_history_that_loses_thoughts_is_fanned_out(tokenizer):
     )
 
 
-def test_fan_out_keeps_turns_together_that_are_not_rewritten(tokenizer):
+def test_turns_that_are_not_rewritten_share_a_row(tokenizer):
     """After one user turn, a tool call and the final answer both keep their thoughts: one row for
     both."""
     example = conversation(
@@ -269,7 +257,7 @@ def test_template_variables_reach_the_template(tokenizer):
     )
 
 
-def test_moving_system_prompt_is_fanned_out(tokenizer):
+def test_a_moving_system_prompt_makes_rows_of_its_turns(tokenizer):
     example = chat("hello", "hi", "bye", "see you", system="be brief")
     rows = rows_of(tokenizer, MISTRAL_MOVING_SYSTEM, example)
     assert [supervised(tokenizer, row) for row in rows] == [[" hi</s>"], [" see you</s>"]]

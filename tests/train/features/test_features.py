@@ -117,8 +117,6 @@ def test_what_was_begun_under_another_name_is_not_taken(target):
     features, ahead = RowFeatures(target, make_rows()), FeaturesAhead(torch.device("cpu"))
     ahead.begin("a", lambda: features.of([0]))
     assert ahead.take("b") is None and ahead.take("a") is None
-    ahead.begin("a", lambda: features.of([0]))
-    assert torch.equal(ahead.take("a").last_hidden, features.of([0]).last_hidden)
 
 
 @pytest.mark.parametrize("change", ["sharded", "device"])
@@ -141,24 +139,3 @@ def test_streams_do_not_read_what_is_not_there_yet(tiny_model, tmp_path, monkeyp
         trainer = make_trainer(tiny_model, tmp_path / str(overlap), recipe, device="cuda")
         losses[overlap] = [record["loss"] for record in trainer.run().history]
     torch.testing.assert_close(losses[True], losses[False], rtol=1e-4, atol=1e-5)
-
-
-def test_the_target_runs_its_head_never_and_its_layers_only_for_features_that_are_not_kept(
-    tiny_model,
-):
-    """Every loss reads the last hidden state, so that all layers run where features are computed;
-    and none where they are kept."""
-    target = FrozenTarget(tiny_model("llama"), [1, 2])
-    calls: list[str] = []
-    handles = [target.lm_head.register_forward_hook(lambda *_: calls.append("head"))]
-    handles += [
-        layer.register_forward_hook(lambda *_: calls.append("layer")) for layer in target.layers
-    ]
-    features = RowFeatures(target, make_rows(), keep_bytes=1e9)
-    first = features.of([0, 1])
-    assert calls == ["layer"] * (2 * target.num_layers)
-    again = features.of([0, 1])
-    assert calls == ["layer"] * (2 * target.num_layers)
-    assert torch.equal(first.taps, again.taps) and torch.equal(first.last_hidden, again.last_hidden)
-    for handle in handles:
-        handle.remove()

@@ -317,22 +317,6 @@ def test_a_target_that_masks_tokens_gives_no_nan(name: str) -> None:
 # --- how gradients travel ---
 
 
-def test_accumulation_equals_one_batch() -> None:
-    setup = Setup(True)
-    whole = setup.gradients(chunked_objective(*setup.arguments(), chunk_size=5)[0] / N)
-    for start in (0, 9):
-        rows = slice(start, 9 if start == 0 else N)
-        target = (setup.target_hidden[rows], setup.target, setup.weight[rows], setup.labels[rows])
-        loss, _ = chunked_objective(
-            setup.hidden[rows], setup.head, *target, {"forward_kl": 1.0}, setup.draft_to_target
-        )
-        (loss / N).backward()
-    for ours, theirs in zip(
-        [setup.hidden.grad, *(w.grad for w in setup.head.parameters())], whole, strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_low_precision_head_accumulates_in_float32() -> None:
     """The sum over 512 one-row chunks of a bfloat16 head stays as close to the truth as its last
     rounding."""
@@ -497,26 +481,6 @@ def test_metrics_are_those_of_the_full_vocabulary(reduced: bool) -> None:
     assert torch.equal(torch.cat([first.loss, second.loss]), metrics.loss)
     torch.testing.assert_close(first.alpha_sum + second.alpha_sum, metrics.alpha.sum())
     assert first.agreement_sum + second.agreement_sum == metrics.agreement.sum()
-
-
-def test_first_of_equal_logits_wins() -> None:
-    """Also through the blocked argmax, which needs a vocabulary that 64 divides."""
-    vocabulary = 256
-    logits = torch.zeros(4, vocabulary)
-    logits[0, [70, 200]] = logits[1, [63, 64]] = logits[2, [130, 129]] = 5.0
-    expected = logits.argmax(-1)
-    identity = nn.Identity()
-    one_hot = torch.nn.functional.one_hot(expected, vocabulary) * 9.0
-    _, metrics = chunked_objective(
-        logits,
-        identity,
-        one_hot,
-        identity,
-        torch.ones(4),
-        torch.zeros(4).long(),
-        {"forward_kl": 1.0},
-    )
-    assert metrics.agreement.all()
 
 
 def test_expected_length_from_joint_prefixes() -> None:
