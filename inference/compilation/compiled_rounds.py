@@ -1,145 +1,225 @@
 """Rounds at static shapes by torch.compile: the target's forward over the last token and the
-drafts, and the greedy chain of a drafter; on a GPU as CUDA graphs.
+drafts, and the greedy chain of a drafter; on a GPU as CUDA graphs (mode "reduce-overhead").
 
-What is compiled is what runs anyway, at the shapes of static_shapes.py, when a shape is first met.
-Prefill, trees of drafts, sampled chains and what decides over tokens stay as they are. What torch
-cannot compile as one graph is named in a warning and runs eager from then on, with the same
-outputs."""
+What is compiled is what runs anyway, when a shape of static_shapes.py is first met. Prefill, trees
+of drafts, sampled chains and what decides over tokens run eager. What torch cannot compile as one
+graph is an error that says so."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from inference.compilation.cached_step import CachedStep
 from inference.compilation.config import Compilation
 from inference.compilation.static_shapes import Buckets, Shape, StaticRows
-from inference.compilation.whole_chain import WholeChain, has_chain
 from inference.kv_cache.ragged_cache import RaggedCache
 from inference.plain_decoder import TargetForward
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import HeadProposer
-from speculators.target.frozen_target import FrozenTarget
+from inference.spec_decode.proposers.drafter import BestChain, HeadProposer
+from speculators.drafter import DraftInput
+from speculators.errors import ConfigError
+from speculators.families.autoregressive import ChainDrafter
+from speculators.families.draft_model.model import DraftModel
+from speculators.precision import on_device
+from speculators.vocab.draft_vocab import to_target_ids
 
 if TYPE_CHECKING:
     from speculators.drafter import Drafter
 
-logger = logging.getLogger(__name__)
+MOST_GRAPHS = 512  # of one step; torch's own limit is 8
 
-Report = Callable[[int, int], None]  # of graphs: how many there are, and how many there can be
+Outputs = tuple[Tensor | None, ...]
+Step = Callable[..., Outputs]  # (rows, counts [R], *inputs [R, T, …])
+
+
+class CachedStep(nn.Module):
+    """A step over new tokens of the first rows of `cache`, compiled once per shape. The memory of
+    the cache are its buffers, whose addresses are fixed. `ahead`: slots that it fills after those
+    of its inputs."""
+
+    def __init__(
+        self, step: Step, cache: RaggedCache, width: int, how: Compilation, ahead: int = 0
+    ) -> None:
+        super().__init__()
+        cache.reserve_all()
+        self.buckets = Buckets(cache.max_rows, width, cache.max_len, how.row_sizes)
+        self.shapes: set[Shape] = set()  # compiled
+        self._step, self._cache, self._ahead, self._layers = step, cache, ahead, 0
+        self._example: list[Tensor] = []  # one token of one row of each input
+        self._replays = how.cudagraphs and cache.device.type == "cuda" and how.backend != "eager"
+        mode = {"mode": "reduce-overhead"} if self._replays else {}
+        options: dict[str, Any] = {"backend": how.backend, **mode}
+        self._compiled = torch.compile(self, fullgraph=True, dynamic=False, **options)
+
+    def forward(self, placed: Tensor, keys: int, *inputs: Tensor) -> Outputs:
+        """placed [2, R]: each row's length, and how many of its new tokens are no padding."""
+        memory = [getattr(self, f"memory_{i}") for i in range(2 * self._layers)]
+        shape = Shape(*inputs[0].shape[:2], keys)
+        rows = StaticRows(placed[0], memory[: self._layers], memory[self._layers :], shape)
+        return self._step(rows, placed[1], *inputs)
+
+    def run(self, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs | None:
+        """inputs [b, T, …] each -> outputs of these rows. None, and nothing was done: the keys and
+        values have no memory yet."""
+        if not self._layers:
+            keys, values = self._cache.memory()
+            self._layers = len(keys)
+            for i, memory in enumerate((*keys, *values)):
+                self.register_buffer(f"memory_{i}", memory, persistent=False)
+        if not self._layers:
+            return None
+        lengths = self._cache.lengths[:rows]
+        shape = self.buckets.shape(rows, inputs[0].shape[1], max(lengths) + self._ahead)
+        self._example = self._example or [each[:1, :1].clone() for each in inputs]
+        outputs = self._at(shape, lengths, inputs, counts or [1] * rows)
+        return tuple(None if x is None else x[:rows] for x in outputs)
+
+    def warm_up(self, go_on: Callable[[], bool]) -> None:
+        """Compiles every shape while `go_on()`. No row holds anything: keys and values are written
+        over. Nothing if it was never run."""
+        for shape in self.buckets if self._example else ():
+            if not go_on():
+                return
+            length = max(shape.keys - shape.width - self._ahead, 0)
+            self._at(shape, [length], self._example, [1])
+
+    def _at(
+        self, shape: Shape, lengths: Sequence[int], inputs: Sequence[Tensor], counts: Sequence[int]
+    ) -> Outputs:
+        """`lengths`, `counts`: of rows in use; the others of the shape hold nothing."""
+        rest = shape.rows - len(lengths)
+        placed = on_device([[*lengths, *[0] * rest], [*counts, *[1] * rest]], self._cache.device)
+        padded = [x.new_zeros(shape.rows, shape.width, *x.shape[2:]) for x in inputs]
+        for full, x in zip(padded, inputs, strict=True):
+            full[: x.shape[0], : x.shape[1]] = x
+        try:
+            if self._replays:  # which writes over the outputs of the last one
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+                outputs = self._compiled(placed, shape.keys, *padded)
+        except RuntimeError as error:
+            if shape in self.shapes:
+                raise
+            raise ConfigError(
+                f"LLM: enforce_eager=False: rounds cannot be compiled: {error}. Set"
+                " enforce_eager=True (in speculative_config: for the drafter alone)"
+            ) from error
+        self.shapes.add(shape)
+        return (
+            tuple(None if x is None else x.clone() for x in outputs) if self._replays else outputs
+        )
 
 
 class CompiledRounds:
-    """The compiled steps of an engine. Keys and values get all their memory at once, so that their
-    addresses are fixed."""
+    """The compiled steps of an engine. Keys and values get all their memory at once."""
 
     def __init__(
         self,
-        compilation: Compilation,
-        target: FrozenTarget,
+        how: Compilation,
         target_forward: TargetForward,
         cache: RaggedCache,
         proposer: Proposer | None,
         max_model_len: int,
     ) -> None:
-        cache.reserve_all()
-        width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
-        buckets = Buckets(cache.max_rows, width, cache.max_len, compilation.row_sizes)
-
-        def forward(
-            shape: Shape, placed: Tensor, keys: list[Tensor], values: list[Tensor], ids: Tensor
-        ) -> Any:
-            rows = StaticRows(placed[0], keys, values, shape)
+        def forward(rows: StaticRows, counts: Tensor, ids: Tensor) -> Outputs:
             positions = rows.position_ids().clamp(max=max_model_len - 1)  # padding only
-            return target_forward(ids, positions, rows.mask(), rows.view())
+            return target_forward(ids, positions, rows.mask(), rows)
 
-        name = f"the target {target.name_or_path}"
-        make = partial(partial, forward)
-        self.target = CachedStep(name, make, cache, buckets, compilation)
-        self.chain: CachedStep | None = None
-        self._compilation = compilation
-        if isinstance(proposer, HeadProposer) and compilation.drafter:
-            proposer.run_drafter(self._chain_of)
-        self._warned = False
+        width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
+        self.steps, self._how = [CachedStep(forward, cache, width, how)], how
+        if isinstance(proposer, HeadProposer) and how.drafter:
+            proposer.draft_chains_with(self._chain_of)
 
-    def _chain_of(
-        self, drafter: Drafter, cache: RaggedCache, depth: int
-    ) -> tuple[Drafter, WholeChain | None]:
-        """The drafter as it is, and its greedy chains as one step, where it has them. `cache`: its
-        keys and values; `depth`: tokens of the longest chain."""
-        if not has_chain(drafter):
-            return drafter, None
-        cache.reserve_all()
-        buckets = Buckets(cache.max_rows, depth + 1, cache.max_len, self._compilation.row_sizes)
-        chain = WholeChain(drafter, cache, depth)
-        name = f"the chain of the drafter ({type(drafter).__name__})"
-        chain.step = self.chain = CachedStep(
-            name, chain.at, cache, buckets, self._compilation, ahead=depth - 1
-        )
-        return drafter, chain
+    def _chain_of(self, drafter: Drafter, cache: RaggedCache, depth: int) -> BestChain | None:
+        """The greedy chains of `depth` tokens as one step, for a drafter whose keys and values are
+        in `cache`. Depth by depth a chain is two calls each, and on a small drafter calling takes
+        longer than computing."""
+        reads_tokens = isinstance(drafter, DraftModel) and drafter.token_map is None
+        if not (reads_tokens or isinstance(drafter, ChainDrafter)):
+            return None
+        step = greedy_chain(drafter, depth, reads_tokens=reads_tokens)
+        chain = CachedStep(step, cache, depth + 1, self._how, ahead=depth - 1)
+        self.steps.append(chain)
 
-    @property
-    def steps(self) -> list[CachedStep]:
-        return [self.target] if self.chain is None else [self.target, self.chain]
+        def best_chain(inputs: DraftInput) -> Tensor | None:
+            if inputs.start or inputs.token_ids.shape[1] > chain.buckets.widths[-1]:
+                return None
+            state = () if reads_tokens else (inputs.taps, inputs.last_hidden)
+            given = [inputs.token_ids, *(each for each in state if each is not None)]
+            outputs = chain.run(inputs.stop, *given, counts=inputs.counts)
+            if outputs is None:
+                return None
+            for row, count in enumerate(inputs.counts):
+                cache.advance(row, count)
+            return outputs[0]
 
-    def warm_up(self, report: Report | None = None, limit_s: float = math.inf) -> None:
-        """Compiles every shape that a round can have. Before any request, and after one round with
-        drafting and one without, which show what each step is given.
+        return best_chain
+
+    def warm_up(
+        self, report: Callable[[int, int], None] = lambda *_: None, limit_s: float = math.inf
+    ) -> int:
+        """Compiles every shape that a round can have; returns how many are compiled. Before any
+        request, and after one round with drafting and one without, which show what each step is
+        given.
 
         report: called with the graphs there are and the most there can be. limit_s: seconds after
         which no further shape is begun; those left are compiled when they are first met."""
-        began = perf_counter()
+        began, most = perf_counter(), sum(len([*step.buckets]) for step in self.steps)
 
         def go_on() -> bool:
-            if report is not None:
-                report(self.num_graphs, self.most_graphs)
+            report(self.num_graphs, most)
             return perf_counter() - began < limit_s
 
         for step in self.steps:
             step.warm_up(go_on)
-        if not go_on():
-            logger.warning(
-                "%d of at most %d graphs were compiled in %.0f s; the others are when they are"
-                " first met",
-                self.num_graphs,
-                self.most_graphs,
-                perf_counter() - began,
-            )
-
-    def forget_target(self) -> None:
-        """The target is made of other modules or memory: its steps are compiled anew."""
-        self.target.forget()
+        return self.num_graphs
 
     @property
     def num_graphs(self) -> int:
         """Shapes compiled so far, of all steps."""
-        return sum(len(step) for step in self.steps)
-
-    @property
-    def most_graphs(self) -> int:
-        """More are never compiled: one per shape."""
-        return sum(step.buckets.most for step in self.steps)
+        return sum(len(step.shapes) for step in self.steps)
 
     def forward(
         self, start: int, rows: int, token_ids: Tensor, proposal: Proposal | None
-    ) -> tuple | None:
+    ) -> Outputs | None:
         """token_ids [b, T] -> taps and last_hidden as the target gives them; None where it is to be
         asked itself: for prefill, whose shapes are its own, and for trees."""
-        if start or token_ids.shape[1] > self.target.buckets.widths[-1]:
+        is_tree = proposal is not None and proposal.parents is not None
+        if start or is_tree or token_ids.shape[1] > self.steps[0].buckets.widths[-1]:
             return None
-        if proposal is not None and proposal.parents is not None:
-            if not self._warned:
-                logger.warning("trees of drafts are not compiled: rounds that verify one run eager")
-            self._warned = True
-            return None
-        outputs = self.target(rows, token_ids)
-        if outputs is None:
-            return None
-        return tuple(None if x is None else x[:rows, : token_ids.shape[1]] for x in outputs)
+        outputs = self.steps[0].run(rows, token_ids) or ()
+        return tuple(None if x is None else x[:, : token_ids.shape[1]] for x in outputs) or None
+
+
+def greedy_chain(drafter: Any, depth: int, *, reads_tokens: bool) -> Step:
+    """(rows, counts [R], token_ids [R, T], taps, last_hidden as far as they are read) -> its
+    `depth` best drafts [R, depth]."""
+
+    def extend(rows: StaticRows, token_ids: Tensor, *state: Tensor) -> Tensor:
+        known = drafter._known(token_ids) if reads_tokens else token_ids
+        return drafter._extend(rows, 0, rows.shape.rows, known, *state)
+
+    def step(rows: StaticRows, counts: Tensor, token_ids: Tensor, *features: Tensor) -> Outputs:
+        state: tuple[Tensor, ...] = ()
+        if not reads_tokens:
+            taps = features[0] if drafter.reads_taps else None
+            last_hidden = features[-1] if drafter.reads_last_hidden else None
+            state = (drafter.first_state(taps, last_hidden),)
+        newest = torch.arange(rows.shape.rows, device=counts.device)
+        read = extend(rows, token_ids, *state)[newest, counts - 1][:, None]  # [R, 1, H]
+        drafted = [to_target_ids(drafter.head(read[:, 0]).argmax(-1), drafter.draft_to_target)]
+        one = Shape(rows.shape.rows, 1, rows.shape.keys)
+        for k in range(depth - 1):
+            after = StaticRows(rows.lengths + counts + k, *rows.memory, one)
+            read = extend(after, drafted[-1][:, None], *([] if reads_tokens else [read]))
+            best = drafter.head(read[:, 0]).argmax(-1)
+            drafted.append(to_target_ids(best, drafter.draft_to_target))
+        return (torch.stack(drafted, dim=1),)
+
+    return step

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from inference.compilation.config import Compilation
+from inference.compilation.config import read_compilation
 from inference.engine.logprobs import record_logprobs, record_prompt_logprobs
 from inference.engine_options import EngineOptions
 from inference.kv_cache.ragged_cache import RaggedCache
@@ -56,9 +56,9 @@ class Engine:
     seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision
     what to keep; prefill includes the drafter's share of it. On a GPU a phase that only launches
     work is charged to the next one that waits for it (sample, as a rule). `counters`: totals of
-    drafting since then. `drafting`: the proposer, None while speculation is off. `compilation`: how
-    rounds are compiled (docs/runtime.md); None: they run eager. `rejection_sample_method`: the
-    verification rule at temperature > 0."""
+    drafting since then. `drafting`: the proposer, None while speculation is off. `compiled`: None
+    where rounds run eager (docs/runtime.md). `rejection_sample_method`: the verification rule at
+    temperature > 0."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Engine:
         proposer: Proposer | None = None,
         draft_length: DraftLength | None = None,
         on_round: OnRound | None = None,
-        compilation: Compilation | None = None,
         rejection_sample_method: str = AUTO,
     ) -> None:
         if options.max_model_len is None:
             raise ConfigError("EngineOptions: an engine needs max_model_len")
-        _require_abilities(target, compilation, proposer)
+        how = read_compilation(options, target.device.type)
+        _require_abilities(target, how is not None, proposer)
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
         self.proposer, self.drafting, self.on_round = proposer, proposer, on_round
         self.scheduler = Scheduler(options.max_num_seqs)
@@ -89,34 +89,13 @@ class Engine:
         if proposer is not None:
             self.draft_length.attach(proposer, self._rehearse)
         self.compiled: CompiledRounds | None = None
-        self._compilation, self._rejection_sample_method = compilation, rejection_sample_method
-        if compilation is not None and not compilation.when_warm:
-            self.compiled = self._compiled_rounds(compilation)
+        self._rejection_sample_method = rejection_sample_method
+        if how is not None:
+            # torch's compiler takes seconds to import
+            from inference.compilation.compiled_rounds import CompiledRounds
 
-    def start_graphs(self) -> None:
-        """From here on rounds run as CUDA graphs where that is the default and waited for this;
-        they stay eager, with a warning, if the device has no room for all keys and values at once.
-        While no row holds anything."""
-        compilation = self._compilation
-        if self.compiled is not None or compilation is None:
-            return
-        if (fault := self.memory_fault()) is not None:
-            logger.warning("rounds run eager, not as CUDA graphs: %s", fault)
-            return
-        self.compiled = self._compiled_rounds(compilation)
-
-    def _compiled_rounds(self, compilation: Compilation) -> CompiledRounds:
-        # torch's compiler takes seconds to import
-        from inference.compilation.compiled_rounds import CompiledRounds
-
-        return CompiledRounds(
-            compilation,
-            self.target,
-            self._target_forward,
-            self.cache,
-            self.proposer,
-            self.max_model_len,
-        )
+            limit = self.max_model_len
+            self.compiled = CompiledRounds(how, self._target_forward, self.cache, proposer, limit)
 
     def memory_fault(self) -> str | None:
         """What is wrong if all rows, at their full length, do not fit the accelerator's free
@@ -264,8 +243,7 @@ class Engine:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most
         max_num_batched_tokens; then samples the first token of each."""
         started = perf_counter()
-        if self._target_forward.renew() and self.compiled is not None:
-            self.compiled.forget_target()
+        self._target_forward.renew()
         new, proposer = self.scheduler.running[first:], self.drafting
         if proposer is not None:
             for row in range(first, first + len(new)):
@@ -359,9 +337,7 @@ class Engine:
         return kept
 
 
-def _require_abilities(
-    target: FrozenTarget, compilation: Compilation | None, proposer: Proposer | None
-) -> None:
+def _require_abilities(target: FrozenTarget, compiles: bool, proposer: Proposer | None) -> None:
     """UnsupportedTarget for what cannot be decoded; ConfigError for options that recurrent layers
     rule out."""
     target.require_rollback("decoding")
@@ -373,7 +349,7 @@ def _require_abilities(
             f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no"
             " tree)"
         )
-    if compilation is not None:
+    if compiles:
         raise ConfigError(
             f"{layers} are copied around every forward, which is not compiled; set"
             " enforce_eager=True"

@@ -20,7 +20,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from inference.compilation.config import read_compilation
 from inference.engine.engine import Engine, OnRound
 from inference.engine_options import EngineOptions
 from inference.entrypoints.loading import (
@@ -79,13 +78,6 @@ class LLM:
         given = read_options({**options, "tokenizer": tokenizer})
         drafting = given.speculative_config
         device = default_device(given.device)
-        compilation = read_compilation(
-            given.enforce_eager,
-            given.compilation_config,
-            device,
-            eager_drafter=drafting is not None and drafting.get("enforce_eager") is True,
-            max_num_seqs=given.max_num_seqs,
-        )
         source: dict[str, Any] = {
             "trust_remote_code": given.trust_remote_code,
             "revision": given.revision,
@@ -103,7 +95,6 @@ class LLM:
             proposer=make_proposer(config, target, drafter, given.max_num_seqs, limit),
             draft_length=make_draft_length(config),
             on_round=on_round,
-            compilation=compilation,
             rejection_sample_method=config.rejection_sample_method,
         )
         self._set_up(engine, tokenizer, length_given=options.get("max_model_len") is not None)
@@ -235,13 +226,12 @@ class LLM:
         self.engine.abort(request_id)
 
     def warm_up(
-        self, report: Callable[[int, int], None] | None = None, limit_s: float = math.inf
+        self, report: Callable[[int, int], None] = lambda *_: None, limit_s: float = math.inf
     ) -> int:
         """Compiles every shape that rounds can have, and measures what an adaptive draft length
         goes by, so that neither stalls a request later. Returns how many graphs there are, 0 where
         rounds run eager. From the thread that will run the rounds, before any request. `report` and
         `limit_s`: as for `CompiledRounds.warm_up`."""
-        self.engine.start_graphs()
         graphs = 0
         if (compiled := self.engine.compiled) is not None:
             most = min(4, self.engine.max_model_len - 1)
@@ -252,8 +242,7 @@ class LLM:
                 # what each step is given
                 self._write_dummies(1, most, 1, speculate=speculate, temperature=temperature)
             with torch.inference_mode():
-                compiled.warm_up(report, limit_s)
-            graphs = compiled.num_graphs
+                graphs = compiled.warm_up(report, limit_s)
         if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
             length.forget(costs=True)  # compiling took part of the time
             self._measure_costs()

@@ -103,13 +103,13 @@ class HeadProposer(Proposer):
         self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
         self._best_chain: BestChain | None = None
 
-    def run_drafter(
-        self, made: Callable[[Drafter, RaggedCache, int], tuple[Drafter, BestChain | None]]
+    def draft_chains_with(
+        self, chain_of: Callable[[Drafter, RaggedCache, int], BestChain | None]
     ) -> None:
-        """Chains are drafted by what is made of the drafter, its cache and their greatest length;
-        trees as before."""
+        """Greedy chains are drafted by what is made of the drafter, its cache and their greatest
+        length, if anything is."""
         if self._tree is None:
-            self._drafter, self._best_chain = made(self._drafter, self.cache, self._depth)
+            self._best_chain = chain_of(self._drafter, self.cache, self._depth)
 
     def prefill(
         self,

@@ -5,8 +5,6 @@ tenth of the time."""
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch._inductor.config
@@ -16,16 +14,16 @@ from inference import LLM, SamplingParams
 from inference.compilation import static_shapes
 from inference.compilation.config import Compilation, read_compilation
 from inference.compilation.static_shapes import Buckets, Shape, doubling
+from inference.engine_options import EngineOptions
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.tree_shape import DynamicTree
 from speculators.errors import ConfigError
-from tests.inference.conftest import StubProposer
-from tests.inference.modules import make_llm
 from tests.support.cases import Case, make
+from tests.support.drafters import StubProposer
+from tests.support.engines import ids_of, make_llm
 
 K, LIMIT = 2, 96
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-TRACED = Compilation(backend="eager")
+TRACED = {"mode": 3, "backend": "eager"}
 PROMPTS = [
     [7],
     [3 + (5 * i) % 40 for i in range(18)],
@@ -55,17 +53,17 @@ def model_of(tiny_model):
     """model_of(kind): a target that the kind's drafter is for."""
 
     def found(kind: str):
-        model = tiny_model(
-            DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding", num_hidden_layers=2
-        )
+        architecture = DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding"
+        model = tiny_model(architecture, num_hidden_layers=2)
         model.generation_config.eos_token_id = None
         return model
 
     return found
 
 
-def llm_of(kind: str, model, rows: int, compilation: Compilation | None, **options) -> LLM:
-    options = {"max_num_seqs": rows, "max_model_len": LIMIT, "compilation": compilation, **options}
+def llm_of(kind: str, model, rows: int, config: dict | None, **options) -> LLM:
+    options = {"max_num_seqs": rows, "max_model_len": LIMIT, **options}
+    options["compilation_config"] = config
     if kind in DRAFTED:
         target, drafter = make(DRAFTED[kind], model)
         return make_llm(target, drafter=drafter.freeze(), num_speculative_tokens=K, **options)
@@ -79,10 +77,8 @@ def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
         SamplingParams(max_tokens=n, seed=n, **{"temperature": 0, **params})
         for n in LENGTHS[: len(prompts)]
     ]
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], given, use_tqdm=False
-    )
-    return [output.outputs[0].token_ids for output in outputs]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return ids_of(llm.generate(inputs, given, use_tqdm=False))
 
 
 # ---------------------------------------------------------------------- the same tokens
@@ -90,36 +86,29 @@ def write(llm: LLM, prompts=PROMPTS, **params) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "rows"),
-    [("ngram", 2), ("draft_model", 2), ("eagle3", 5), ("medusa", 1)],
+    ("kind", "rows", "temperature"),
+    [("ngram", 2, 0), ("draft_model", 2, 0), ("eagle3", 5, 0), ("eagle3", 2, 1), ("medusa", 1, 0)],
 )
-def test_compiled_rounds_write_what_eager_ones_write(kind, rows, model_of):
+def test_compiled_rounds_write_what_eager_ones_write(kind, rows, temperature, model_of):
     model = model_of(kind)
-    compiled = llm_of(kind, model, rows, Compilation("eager", row_sizes=(rows,)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # nothing runs eager that was to be compiled
-        assert write(compiled) == write(llm_of(kind, model, rows, None))
-    assert compiled.engine.compiled.num_graphs == counters["stats"]["unique_graphs"] > 0
+    compiled = llm_of(kind, model, rows, TRACED | {"cudagraph_capture_sizes": [rows]})
+    eager = llm_of(kind, model, rows, None)
+    assert write(compiled, temperature=temperature) == write(eager, temperature=temperature)
+    rounds = compiled.engine.compiled
+    assert rounds.num_graphs == counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+    assert len(rounds.steps) == 1 + (kind in ("draft_model", "eagle3"))
 
 
-@pytest.mark.slow
-def test_sampled_chains_are_the_same_too(model_of):
-    model = model_of("eagle3")
-    expected = write(llm_of("eagle3", model, 2, None), temperature=1.0)
-    compilation = Compilation("eager", row_sizes=(2,))
-    assert write(llm_of("eagle3", model, 2, compilation), temperature=1.0) == expected
-
-
-def test_trees_run_eager_and_say_so(model_of, caplog):
+def test_trees_run_eager(model_of):
     model, tree = model_of("eagle3"), DynamicTree(topk=2, depth=2, budget=3)
     compiled = llm_of("eagle3", model, 2, TRACED, tree=tree)
     assert write(compiled) == write(llm_of("eagle3", model, 2, None, tree=tree))
-    assert "trees of drafts are not compiled" in caplog.text
-    assert compiled.engine.compiled.chain is None
+    assert compiled.engine.compiled.num_graphs == 0
 
 
 @pytest.mark.slow
-def test_padding_to_a_row_that_holds_a_text_of_the_longest_length(tiny_model):
+def test_padding_to_a_row_that_held_a_text_of_the_longest_length(tiny_model):
     """The round that ended it had all its drafts accepted; later rounds of the others are padded to
     its row."""
     model = tiny_model("llama", max_position_embeddings=64)
@@ -133,220 +122,124 @@ def test_padding_to_a_row_that_holds_a_text_of_the_longest_length(tiny_model):
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (None, 40, 40, 40)
     ]
     inputs = [{"prompt_token_ids": ids} for ids in asked]
-
-    def run(llm: LLM) -> list[list[int]]:
-        return [
-            list(output.outputs[0].token_ids)
-            for output in llm.generate(inputs, params, use_tqdm=False)
-        ]
-
-    plain = run(make_llm(model, max_num_seqs=4))
-    texts = {tuple(ids): written + [0] * 8 for ids, written in zip(asked, plain)}
+    plain = ids_of(make_llm(model, max_num_seqs=4).generate(inputs, params, use_tqdm=False))
+    texts = {tuple(ids): written + [0] * 8 for ids, written in zip(asked, plain, strict=True)}
     proposer = StubProposer("right", 4, 101, texts)
-    assert run(make_llm(model, proposer=proposer, max_num_seqs=4, compilation=TRACED)) == plain
+    llm = make_llm(model, proposer=proposer, max_num_seqs=4, compilation_config=TRACED)
+    assert ids_of(llm.generate(inputs, params, use_tqdm=False)) == plain
 
 
 @pytest.mark.slow
 def test_generated_code_writes_the_same(model_of):
-    """On the inductor, as a user runs it."""
+    """On the inductor, as on a GPU."""
     model = model_of("eagle3")
-    compiled = llm_of("eagle3", model, 1, Compilation())
+    compiled = llm_of("eagle3", model, 1, {"mode": 3, "backend": "inductor"})
     assert write(compiled, PROMPTS[:2]) == write(llm_of("eagle3", model, 1, None), PROMPTS[:2])
-    rounds = compiled.engine.compiled
-    assert all(len(step) for step in rounds.steps)
+    assert all(step.shapes for step in compiled.engine.compiled.steps)
 
 
 # ---------------------------------------------------------------------- how many graphs
 
 
 @pytest.mark.slow
-def test_the_number_of_graphs_is_bounded_and_the_same_rounds_need_no_more(model_of):
-    llm = llm_of("eagle3", model_of("eagle3"), 5, TRACED)
-    rounds = llm.engine.compiled
-    caches = [llm.engine.cache, llm.engine.proposer.cache]
-    first = write(llm)
-    places = [each.data_ptr() for cache in caches for part in cache.memory() for each in part]
-    found = rounds.num_graphs
-    assert found == counters["stats"]["unique_graphs"]
-    assert len(rounds.target) <= rounds.target.buckets.most == 4 * 2 * 1
-    assert found <= rounds.most_graphs
-    llm.reset_prefix_cache()
-    assert write(llm) == first
-    assert rounds.num_graphs == counters["stats"]["unique_graphs"] == found
-    assert not counters["graph_break"]
-    assert places == [
-        each.data_ptr() for cache in caches for part in cache.memory() for each in part
-    ]
+@pytest.mark.parametrize("kind", ["ngram", "eagle3"])
+def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatch):
+    """Texts of every length, drafts or none, and batches of every size; keys and values stay where
+    they are, and texts are what they were."""
+    rows = 2 if kind == "eagle3" else 1
+    # keys, or batches, of two sizes
+    monkeypatch.setattr(static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT)
+    llm, plain = (llm_of(kind, model_of(kind), rows, config) for config in (TRACED, None))
+    graphs, rounds = llm.warm_up(), llm.engine.compiled
+    assert graphs == rounds.num_graphs == sum(len([*step.buckets]) for step in rounds.steps)
+    assert graphs == counters["stats"]["unique_graphs"] and llm.get_metrics().num_drafts == 0
+    places = [each.data_ptr() for part in llm.engine.cache.memory() for each in part]
+    asked = [[3 + i % 80 for i in range(70)], *PROMPTS[1:]]
+    for prompts in (asked[:1], asked, PROMPTS):
+        assert write(llm, prompts) == write(plain, prompts)
+    assert graphs == rounds.num_graphs == counters["stats"]["unique_graphs"]
+    assert places == [each.data_ptr() for part in llm.engine.cache.memory() for each in part]
+    assert plain.warm_up() == 0
 
 
 def test_shapes_hold_what_they_are_asked_for():
     buckets = Buckets(6, 5, 3000)
-    assert buckets.rows == (1, 2, 4, 6)
-    assert buckets.keys == (256, 512, 1024, 2048, 3000)
+    assert (buckets.rows, buckets.keys) == ((1, 2, 4, 6), (256, 512, 1024, 2048, 3000))
     for rows in range(1, 7):
         for width in range(1, 6):
             for longest in (0, 250, 252, 255, 256, 2990):
                 shape = buckets.shape(rows, width, longest)
-                assert shape.rows >= rows
-                assert shape.width in (1, 5)
-                assert shape.width >= width
-                assert shape.keys >= longest + shape.width
+                assert shape.rows >= rows and shape.width >= width and shape.width in (1, 5)
+                assert shape.keys >= longest + shape.width and shape in buckets
     assert buckets.shape(3, 1, 255) == Shape(4, 1, 256)
-    assert buckets.most == 4 * 2 * 5
+    assert len([*buckets]) == 4 * 2 * 5
     assert Buckets(6, 1, 100, (2, 8)).rows == (2, 6)
     assert doubling(256, 256) == (256,)
-
-
-# ---------------------------------------------------------------------- what is refused, and named
-
-
-@pytest.mark.slow
-def test_a_target_that_torch_cannot_compile_is_named_and_runs_eager(model_of):
-    model = model_of("ngram")
-    expected = write(llm_of("ngram", model, 2, None))
-    model.model.layers[0].register_forward_pre_hook(
-        lambda module, args: torch._dynamo.graph_break()
-    )
-    llm = llm_of("ngram", model, 2, TRACED)
-    with pytest.warns(
-        UserWarning, match=r"the target .* cannot be compiled and runs eager.*graph_break"
-    ) as told:
-        assert write(llm) == expected
-    assert len([each for each in told if "cannot be compiled" in str(each.message)]) == 1
-    assert llm.engine.compiled.num_graphs == 0
-
-
-@pytest.mark.slow
-def test_a_missing_compiler_is_an_error_that_says_what_to_do(model_of):
-    missing = torch._inductor.config.patch(
-        {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
-    )
-    with (
-        missing,
-        pytest.raises(
-            ConfigError, match=r"needs a C\+\+ compiler.*Install one.*enforce_eager=True"
-        ),
-    ):
-        write(llm_of("off", model_of("off"), 1, Compilation()))
 
 
 # ---------------------------------------------------------------------- options
 
 
+@pytest.mark.slow
+def test_a_target_that_torch_cannot_compile_is_an_error(model_of):
+    model = model_of("ngram")
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: torch._dynamo.graph_break()
+    )
+    with pytest.raises(ConfigError, match="enforce_eager=True"):
+        write(llm_of("ngram", model, 2, TRACED))
+
+
+NO_CHAIN = {"method": "ngram", "enforce_eager": True}
+
+
 @pytest.mark.parametrize(
-    ("enforce_eager", "config", "device", "expected"),
+    ("options", "expected"),
     [
-        (None, None, CPU, None),
-        (None, None, CUDA, Compilation("cudagraphs", when_warm=True)),
+        ({}, None),
+        ({"enforce_eager": True, "compilation_config": 3}, None),
+        ({"enforce_eager": False}, Compilation()),
+        ({"enforce_eager": False, "speculative_config": NO_CHAIN}, Compilation(drafter=False)),
+        ({"enforce_eager": False, "compilation_config": 0}, None),
+        ({"compilation_config": 3}, Compilation()),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, Compilation()),
         (
-            None,
-            {"cudagraph_capture_sizes": [1, 2]},
-            CUDA,
-            Compilation("cudagraphs", row_sizes=(1, 2), when_warm=True),
+            {"compilation_config": {"level": 3, "cudagraph_mode": "none"}},
+            Compilation(cudagraphs=False),
         ),
-        (None, {"cudagraph_mode": "NONE"}, CUDA, None),
-        (True, None, CUDA, None),
-        (None, 0, CUDA, None),
-        (True, 3, CUDA, None),
-        (False, None, CPU, Compilation()),
-        (False, None, CUDA, Compilation()),
-        (None, 3, CPU, Compilation()),
-        (None, {"level": 3, "cudagraph_mode": "none"}, CUDA, Compilation(cudagraphs=False)),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, None),
         (
-            None,
-            {
-                "mode": "vllm_compile",
-                "cudagraph_capture_sizes": [4, 1, 8],
-                "max_cudagraph_capture_size": 4,
-            },
-            CPU,
+            {"compilation_config": {"mode": "vllm_compile", "cudagraph_capture_sizes": [4, 1, 4]}},
             Compilation(row_sizes=(1, 4)),
         ),
-        (None, {"mode": 1, "max_cudagraph_capture_size": 5}, CPU, Compilation(row_sizes=(1, 2, 4))),
         (
-            None,
-            {"mode": 3, "pass_config": {"eliminate_noops": True}, "custom_ops": ["+rms_norm"]},
-            CPU,
+            {"compilation_config": {"mode": 1, "max_cudagraph_capture_size": 5}},
+            Compilation(row_sizes=(1, 2, 4)),
+        ),
+        (
+            {"compilation_config": {"mode": 3, "pass_config": {}, "custom_ops": ["+rms_norm"]}},
             Compilation(),
         ),
-        (None, {"cudagraph_mode": "FULL_DECODE_ONLY"}, CUDA, Compilation()),
-        (None, {"mode": 0, "cudagraph_mode": "FULL"}, CUDA, Compilation("cudagraphs")),
-        (False, {"mode": 0}, CUDA, Compilation("cudagraphs")),
-        (False, {"mode": 0}, CPU, None),
     ],
 )
-def test_options_mean_what_they_mean_in_vllm(enforce_eager, config, device, expected):
-    assert read_compilation(enforce_eager, config, device) == expected
+def test_options_mean_what_they_mean_in_vllm(options, expected):
+    assert read_compilation(EngineOptions(**options), "cuda") == expected
 
 
-def test_unasked_cuda_graphs_are_for_few_rows():
-    assert read_compilation(None, None, CUDA, max_num_seqs=8) is not None
-    assert read_compilation(None, None, CUDA, max_num_seqs=9) is None
-    assert read_compilation(False, None, CUDA, max_num_seqs=9) is not None
-
-
-@pytest.mark.slow
-def test_unasked_graphs_wait_for_the_warm_up_and_for_room(model_of, caplog, monkeypatch):
-    model, warm = model_of("off"), Compilation("eager", row_sizes=(2,), when_warm=True)
-    expected = write(llm_of("off", model, 2, None))
-    llm = llm_of("off", model, 2, warm)
-    assert write(llm) == expected and llm.engine.compiled is None
-    assert llm.warm_up() == llm.engine.compiled.num_graphs > 0
-    assert write(llm) == expected
-    narrow = llm_of("off", model, 2, warm)
-    monkeypatch.setattr(narrow.engine, "memory_fault", lambda: "no room")
-    assert narrow.warm_up() == 0 and "rounds run eager" in caplog.text
-    assert write(narrow) == expected
+def test_on_a_cpu_a_backend_is_named():
+    named = EngineOptions(compilation_config=TRACED)
+    assert read_compilation(EngineOptions(enforce_eager=False), "cpu") is None
+    assert read_compilation(named, "cpu") == Compilation("eager")
 
 
 @pytest.mark.parametrize(
-    ("enforce_eager", "config", "message"),
+    ("config", "named"),
     [
-        ("yes", None, "enforce_eager='yes'"),
-        (None, {"mode": 7}, "mode"),
-        (None, {"modes": 3}, r"modes: Extra inputs.*known: mode.*without effect: .*pass_config"),
-        (None, {"cudagraph_capture_sizes": [0]}, "numbers of 1 or more"),
-        (None, [3], "expected a dictionary"),
-        (None, {"mode": 0, "cudagraph_mode": "FULL"}, "the device is cpu; set mode to 3"),
+        ({"mode": 7}, "mode"),
+        ({"modes": 3}, "modes"),
+        ({"cudagraph_capture_sizes": [0]}, "cudagraph_capture_sizes"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(enforce_eager, config, message):
-    with pytest.raises(ConfigError, match=message):
-        read_compilation(enforce_eager, config, CPU)
-
-
-@pytest.mark.slow
-def test_the_drafter_alone_may_run_eager(model_of):
-    options = {"max_model_len": LIMIT, "compilation_config": {"mode": 3, "backend": "eager"}}
-    drafting = {"method": "ngram", "num_speculative_tokens": 2, "enforce_eager": True}
-    llm = LLM(model_of("off"), speculative_config=drafting, **options)
-    assert llm.engine.compiled is not None
-    eager = Compilation("eager", drafter=False)
-    llm = llm_of("eagle3", model_of("eagle3"), 1, eager)
-    write(llm, PROMPTS[:1])
-    assert len(llm.engine.compiled.target) == llm.engine.compiled.num_graphs > 0
-    assert read_compilation(False, None, CPU, eager_drafter=True) == Compilation(drafter=False)
-
-
-# ------------------------------------------------------------------- compiled before it is needed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ngram", "eagle3"])
-def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatch):
-    """Texts of every length, drafts or none, and batches of every size; and texts are what they
-    were."""
-    rows = 2 if kind == "eagle3" else 1
-    monkeypatch.setattr(
-        static_shapes, "FEWEST_KEYS", 60 if rows == 1 else LIMIT
-    )  # keys, or batches, of two sizes
-    llm = llm_of(kind, model_of(kind), rows, TRACED)
-    graphs = llm.warm_up()
-    assert graphs == llm.engine.compiled.num_graphs == llm.engine.compiled.most_graphs
-    assert llm.get_metrics().num_drafts == 0
-    plain = llm_of(kind, model_of(kind), rows, None)
-    asked = [[3 + i % 80 for i in range(70)], *PROMPTS[1:]]
-    for prompts in (asked[:1], asked, PROMPTS):
-        assert write(llm, prompts) == write(plain, prompts)
-    assert llm.engine.compiled.num_graphs == graphs
-    assert plain.warm_up() == 0
+def test_options_that_mean_nothing_are_refused(config, named):
+    with pytest.raises(ConfigError, match=named):
+        read_compilation(EngineOptions(compilation_config=config), "cuda")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from inference import SamplingParams
-from inference.compilation.config import Compilation
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.tree_shape import StaticTree
 from speculators.errors import ConfigError, UnsupportedTarget
@@ -134,7 +133,7 @@ def test_trees_and_compiled_rounds_are_refused_by_name(tiny_model) -> None:
     with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
         make_llm(target, proposer=lookahead)
     with pytest.raises(ConfigError, match="recurrent layers.*enforce_eager=True"):
-        make_llm(target, compilation=Compilation())
+        make_llm(target, compilation_config={"mode": 3, "backend": "eager"})
     config = config_for_target(target, "eagle3", draft_vocab_size=101)
     tree = StaticTree.parse([(0,), (1,), (0, 0)])
     with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
