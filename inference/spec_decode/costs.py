@@ -3,7 +3,8 @@ tokens per row.
 
 They are given, which makes draft lengths a function of the text alone; or measured, once per batch
 size: its first round times forwards of several widths over the rows at the context they have, and
-takes the best of interleaved repeats, as a disturbance only ever makes a forward longer."""
+takes the best of interleaved repeats, as a disturbance only ever makes a forward longer. What
+rounds then take, with sampling and bookkeeping, scales V and D as wholes."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and w
 MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
 MIN_REPEATS, MAX_REPEATS = 3, 9
 SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
+SCALE_RATE, MOST_DEPARTURE = 0.05, 2.0  # of the moving mean; a pause of the machine is no cost
 
 
 class RoundCosts:
@@ -56,6 +58,11 @@ class RoundCosts:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         return self._verify, self._draft
 
+    def learn(
+        self, rows: int, depth: int, width: int, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        """After a round that drafted `depth` tokens and verified `width`."""
+
 
 class MeasuredCosts(RoundCosts):
     """Costs measured in the engine that runs the rounds, in seconds."""
@@ -63,12 +70,14 @@ class MeasuredCosts(RoundCosts):
     def __init__(self, num_speculative_tokens: int) -> None:
         self._most = num_speculative_tokens
         self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
+        self._scales: dict[int, list[float]] = {}  # of the two, by what rounds took
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
 
     def forget(self) -> None:
         self._found.clear()
+        self._scales.clear()
 
     def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         size = len(rows)
@@ -76,7 +85,23 @@ class MeasuredCosts(RoundCosts):
             near = min(self._found, key=lambda other: max(other / size, size / other), default=0)
             shared = near and max(near / size, size / near) <= SHARED_RATIO
             self._found[size] = self._found[near] if shared else self._measure(rows)
-        return self._found[size]
+            self._scales[size] = [*self._scales[near]] if shared else [1.0, 1.0]
+        verify, draft = (
+            [scale * cost for cost in costs]
+            for scale, costs in zip(self._scales[size], self._found[size], strict=True)
+        )
+        return verify, draft
+
+    def learn(
+        self, rows: int, depth: int, width: int, draft_seconds: float, verify_seconds: float
+    ) -> None:
+        (verify, draft), scales = self._found[rows], self._scales[rows]
+        rounds = ((verify_seconds, verify[width]), (draft_seconds, draft[depth]))
+        for i, (seconds, expected) in enumerate(rounds):
+            if seconds > 0 and expected > 0:
+                scale = max(scales[i] / MOST_DEPARTURE, seconds / expected)
+                scale = min(scales[i] * MOST_DEPARTURE, scale)
+                scales[i] += SCALE_RATE * (scale - scales[i])
 
     def _measure(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         most, propose = self._most, self._proposer.rehearse

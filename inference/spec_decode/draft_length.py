@@ -61,8 +61,14 @@ class DraftLength:
         """The part of a proposal that is verified."""
         return proposal
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
-        """Drafts verified and accepted per row of the round."""
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """Drafts verified and accepted per row of the round, and what it took."""
 
 
 class Acceptance:
@@ -229,8 +235,8 @@ class AdaptiveDraftLength(DraftLength):
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
-        self._plan = None
-        if not max(room):
+        self._plan, self._depth = None, max(room)
+        if not self._depth:
             return room
         plan = self._plan = RoundPlan(self._acceptance, room, *self._costs.of(rows))
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
@@ -239,6 +245,7 @@ class AdaptiveDraftLength(DraftLength):
         # on a CPU `_go_on` stops the proposer
         if plan.rest_is_free(depth) or (depth and self._stops_early):
             return room
+        self._depth = depth
         return [min(limit, depth) for limit in room]
 
     def settle(self, proposal: Proposal) -> Proposal:
@@ -255,10 +262,18 @@ class AdaptiveDraftLength(DraftLength):
                     break
         return proposal.shortened(plan.committed_length)
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+    def learn(
+        self,
+        verified: Sequence[int],
+        accepted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
         plan, width = self._plan, max(verified)
         if plan is None:
             return
+        depth = len(plan.confidences) if self._stops_early else self._depth
+        self._costs.learn(len(verified), depth, width, draft_seconds, verify_seconds)
         if not width:
             self._idle += 1
             return
