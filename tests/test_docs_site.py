@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.server.chromium import BINARY, Chromium
+from tests.support.chromium import BINARY, Chromium
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,7 @@ from inference.outputs import CompletionOutput, Logprob, RequestOutput
 from inference.requests.detokenizer import Detokenizer
 from inference.requests.request import Request
 from inference.sampling_params import SamplingParams
-from inference.server.engine_thread import Generation
+from inference.server.engine_thread import Ticket
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 
@@ -21,20 +21,15 @@ Answer = dict[str, Any]
 
 class CompletionWriter:
     """Writes the answer to one request of /v1/completions. `base`: id, time and model of the
-    answer."""
+    answer. `detail`: of the acceptance."""
 
-    prefix = "cmpl"  # of the answer's id
     objects = ("text_completion", "text_completion")  # whole, and chunks of a stream
 
     def __init__(
-        self,
-        request: Any,
-        base: Mapping[str, Any],
-        llm: LLM,
-        generations: Sequence[Generation],
+        self, request: Any, base: Mapping[str, Any], llm: LLM, ticket: Ticket, detail: str
     ) -> None:
-        self.request, self.tokenizer, self._base = request, llm.get_tokenizer(), base
-        self._generations, self._proposer = generations, llm.engine.proposer
+        self.request, self.tokenizer, self.ticket = request, llm.get_tokenizer(), ticket
+        self._base, self._proposer, self._detail = base, llm.engine.proposer, detail
         self._begun: set[int] = set()  # indices of choices
         self._rounds: dict[int, RoundTexts] = {}  # by index of the choice
         self._offsets: dict[int, int] = {}  # characters written of each choice
@@ -57,23 +52,19 @@ class CompletionWriter:
     def last(self) -> Iterator[Answer]:
         """A chunk without choices, if metrics or usage are due at the end."""
         metrics = self._metrics()
-        fields = {} if metrics is None else {"metrics": metrics}
-        if self.request.usage_at_end:
-            fields["usage"] = self._usage()
-        if fields:
-            yield {**self._base, "object": self.objects[1], "choices": [], **fields}
+        if metrics is not None or self.request.usage_at_end:
+            fields = {} if metrics is None else {"metrics": metrics}
+            if self.request.usage_at_end:
+                fields["usage"] = self._usage()
+            yield self.chunk([]) | fields
 
     def chunk(self, choices: list[Answer]) -> Answer:
-        chunk = {**self._base, "object": self.objects[1], "choices": choices}
-        if self.request.usage_in_chunks:
-            chunk["usage"] = self._usage()
-        elif self.request.usage_at_end:  # as OpenAI has it
-            chunk["usage"] = None
-        return chunk
+        usage = {"usage": None} if self.request.usage_at_end else {}  # as OpenAI has it
+        return {**self._base, "object": self.objects[1], "choices": choices, **usage}
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
         """A choice: in a stream with what is new."""
-        index = prompt * self.request.params.n + completion.index
+        index = prompt * len(self.ticket.begun[prompt].requests) + completion.index
         choice = {"index": index, "text": completion.text, **self.rest(prompt, index, completion)}
         if self.request.return_token_ids and index not in self._begun:
             choice["prompt_token_ids"] = output.prompt_token_ids
@@ -92,7 +83,8 @@ class CompletionWriter:
             fields["token_ids"] = completion.token_ids
         if completion.rounds is not None:
             if index not in self._rounds:
-                self._rounds[index] = RoundTexts(self.tokenizer, self._generations[prompt])
+                request = self.ticket.begun[prompt].requests[0]
+                self._rounds[index] = RoundTexts(self.tokenizer, request)
             fields["rounds"] = self._rounds[index].rounds(completion)
         return fields
 
@@ -116,7 +108,7 @@ class CompletionWriter:
         return self.tokenizer.decode([token]) if decoded is None else decoded
 
     def _usage(self) -> Answer:
-        prompt_tokens = sum(len(generation.prompt.token_ids) for generation in self._generations)
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.ticket.prompts)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -125,20 +117,16 @@ class CompletionWriter:
 
     def _metrics(self) -> Answer | None:
         """Acceptance of a single response; of several there is none (as in vLLM)."""
-        detail = self.request.detail
-        if detail == "none" or self._proposer is None or self.request.responses > 1:
+        if self._detail == "none" or self._proposer is None or self.ticket.responses > 1:
             return None
-        response = self._generations[0].response
-        assert response is not None
-        request = response.requests[0]
+        request = self.ticket.begun[0].requests[0]
         most = min(self._proposer.num_speculative_tokens, request.most_drafts)
-        return {"speculative_decoding": acceptance(request, most, detail == "detailed")}
+        return {"speculative_decoding": acceptance(request, most, self._detail == "detailed")}
 
 
 class ChatWriter(CompletionWriter):
     """Answers of /v1/chat/completions."""
 
-    prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Answer:
@@ -165,7 +153,7 @@ class ChatWriter(CompletionWriter):
         return choice | self.rest(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        most, content = self.request.logprobs, []
+        most, content = self.request.top_logprobs, []
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
             best = sorted(entries.items(), key=lambda item: -item[1].logprob)
             top = [self._token(*item) for item in (best if most < 0 else best[:most])]
@@ -185,10 +173,11 @@ class RoundTexts:
     character has none, and the one that completes the character has all of it. (Stop strings and
     stop tokens are among them, and not in the response.)"""
 
-    def __init__(self, tokenizer: Any, generation: Generation) -> None:
+    def __init__(self, tokenizer: Any, request: Request) -> None:
         self._tokenizer = tokenizer
-        params = SamplingParams(skip_special_tokens=generation.params.skip_special_tokens)
-        self._detokenizer = Detokenizer(tokenizer, generation.prompt.token_ids, params)
+        params = SamplingParams(skip_special_tokens=request.params.skip_special_tokens)
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        self._detokenizer = Detokenizer(tokenizer, prompt, params)
 
     def rounds(self, completion: CompletionOutput) -> list[Answer]:
         rounds: list[Answer] = []

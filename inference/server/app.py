@@ -37,7 +37,7 @@ from inference.server.engine_thread import EngineThread, Ticket
 from inference.server.errors import APIError, error_json, error_response, fault
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
-from inference.server.protocol import ChatRequest, GenerationRequest, read_body
+from inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,12 +46,10 @@ NUM_WORKERS = 4  # threads that tokenize requests
 # The page is one file without data, so it needs no key. It may fetch nothing but this server's
 # answers.
 PAGE = Path(__file__).with_name("page.html")
-PAGE_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-}
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 R = TypeVar("R")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -69,12 +67,12 @@ class Server:
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
 
     async def completions(self, http: Request) -> Response:
-        request = GenerationRequest(read_body(await http.body()), self.options)
-        return await self._generate(http, request, CompletionWriter)
+        request = CompletionRequest.read(await http.body())
+        return await self._generate(http, request, len(request.prompt), CompletionWriter)
 
     async def chat_completions(self, http: Request) -> Response:
-        request = ChatRequest(read_body(await http.body()), self.options)
-        return await self._generate(http, request, ChatWriter)
+        request = ChatRequest.read(await http.body())
+        return await self._generate(http, request, 1, ChatWriter)
 
     async def models(self, http: Request) -> Response:
         names = self.options.served_model_name
@@ -98,7 +96,7 @@ class Server:
         text = PAGE.read_text(encoding="utf-8")
         if self.options.chat_template or self.llm.get_tokenizer().chat_template:
             text = text.replace('id="chat"', 'id="chat" checked', 1)
-        return HTMLResponse(text, headers=PAGE_HEADERS)
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     def _card(self, name: str) -> dict[str, Any]:
         """APIError 404 for a model that is not served."""
@@ -130,24 +128,31 @@ class Server:
         return keyed
 
     async def _generate(
-        self, http: Request, request: GenerationRequest, writer_class: type[CompletionWriter]
+        self,
+        http: Request,
+        request: GenerationRequest,
+        num_prompts: int,
+        writer_class: type[CompletionWriter],
     ) -> Response:
         """Answers a completion or a chat, whole or as a stream."""
         base = {
-            "id": f"{writer_class.prefix}-{uuid4().hex}",
+            "id": f"{'chatcmpl' if writer_class is ChatWriter else 'cmpl'}-{uuid4().hex}",
             "created": int(time.time()),
-            "model": self._card(request.model)["id"],
+            "model": self._card(request.model or self.options.served_model_name[0])["id"],
             "system_fingerprint": f"draftsmith-{package_version()}",
         }
-        ticket = self.engine.admit(request.responses)
+        params = request.params(self.options)
+        ticket = self.engine.admit(
+            num_prompts * params.n, streaming=request.stream, traced=request.return_rounds
+        )
         with ExitStack() as closing:
             closing.callback(ticket.close)
             parse = partial(request.parse, self.llm, self.options)
             prompts = await anyio.to_thread.run_sync(parse, limiter=self._workers)
-            ticket.submit(
-                prompts, request.params, streaming=request.stream, traced=request.return_rounds
-            )
-            writer = writer_class(request, base, self.llm, ticket.generations)
+            ticket.submit(prompts, params)
+            detail = request.per_request_spec_decode_metrics
+            detail = detail or self.options.per_request_spec_decode_metrics
+            writer = writer_class(request, base, self.llm, ticket, detail)
             if request.stream:
                 return EventStream(_events(ticket, writer), closing.pop_all().close)
             outputs = await _while_connected(http, _collect(ticket))

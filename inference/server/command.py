@@ -57,7 +57,7 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     if given.get("engine") == "vllm":
         # this process is replaced, so that signals, output and exit code are vLLM's own
         command = vllm_command(given, words)
-        os.execv(command[0], command)
+        os.execvp(command[0], command)
     options = read_flags(given)
     level = options.uvicorn_log_level
     logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")

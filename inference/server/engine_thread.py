@@ -1,9 +1,9 @@
 """The engine for many clients at once: one thread runs its rounds, requests join and leave between
 two of them.
 
-    ticket = engine.admit(1)                    # or 429: too many wait
+    ticket = engine.admit(1, streaming=True)    # or 429: too many wait
     try:
-        ticket.submit([(prompt, params)], streaming=True)
+        ticket.submit([prompt], params)
         async for index, output in ticket.outputs(): ...
     finally:
         ticket.close()                          # unfinished requests leave within a round
@@ -18,7 +18,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 
@@ -39,60 +38,34 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row, before the server calls itself unhealthy
 
 
-@dataclass(eq=False)
-class Generation:
-    """One prompt of a ticket. `traced`: its outputs have rounds. `response`: once the engine has
-    it; the lists have an entry per request of that."""
-
-    ticket: Ticket
-    index: int
-    prompt: Prompt
-    params: SamplingParams
-    streaming: bool
-    traced: bool = False
-    response: Response | None = None
-    num_written: list[int] = field(default_factory=list)  # tokens counted so far
-    last_token_time: list[float] = field(default_factory=list)  # perf_counter seconds
-
-
 class Ticket:
-    """The place of one client in the queue, for some number of responses."""
+    """The place of one client in the queue, for some number of responses. `streaming`: outputs are
+    deltas. `traced`: they have rounds. `begun`: what the engine has, by index of the prompt."""
 
-    def __init__(self, engine: EngineThread, responses: int) -> None:
+    def __init__(self, engine: EngineThread, responses: int, streaming: bool, traced: bool) -> None:
         self._engine, self.responses = engine, responses
-        self._updates: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
-        self.generations: list[Generation] = []
+        self.streaming, self.traced = streaming, traced
+        self.prompts: Sequence[Prompt] = ()
+        self.begun: dict[int, Response] = {}
+        self.updates: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
         self.arrival = perf_counter()
 
-    def submit(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        streaming: bool,
-        traced: bool = False,
-    ) -> None:
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         self._engine.require_running()
-        self.generations = [
-            Generation(self, i, prompt, params, streaming, traced)
-            for i, prompt in enumerate(prompts)
-        ]
-        for generation in self.generations:
-            self._engine.call(partial(self._engine.begin, generation))
+        self.prompts = prompts
+        for index in range(len(prompts)):
+            self._engine.call(partial(self._engine.begin, self, index, params))
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output) until all are finished: deltas with `streaming`, else whole
-        outputs. APIError if one could not be finished."""
-        unfinished = len(self.generations)
+        """(index of the prompt, output) until all are finished. APIError if one could not be
+        finished."""
+        unfinished = len(self.prompts)
         while unfinished:
-            index, update = await self._updates.get()
+            index, update = await self.updates.get()
             if isinstance(update, APIError):
                 raise update
             unfinished -= update.finished
             yield index, update
-
-    def put(self, index: int, update: RequestOutput | APIError) -> None:
-        self._updates.put_nowait((index, update))
 
     def close(self) -> None:
         """Aborts what is unfinished and frees the place."""
@@ -105,7 +78,7 @@ class EngineThread:
 
     def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
         self.llm, self.metrics, self.options = llm, metrics, options
-        self._most = llm.engine.scheduler.max_num_seqs + options.max_num_queued_reqs
+        self._places = llm.engine.scheduler.max_num_seqs + options.max_num_queued_reqs
         self.in_flight = 0  # responses of all tickets
         self.draining = False
         self.failure: BaseException | None = None
@@ -116,11 +89,10 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         # one thread, since CUDA graphs belong to the thread that captured them
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._warm = False
-        self._stopping = False
+        self._warm = self._stopping = False
         # the thread's own
-        self._active: dict[str, Generation] = {}  # by request id
-        self._updates: list[tuple[Generation, RequestOutput | APIError]] = []  # of this round
+        self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
+        self._updates: list[tuple[Ticket, int, RequestOutput | APIError]] = []  # of this round
         self._failed_steps = 0  # in a row
         self._tracer = RoundTracer(llm.engine)
 
@@ -139,18 +111,18 @@ class EngineThread:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise APIError(503, f"the last {self._failed_steps} steps of the engine have failed")
 
-    def admit(self, responses: int) -> Ticket:
+    def admit(self, responses: int, *, streaming: bool = False, traced: bool = False) -> Ticket:
         """Reserves a place. APIError: 400 for more responses than there are places, 429 if too many
         wait already, 503 if nothing is served."""
         self.require_running()
-        if responses > self._most:
-            message = f"{responses} responses; this server has places for {self._most}"
+        if responses > self._places:
+            message = f"{responses} responses; this server has places for {self._places}"
             raise APIError(400, message, "n")
-        if self.in_flight + responses > self._most:
+        if self.in_flight + responses > self._places:
             self.metrics.rejections.inc()
             message = f"{self.in_flight} responses run or wait already; try again later"
             raise APIError(429, message, headers={"Retry-After": "1"})
-        ticket = Ticket(self, responses)
+        ticket = Ticket(self, responses, streaming, traced)
         self._tickets.add(ticket)
         self.in_flight += responses
         return ticket
@@ -158,8 +130,7 @@ class EngineThread:
     def leave(self, ticket: Ticket) -> None:
         self._tickets.remove(ticket)
         self.in_flight -= ticket.responses
-        for generation in ticket.generations:
-            self.call(partial(self._end, generation))
+        self.call(partial(self._end_all, ticket))
 
     def drain(self, timeout_s: float) -> None:
         """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or
@@ -170,13 +141,16 @@ class EngineThread:
 
     def cancel_all(self) -> None:
         self.draining = True
-        for ticket in self._tickets:
-            ticket.put(0, APIError(503, "the server is shutting down; it was not finished"))
+        self._fail_all(APIError(503, "the server is shutting down; it was not finished"))
 
     def call(self, work: Callable[[], object]) -> None:
         """Has the thread call `work` between two rounds."""
         self._calls.append(work)
         self._wake.set()
+
+    def _fail_all(self, error: APIError) -> None:
+        for ticket in self._tickets:
+            ticket.updates.put_nowait((0, error))
 
     # ------------------------------------------------------------------ the engine
 
@@ -186,9 +160,8 @@ class EngineThread:
         if not self._warm:
             with progress_bar("compiling") as report:
                 work = self._thread.submit(self.llm.warm_up, report, self.options.warm_up_limit_s)
-                graphs = work.result()
-            if graphs:
-                logger.info("%d graphs are compiled", graphs)
+                if graphs := work.result():
+                    logger.info("%d graphs are compiled", graphs)
             self._warm = True
 
     async def run(self) -> None:
@@ -204,8 +177,7 @@ class EngineThread:
         except BaseException as error:  # the engine's state cannot be trusted any more
             self.failure = error
             logger.error("the engine has failed", exc_info=error)
-            for ticket in self._tickets:
-                ticket.put(0, fault(error))
+            self._fail_all(fault(error))
             self.on_failure()
 
     def stop(self) -> None:
@@ -235,83 +207,71 @@ class EngineThread:
             logger.error("a step of the engine failed; its requests are ended", exc_info=error)
             failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
             for request_id in {request.request_id for request in failed}:
-                self._end(self._active[request_id], fault(error))
+                self._fail(request_id, error)
             return
         self._failed_steps = 0
-        now = perf_counter()
         for request_id in dict.fromkeys(r.request_id for r in [*finished, *scheduler.running]):
-            generation = self._active[request_id]
             try:
-                self._publish(generation, now)
+                self._publish(request_id)
             except Exception as error:
                 logger.error("request %s could not be written", request_id, exc_info=error)
-                self._end(generation, fault(error))
+                self._fail(request_id, error)
 
-    def begin(self, generation: Generation) -> None:
+    def begin(self, ticket: Ticket, index: int, params: SamplingParams) -> None:
         """Hands a prompt to the engine."""
         try:
-            response = self.llm.submit(
-                generation.prompt, generation.params, streaming=generation.streaming
-            )
+            prompt = ticket.prompts[index]
+            response = self.llm.submit(prompt, params, streaming=ticket.streaming)
         except Exception as error:
             refused = isinstance(error, DraftsmithError)
-            answer = APIError(400, str(error)) if refused else fault(error)
-            self._updates.append((generation, answer))
+            self._updates.append(
+                (ticket, index, APIError(400, str(error)) if refused else fault(error))
+            )
             return
-        if generation.traced:
+        if ticket.traced:
             self._tracer.watch(response.requests)
-        generation.response = response
-        generation.num_written = [0] * len(response.requests)
-        generation.last_token_time = [generation.ticket.arrival] * len(response.requests)
         for request in response.requests:
-            request.arrival_time = generation.ticket.arrival
-        self._active[response.request_id] = generation
+            request.arrival_time = ticket.arrival
+        ticket.begun[index] = response
+        self._active[response.request_id] = (ticket, index)
 
-    def _end(self, generation: Generation, error: APIError | None = None) -> None:
-        """Takes an unfinished generation out of the engine: one whose client has gone, or one that
-        failed, whose client receives `error`."""
-        response = generation.response
-        if response is not None and response.request_id in self._active:
-            for request in response.requests if error is not None else ():
-                if not request.finished:
-                    request.finish("error")
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """Ends a response with an error, which its client receives."""
+        ticket, index = self._active[request_id]
+        for request in ticket.begun[index].requests:
+            if not request.finished:
+                request.finish("error")
+        self._end(ticket.begun[index])
+        self._updates.append((ticket, index, fault(error)))
+
+    def _end_all(self, ticket: Ticket) -> None:
+        for response in ticket.begun.values():
+            self._end(response)
+
+    def _end(self, response: Response) -> None:
+        """Takes a response out of the engine, if it is there."""
+        if self._active.pop(response.request_id, None) is not None:
             self.llm.abort(response.request_id)
-            self._forget(response)
-        if error is not None:
-            self._updates.append((generation, error))
+            self._tracer.forget(response.requests)
+            for request in response.requests:
+                self.metrics.finished(request)
 
-    def _forget(self, response: Response) -> None:
-        """It has ended."""
-        del self._active[response.request_id]
-        self._tracer.forget(response.requests)
-        for request in response.requests:
-            self.metrics.finished(request)
-
-    def _publish(self, generation: Generation, now: float) -> None:
-        """Adds the new tokens of a round to the metrics and to the client's updates."""
-        response = generation.response
-        assert response is not None
-        for i, request in enumerate(response.requests):
-            written = len(request.token_ids) - request.num_prompt_tokens
-            if written > generation.num_written[i]:
-                self.metrics.tokens(
-                    request, generation.num_written[i], now - generation.last_token_time[i]
-                )
-                generation.num_written[i] = written
-                generation.last_token_time[i] = now
-        output = None
-        if generation.streaming:
+    def _publish(self, request_id: str) -> None:
+        """Hands on what a round has written of a response."""
+        ticket, index = self._active[request_id]
+        response, output = ticket.begun[index], None
+        if ticket.streaming:
             output = response.delta()
         elif response.finished:
             output = response.output()
         if output is not None:
-            for completion in output.outputs if generation.traced else ():
+            for completion in output.outputs if ticket.traced else ():
                 completion.rounds = self._tracer.take(response.requests[completion.index])
-            self._updates.append((generation, output))
+            self._updates.append((ticket, index, output))
         if response.finished:
-            self._forget(response)
+            self._end(response)
 
 
-def _deliver(updates: Sequence[tuple[Generation, RequestOutput | APIError]]) -> None:
-    for generation, update in updates:
-        generation.ticket.put(generation.index, update)
+def _deliver(updates: Sequence[tuple[Ticket, int, RequestOutput | APIError]]) -> None:
+    for ticket, index, update in updates:
+        ticket.updates.put_nowait((index, update))

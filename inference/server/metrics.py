@@ -1,13 +1,12 @@
 """Prometheus metrics of the server under vLLM's names and labels: what load generators and
 dashboards read of them.
 
-A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. Times are in seconds.
-"""
+A "request" here is one response, as in vLLM: a prompt with n=2 counts twice. It is counted when it
+has ended. Times are in seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -18,98 +17,75 @@ from inference.entrypoints.llm import LLM
 from inference.requests.request import Request
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # vLLM numbers its engines; here there is one
 REASONS = ("stop", "length", "abort", "error")
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-SPECULATIVE_COUNTERS = {  # fields of SpecDecodeCounters
-    "num_drafts": "Verified proposals",
-    "num_draft_tokens": "Tokens proposed",
-    "num_accepted_tokens": "Proposed tokens that were committed",
-}
 
 
-class ServerMetrics:
-    """`in_flight`: the responses that run or wait."""
+class ServerMetrics(Collector):
+    """Counters of ended requests, and the state of the engine as it is at each scrape. `in_flight`:
+    the responses that run or wait."""
 
     def __init__(self, model_name: str, llm: LLM, in_flight: Callable[[], int]) -> None:
-        self.registry = CollectorRegistry()
-        self._labels = {"model_name": model_name, "engine": ENGINE}
-        self._prompt_tokens = self._labelled(Counter, "prompt_tokens", "Prompt tokens read")
-        self._generation_tokens = self._labelled(Counter, "generation_tokens", "Tokens generated")
+        self.registry, self._llm, self._in_flight = CollectorRegistry(), llm, in_flight
+        self._labels = (model_name, "0")  # vLLM numbers its engines; here there is one
+        self._prompt_tokens = self._made(Counter, "prompt_tokens", "Prompt tokens read")
+        self._generation_tokens = self._made(Counter, "generation_tokens", "Tokens generated")
         self._first_token = self._seconds("time_to_first_token", "From arrival on")
-        self._next_token = self._seconds("inter_token_latency", "Between two rounds")
+        self._per_token = self._seconds("request_time_per_output_token", "After the first one")
         self._latency = self._seconds("e2e_request_latency", "From arrival to the end")
-        self._success = Counter(
-            "vllm:request_success",
-            "Finished requests",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
-        for reason in REASONS:
-            self._success.labels(**self._labels, finished_reason=reason)
-        self.rejections = self._labelled(Counter, "admission_rejections", "Refused: queue full")
-        labels = list(self._labels.values())
-        self.registry.register(_EngineCollector(llm, in_flight, labels))
+        self.rejections = self._made(Counter, "admission_rejections", "Refused: queue full")
+        names = (*LABELS, "finished_reason")
+        success = Counter("vllm:request_success", "Ended", names, registry=self.registry)
+        self._success = {reason: success.labels(*self._labels, reason) for reason in REASONS}
+        self.registry.register(self)
 
-    def _labelled(self, kind: Callable[..., Any], name: str, text: str, **options: Any) -> Any:
-        return kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options).labels(
-            **self._labels
-        )
+    def _made(self, kind: Callable[..., Any], name: str, text: str, **options: Any) -> Any:
+        metric = kind(f"vllm:{name}", text, LABELS, registry=self.registry, **options)
+        return metric.labels(*self._labels)
 
     def _seconds(self, name: str, text: str) -> Any:
-        return self._labelled(Histogram, f"{name}_seconds", text, buckets=SECONDS)
-
-    def tokens(self, request: Request, before: int, seconds: float) -> None:
-        """Counts new tokens of a response that had `before`, `seconds` after the last ones or its
-        arrival."""
-        if before == 0:
-            self._prompt_tokens.inc(request.num_prompt_tokens)
-        (self._next_token if before else self._first_token).observe(seconds)
-        self._generation_tokens.inc(len(request.token_ids) - request.num_prompt_tokens - before)
+        return self._made(Histogram, f"{name}_seconds", text, buckets=SECONDS)
 
     def finished(self, request: Request) -> None:
         """Counts a response that has ended."""
-        reason = request.finish_reason or "abort"
-        self._success.labels(**self._labels, finished_reason=reason).inc()
-        if request.finished_time is not None and request.first_token_time is not None:
-            self._latency.observe(request.finished_time - request.arrival_time)
-
-
-@dataclass(eq=False)
-class _EngineCollector(Collector):
-    """The state and totals of the engine, read at each scrape."""
-
-    llm: LLM
-    in_flight: Callable[[], int]
-    labels: Sequence[str]
+        self._success[request.finish_reason or "abort"].inc()
+        first, end = request.first_token_time, request.finished_time
+        if first is None:
+            return
+        tokens = len(request.token_ids) - request.num_prompt_tokens
+        self._prompt_tokens.inc(request.num_prompt_tokens)
+        self._generation_tokens.inc(tokens)
+        self._first_token.observe(first - request.arrival_time)
+        if end is not None:
+            self._latency.observe(end - request.arrival_time)
+            if tokens > 1:
+                self._per_token.observe((end - first) / (tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
-        engine = self.llm.engine
-        running, counters = list(engine.scheduler.running), engine.counters
+        engine = self._llm.engine
+        running = list(engine.scheduler.running)
         tokens = sum(len(request.token_ids) for request in running)
-        usage = tokens / (engine.scheduler.max_num_seqs * engine.max_model_len)
-        yield self._gauge("num_requests_running", "Requests that have a row", len(running))
-        waiting = max(0, self.in_flight() - len(running))
-        yield self._gauge("num_requests_waiting", "Requests that wait for a row", waiting)
-        yield self._gauge("kv_cache_usage_perc", "Keys and values in use; 1 is all", usage)
+        gauges = {
+            "num_requests_running": len(running),
+            "num_requests_waiting": max(0, self._in_flight() - len(running)),
+            "kv_cache_usage_perc": tokens / (engine.scheduler.max_num_seqs * engine.max_model_len),
+        }
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
         if engine.proposer is None:  # as in vLLM
             return
-        for name, text in SPECULATIVE_COUNTERS.items():
+        counters = engine.counters
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            text = name.replace("_", " ")
             family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=LABELS)
-            family.add_metric(self.labels, getattr(counters, name))
+            family.add_metric(self._labels, getattr(counters, name))
             yield family
-        per_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted by position in the proposal",
-            labels=(*LABELS, "position"),
-        )
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "by position in the proposal"
+        family = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
         counts = list(counters.num_accepted_tokens_per_pos)
         counts += [0] * (engine.proposer.num_speculative_tokens - len(counts))
         for position, count in enumerate(counts):
-            per_position.add_metric([*self.labels, str(position)], count)
-        yield per_position
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        family.add_metric(self.labels, value)
-        return family
+            family.add_metric([*self._labels, str(position)], count)
+        yield family

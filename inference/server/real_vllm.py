@@ -6,22 +6,18 @@ work as in vLLM."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-import os
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from inference.flags import Values, flag_name, json_or_text, validated
 from inference.server.options import ServeFlags, as_words
+from inference.vllm_python import vllm_python
 from speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PYTHON_VARIABLE = "DRAFTSMITH_VLLM_PYTHON"
 SERVER = "vllm.entrypoints.openai.api_server"  # some builds lack the `vllm` command
 READ = ("engine", "vllm_python", "model", "revision", "trust_remote_code", "speculative_config")
 
@@ -31,7 +27,7 @@ def vllm_command(given: Values, words: Sequence[str]) -> list[str]:
     older, rest = take_older(words)
     read = {name: value for name, value in given.items() if name in READ}
     flags = validated(ServeFlags, "serve", read)
-    command = [_python(flags.vllm_python), "-m", SERVER, "--model", flags.model]
+    command = [vllm_python(flags.vllm_python), "-m", SERVER, "--model", flags.model]
     if flags.revision:
         command += ["--revision", flags.revision]
     if flags.trust_remote_code:
@@ -98,16 +94,3 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
         theirs = {ours: name for name, ours in RULES.items()}
         options["rejection_sample_method"] = theirs.get(rule, rule)
     return options | vllm_method(method)
-
-
-def _python(given: str | None) -> str:
-    python = given or os.environ.get(PYTHON_VARIABLE)
-    if python is None and importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    path = None if python is None else shutil.which(python)
-    if path is None:
-        raise ConfigError(
-            f"serve --engine vllm: {python or 'vLLM'} is not here; name the Python of vLLM's"
-            f" environment with --vllm-python or {PYTHON_VARIABLE}"
-        )
-    return path

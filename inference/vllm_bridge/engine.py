@@ -7,11 +7,10 @@ response, precision."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from inference.report.schema import EngineFacts
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposers.methods import method_options
 from inference.vllm_bridge.counters import metrics_of, response_of
+from inference.vllm_python import vllm_python
 from speculators.errors import ConfigError, DraftsmithError
 from speculators.export import read_drafter_config, resolve
 from speculators.export.formats import LAYOUTS, NATIVE
@@ -34,7 +34,6 @@ from speculators.export.serving_commands import vllm_method
 from speculators.precision import running_dtype
 
 VLLM = "vllm"
-PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
 SENT = (  # fields of SamplingParams that vLLM gets
     "temperature",
@@ -48,61 +47,14 @@ SENT = (  # fields of SamplingParams that vLLM gets
 LOG_LINES, MESSAGE = 15, 500  # of vLLM's log in an error: lines, and characters per line
 
 # set by torchrun, accelerate and the like for each process; vLLM would take them for its own
-LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "ROLE_WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+LAUNCHER = re.compile(
+    "((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|NODE_RANK"
+    "|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|FSDP|PET)_.*)"
 )
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PET_")
 
 
 class VllmError(DraftsmithError):
     """vLLM refused, or its process ended."""
-
-
-def vllm_python(given: str | None = None) -> str:
-    """The interpreter to run vLLM with: `given`, the one of DRAFTSMITH_VLLM_PYTHON, or this one.
-
-    ConfigError if there is none, or if it has no vLLM.
-    """
-    python = given or os.environ.get(PYTHON)
-    if python is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or spec.origin is None:  # the latter: a folder of that name
-            raise ConfigError(
-                "vLLM: it is not installed beside this project, and no other interpreter is named;"
-                f" set {PYTHON} (or --vllm-python) to the python of an environment that has it,"
-                " such as /opt/vllm/bin/python"
-            )
-        return sys.executable
-    where = "--vllm-python" if given else PYTHON
-    ask = (
-        "import importlib.util as i, sys; sys.exit(getattr(i.find_spec('vllm'), 'origin', None) is"
-        " None)"
-    )
-    try:
-        done = subprocess.run(
-            [python, "-c", ask], capture_output=True, text=True, timeout=300, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"{where}={python}: cannot be run ({error}); name the python of an environment"
-        ) from None
-    if done.returncode != 0:
-        raise ConfigError(
-            f"{where}={python}: this interpreter has no package vllm; install it there, or name"
-            " another"
-        )
-    return python
 
 
 @dataclass
@@ -125,8 +77,7 @@ class VllmOptions:
 
 def child_environment() -> dict[str, str]:
     """This process's environment without the variables of a launcher."""
-    foreign = {*LAUNCHER, *(name for name in os.environ if name.startswith(LAUNCHER_PREFIXES))}
-    return {name: value for name, value in os.environ.items() if name not in foreign}
+    return {name: value for name, value in os.environ.items() if not LAUNCHER.fullmatch(name)}
 
 
 class Worker:
@@ -157,11 +108,9 @@ class Worker:
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
-        answer = (
-            json.loads(line)
-            if line
-            else {"error": f"its process ended with code {self.process.wait()}"}
-        )
+        if not line:
+            line = json.dumps({"error": f"its process ended with code {self.process.wait()}"})
+        answer = json.loads(line)
         if "error" in answer:
             raise VllmError(f"vLLM: {answer['error'][:MESSAGE]}\n{self._last_words()}")
         return answer
@@ -210,13 +159,9 @@ class VllmEngine(MeasuredEngine):
             **self.options.engine,
         }
         for speculate in (True, False):
-            question = {
-                "model": self.drafting.model,
-                "options": options,
-                "speculative_config": (
-                    {**self.config, **self.options.drafting} if speculate else None
-                ),
-            }
+            config = {**self.config, **self.options.drafting} if speculate else None
+            question = {"model": self.drafting.model, "options": options}
+            question["speculative_config"] = config
             self.workers[speculate] = Worker(self.python, question)
             self._facts = self.workers[speculate].facts
 
@@ -234,17 +179,14 @@ class VllmEngine(MeasuredEngine):
         return str(dtype).removeprefix("torch.")
 
     def facts(self) -> EngineFacts:
-        method = self.config.get("draft_sample_method") or (
-            None if self.drafting.drafter is None else "greedy"
-        )
+        default = None if self.drafting.drafter is None else "greedy"
+        method = self.config.get("draft_sample_method", default)
         return EngineFacts(name=VLLM, draft_sample_method=method, **self._facts)
 
     def in_float32(self, rows: int) -> VllmEngine | None:
-        return (
-            None
-            if self._dtype == "float32"
-            else VllmEngine(self.drafting.in_float32(rows), self.options)
-        )
+        if self._dtype == "float32":
+            return None
+        return VllmEngine(self.drafting.in_float32(rows), self.options)
 
     def write(
         self,

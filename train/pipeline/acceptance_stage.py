@@ -36,7 +36,8 @@ from inference.report.schema import (
     save_report,
 )
 from inference.report.table import print_report
-from inference.vllm_bridge.engine import VLLM, VllmOptions, vllm_python
+from inference.vllm_bridge.engine import VLLM, VllmOptions
+from inference.vllm_python import vllm_python
 from speculators.errors import ConfigError, DataError
 from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import conversation_tokenizer

@@ -13,7 +13,8 @@ import pytest
 from inference import LLM, SamplingParams
 from inference.entrypoints.prompts import Prompt
 from inference.requests.request import Request
-from inference.server.engine_thread import EngineThread, Generation, Ticket
+from inference.requests.response import Response
+from inference.server.engine_thread import EngineThread
 from inference.server.metrics import ServerMetrics
 from inference.server.options import ServerOptions
 from inference.spec_decode.costs import RoundCosts
@@ -211,13 +212,13 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     options = ServerOptions(served_model_name=("tiny",))
     engine = EngineThread(llm, ServerMetrics("tiny", llm, lambda: 0), options)
 
-    def begin(rows: int) -> list[Generation]:
-        ticket = Ticket(engine, rows)
-        asked = enumerate(requests_of(way, rows, 30))
-        begun = [Generation(ticket, i, *each, streaming=True, traced=True) for i, each in asked]
-        for each in begun:
-            engine.begin(each)
-        return begun
+    def begin(rows: int) -> list[Response]:
+        asked = requests_of(way, rows, 30)
+        tickets = [engine.admit(1, streaming=True, traced=True) for _ in asked]
+        for ticket, (prompt, params) in zip(tickets, asked, strict=True):
+            ticket.prompts = [prompt]
+            engine.begin(ticket, 0, params)
+        return [ticket.begun[0] for ticket in tickets]
 
     first = begin(4)
     engine.round()
@@ -226,4 +227,4 @@ def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
     later = begin(8)
     while llm.engine.has_unfinished:
         engine.round()
-    assert [len(each.response.requests[0].output_token_ids) for each in first + later] == [30] * 12
+    assert [len(each.requests[0].output_token_ids) for each in first + later] == [30] * 12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-import sys
 
 import pytest
 import torch
@@ -158,10 +157,14 @@ def test_defaults_of_the_model():
 class TestVLLM:
     """--engine vllm: the same flags to real vLLM, the drafter's method named."""
 
+    @pytest.fixture(autouse=True)
+    def python(self, monkeypatch):
+        monkeypatch.setattr("inference.server.real_vllm.vllm_python", lambda given: given)
+
     def command(self, line: str) -> tuple[list[str], dict]:
-        given, rest = words(f"--engine vllm --vllm-python {sys.executable} {line}")
+        given, rest = words(f"--engine vllm --vllm-python py {line}")
         command = vllm_command(given, rest)
-        assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
         at = command.index("--speculative-config") if "--speculative-config" in command else None
         return command[3:], {} if at is None else json.loads(command[at + 1])
 
@@ -206,11 +209,3 @@ class TestVLLM:
     def test_what_it_cannot_do(self, line, named):
         with pytest.raises(ConfigError, match=named):
             self.command(line)
-
-    def test_where_vllm_is(self, monkeypatch):
-        monkeypatch.delenv("DRAFTSMITH_VLLM_PYTHON", raising=False)
-        with pytest.raises(ConfigError, match="DRAFTSMITH_VLLM_PYTHON"):
-            vllm_command({"model": "target"}, [])
-        monkeypatch.setenv("DRAFTSMITH_VLLM_PYTHON", "/nowhere/python")
-        with pytest.raises(ConfigError, match="/nowhere/python"):
-            vllm_command({"model": "target"}, [])

@@ -19,6 +19,16 @@ from tests.forked import Forked
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
+KINDS = (
+    {"temperature": 0},
+    {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.01, "frequency_penalty": 0.3},
+)
+# requests of all kinds: a third greedy, the others with seeds of their own
+MIXED = [
+    {"prompt": f"{'request ' * (i % 5)}{i}", "max_tokens": 8 + i % 29, "seed": i, **KINDS[i % 3]}
+    for i in range(32)
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +38,9 @@ def model(tiny_model, byte_tokenizer):
     return model
 
 
-def mixed(count: int) -> list[dict]:
-    """Requests of all kinds: a third greedy, the others with seeds of their own."""
-    kinds = [
-        {"temperature": 0},
-        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
-        {"temperature": 0.7, "top_k": 20, "min_p": 0.01, "frequency_penalty": 0.3},
-    ]
-    texts = [f"{'request ' * (i % 5)}{i}" for i in range(count)]
-    own = [
-        {"prompt": text, "max_tokens": 8 + i % 29} | kinds[i % 3] for i, text in enumerate(texts)
-    ]
-    return [each | ({} if each["temperature"] == 0 else {"seed": i}) for i, each in enumerate(own)]
-
-
 def offline_texts(llm, requests) -> list[str]:
-    params = [
-        SamplingParams(**{k: v for k, v in each.items() if k != "prompt"}) for each in requests
-    ]
+    given = [{k: v for k, v in each.items() if k != "prompt"} for each in requests]
+    params = [SamplingParams(**fields) for fields in given]
     outputs = llm.generate([each["prompt"] for each in requests], params, False)
     return [output.outputs[0].text for output in outputs]
 
@@ -56,23 +51,18 @@ def ask(url: str, request: dict) -> str:
         answer = CLIENT.post(f"{url}/v1/completions", json=request)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"]
-    text = ""
     with CLIENT.stream("POST", f"{url}/v1/completions", json=request | {"stream": True}) as answer:
-        for data in events(answer):
-            text += data["choices"][0]["text"]
-    return text
+        return "".join(data["choices"][0]["text"] for data in events(answer))
 
 
 def events(answer):
     """The events of a stream, which must end as one."""
     assert answer.status_code == 200
-    ended = False
-    for line in answer.iter_lines():
-        if line == "data: [DONE]":
-            ended = True
-        elif line:
+    line = ""
+    for line in filter(None, answer.iter_lines()):
+        if line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
-    assert ended
+    assert line == "data: [DONE]"
 
 
 def hang_up(url: str, request: dict) -> None:
@@ -94,11 +84,12 @@ def wait_until(holds, seconds: float = 10.0) -> None:
 
 def idle(serving, url) -> bool:
     server = serving.server(url)
-    return (
-        not server.llm.engine.has_unfinished
-        and server.engine.in_flight == 0
-        and not server.engine._active
-    )
+    busy = server.llm.engine.has_unfinished or server.engine._active
+    return not busy and server.engine.in_flight == 0
+
+
+def metric(url: str, name: str) -> float:
+    return float(re.search(rf"vllm:{name} (\S+)", CLIENT.get(f"{url}/metrics").text)[1])
 
 
 @pytest.mark.slow
@@ -106,27 +97,18 @@ def idle(serving, url) -> bool:
 def test_32_at_a_time(serving, drafting_llm, model, kind):
     """Greedy answers are those of the target alone, and seeds mean what they mean offline; ten hang
     up meanwhile."""
-    requests = mixed(32)
     url = serving(drafting_llm(kind, model, max_num_seqs=6), max_num_queued_reqs=64)
     leaving = [LONG | {"prompt": f"leaving {i}", "stream": i % 2 == 0} for i in range(10)]
     with ThreadPoolExecutor(42) as pool:
         gone = [pool.submit(hang_up, url, each) for each in leaving]
-        texts = list(pool.map(lambda each: ask(url, each), requests))
+        texts = list(pool.map(lambda each: ask(url, each), MIXED))
         for each in gone:
             each.result()
-    greedy = [each for each in requests if each["temperature"] == 0]
-    alone = offline_texts(drafting_llm("off", model), greedy)
-    assert [texts[requests.index(each)] for each in greedy] == alone
-    assert texts == offline_texts(drafting_llm(kind, model, max_num_seqs=6), requests)
+    assert texts[::3] == offline_texts(drafting_llm("off", model), MIXED[::3])
+    assert texts == offline_texts(drafting_llm(kind, model, max_num_seqs=6), MIXED)
     wait_until(lambda: idle(serving, url))
-    metrics = CLIENT.get(f"{url}/metrics").text
-    finished = re.search(
-        r'request_success_total\{engine="0",finished_reason="length",model_name="tiny"\} (\d+)',
-        metrics,
-    )
-    assert (
-        finished is not None and 32 <= int(finished[1]) < 42
-    )  # an answer may end before its reader has gone
+    finished = metric(url, 'request_success_total{engine="0",finished_reason="length".*}')
+    assert 32 <= finished < 42  # an answer may end before its reader has gone
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -139,14 +121,9 @@ def test_a_client_that_hangs_up_gives_its_row_back(serving, drafting_llm, model,
     step = engine.step
     engine.step = lambda: (rounds.append(1), step(), len(rounds) < 5 or go_on.wait(10))[1]
     body = json.dumps(LONG | {"stream": stream}).encode()
-    head = [
-        "POST /v1/completions HTTP/1.1",
-        "Host: x",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-    ]
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-        client.sendall("\r\n".join([*head, "", ""]).encode() + body)
+        client.sendall(head.encode() + body)
         wait_until(lambda: len(rounds) == 5)
         (request,) = engine.scheduler.running
     wait_until(lambda: server.engine.in_flight == 0)
@@ -164,24 +141,14 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
         refused = CLIENT.post(f"{url}/v1/completions", json=asked)
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
         assert int(refused.headers["Retry-After"]) >= 1
-        assert (
-            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 1.0'
-            in CLIENT.get(f"{url}/metrics").text
-        )
+        assert metric(url, "num_requests_waiting{.*}") == 1
         assert [answer.result().status_code for answer in answers] == [200, 200]
     assert CLIENT.post(f"{url}/v1/completions", json=asked).status_code == 200
-    rejected = 'vllm:admission_rejections_total{engine="0",model_name="tiny"} 1.0'
-    assert rejected in CLIENT.get(f"{url}/metrics").text
-
-
-def events_of(answer):
-    return [
-        json.loads(line[6:]) for line in answer.text.splitlines() if line and line != "data: [DONE]"
-    ]
+    assert metric(url, "admission_rejections_total{.*}") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("method", ["propose", "_decide", "_forward"])
+@pytest.mark.parametrize("method", ["propose", "_forward"])
 def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     serving, drafting_llm, model, caplog, method, stream, monkeypatch
 ):
@@ -199,53 +166,79 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
 
     monkeypatch.setattr(owner, method, fails_once)
     asked = LONG | {"stream": stream, "max_tokens": 100}
+    post = lambda _: CLIENT.post(f"{url}/v1/completions", json=asked)
     with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(lambda _: CLIENT.post(f"{url}/v1/completions", json=asked), range(4))
-        )
+        answers = list(pool.map(post, range(4)))
     failed = [answer for answer in answers if "RuntimeError" in answer.text]
     assert 1 <= len(failed) <= 2
     for answer in failed:
-        error = events_of(answer)[-1]["error"] if stream else answer.json()["error"]
+        error = [*events(answer)][-1]["error"] if stream else answer.json()["error"]
         assert error["code"] == 500 and "CUDA out of memory: 3 GiB" in error["message"]
         assert answer.status_code == (200 if stream else 500)
     asked = {"prompt": "x", "max_tokens": 20, "temperature": 0}
-    (alone,) = offline_texts(drafting_llm("off", model), [asked])
-    assert ask(url, asked) == alone
+    assert [ask(url, asked)] == offline_texts(drafting_llm("off", model), [asked])
     assert "CUDA out of memory: 3 GiB" in caplog.text
     assert CLIENT.get(f"{url}/health").status_code == 200
-    count = f'finished_reason="error",model_name="tiny"}} {float(len(failed))}'
-    assert count in CLIENT.get(f"{url}/metrics").text
+    count = metric(url, 'request_success_total{engine="0",finished_reason="error".*}')
+    assert count == len(failed)
     wait_until(lambda: idle(serving, url))
 
 
-def test_health_after_steps_that_fail_one_after_the_other(
+def test_health_after_steps_that_fail_and_an_engine_that_dies(
     serving, drafting_llm, model, monkeypatch
 ):
-    llm = drafting_llm("off", model)
+    llm, told = drafting_llm("off", model), threading.Event()
     url = serving(llm)
-    asked = {"prompt": "x", "max_tokens": 2}
+    serving.server(url).engine.on_failure = told.set
+    post = lambda: CLIENT.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
 
-    def fail(*_):
-        raise RuntimeError("always")
+    def fail(error):
+        raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(llm.engine, "_forward", fail)
+        broken.setattr(llm.engine, "_forward", lambda *_: fail(RuntimeError("always")))
         for expected in (200, 200, 503):
-            assert CLIENT.post(f"{url}/v1/completions", json=asked).status_code == 500
+            assert post().status_code == 500
             assert CLIENT.get(f"{url}/health").status_code == expected
-    assert CLIENT.post(f"{url}/v1/completions", json=asked).status_code == 200
-    assert CLIENT.get(f"{url}/health").status_code == 200
-
-
-def test_an_engine_that_dies_says_so(serving, drafting_llm, model, monkeypatch):
-    llm = drafting_llm("off", model)
-    url, told = serving(llm), threading.Event()
-    serving.server(url).engine.on_failure = told.set
-    monkeypatch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(SystemExit("gone")))
-    assert CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
-    assert told.wait(10)
+    assert post().status_code == CLIENT.get(f"{url}/health").status_code == 200
+    monkeypatch.setattr(llm.engine, "step", lambda: fail(SystemExit("gone")))
+    assert post().status_code == 500 and told.wait(10)
     assert CLIENT.get(f"{url}/health").status_code == 503
+
+
+def test_a_server_that_goes_tells_its_clients(serving, drafting_llm, model):
+    """Once their time is up: whoever waits gets an error that can be read, and nobody new is
+    taken."""
+    url = serving(drafting_llm("off", model, max_num_seqs=1))
+    server = serving.server(url)
+    post = lambda stream: CLIENT.post(f"{url}/v1/completions", json=LONG | {"stream": stream})
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(post, stream) for stream in (True, False)]
+        wait_until(lambda: len(server.engine._active) == 2)
+        server.engine.drain(0)
+        streamed, whole = (answer.result() for answer in answers)
+    assert [*events(streamed)][-1]["error"]["code"] == 503 and whole.status_code == 503
+    assert post(False).status_code == 503
+    wait_until(lambda: idle(serving, url))
+
+
+def test_no_request_is_taken_before_every_shape_is_compiled(
+    serving, drafting_llm, model, monkeypatch
+):
+    llm, done = drafting_llm("ngram", model), []
+
+    def warm_up(*_):
+        time.sleep(0.3)
+        done.append(threading.current_thread().name)
+        return 3
+
+    monkeypatch.setattr(llm, "warm_up", warm_up)
+    url = serving(llm)
+    assert done == ["engine_0"]  # the thread that runs the rounds
+    assert ask(url, {"prompt": "x", "max_tokens": 2})
+
+
+# ------------------------------------------------------------------------- as a process
 
 
 @pytest.fixture(scope="module")
@@ -256,144 +249,90 @@ def saved(model, byte_tokenizer, tmp_path_factory):
     return str(folder)
 
 
-def test_a_server_that_goes_tells_its_clients(serving, drafting_llm, model):
-    """Once their time is up: whoever waits gets an error that can be read, and nobody new is
-    taken."""
-    url = serving(drafting_llm("off", model, max_num_seqs=1))
-    server = serving.server(url)
-    with ThreadPoolExecutor(3) as pool:
-        answers = [
-            pool.submit(CLIENT.post, f"{url}/v1/completions", json=LONG | {"stream": s})
-            for s in (True, False)
-        ]
-        wait_until(lambda: len(server.engine._active) == 2)
-        server.engine.drain(0)
-        streamed, whole = (answer.result() for answer in answers)
-    assert events_of(streamed)[-1]["error"]["code"] == 503 and whole.status_code == 503
-    assert CLIENT.post(f"{url}/v1/completions", json=LONG).status_code == 503
-    wait_until(lambda: idle(serving, url))
+@pytest.fixture
+def started(saved):
+    """`started(*flags, code)`: a server of that target in a process of its own, which may still be
+    loading and runs `code` before, and its address."""
+    running = []
+
+    def start(*flags: str, code: str = "") -> tuple[Forked, str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        arguments = ["--host", "127.0.0.1", "--port", port, "--model", saved, *flags]
+        code += f"import sys; sys.argv[1:] = {arguments}; from inference.server import command;"
+        running.append(Forked(["-c", code + "command.main()"]))
+        return running[-1], f"http://127.0.0.1:{port}"
+
+    yield start
+    for process in running:
+        process.kill()
 
 
-def test_no_request_is_taken_before_every_shape_is_compiled(
-    serving, drafting_llm, model, monkeypatch
-):
-    llm, done = drafting_llm("ngram", model), []
-    monkeypatch.setattr(
-        llm,
-        "warm_up",
-        lambda *asked: time.sleep(0.3) or done.append(threading.current_thread().name) or 3,
-    )
-    url = serving(llm)
-    assert done == ["engine_0"]  # the thread that runs the rounds
-    assert ask(url, {"prompt": "x", "max_tokens": 2})
+def wait_for(url: str, process: Forked) -> None:
+    def answers() -> bool:
+        assert process.poll() is None, process.stdout.read()
+        try:
+            return CLIENT.get(f"{url}/health").status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    wait_until(answers, 90)
 
 
 @pytest.mark.slow
-def test_sigterm(saved):
-    """What runs is finished, and the process ends well. The command is the one that guides start
-    vLLM with."""
-    process, url = started(
-        saved,
-        *("--seed", "42", "-tp", "1", "--gpu_memory_utilization", "0.8"),
-        *("--speculative_config", '{"method": "ngram", "num_speculative_tokens": 3}'),
-    )
-    try:
-        wait_until(lambda: _answers(url, process), 90)
+def test_sigterm_and_a_second_signal(started, saved):
+    """What runs is finished, and the process ends well; a second signal does not wait. The command
+    is the one that guides start vLLM with."""
+    drafting = '{"method": "ngram", "num_speculative_tokens": 3}'
+    guide = ("--seed", "42", "-tp", "1", "--gpu_memory_utilization", "0.8")
+    for patient in (True, False):
+        process, url = started(*guide, "--speculative_config", drafting)
+        wait_for(url, process)
         request = LONG | {"n": 8, "model": saved, "ignore_eos": True}
         with CLIENT.stream("POST", f"{url}/v1/completions", json=request) as answer:
             stream = events(answer)
             told = [next(stream)]
             process.send_signal(signal.SIGTERM)
-            told += stream
+            if patient:
+                told += stream
+            else:
+                time.sleep(0.05)
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=10)
+        if not patient:
+            assert process.returncode == 128 + signal.SIGTERM
+            continue
         assert sum(each["choices"][0]["finish_reason"] == "length" for each in told) == 8
         log = process.communicate(timeout=30)[0]
         assert process.returncode == 0, log
         assert "a long answer" not in log and "Traceback" not in log
-    finally:
-        process.kill()
 
 
-WARMS_UP_FOR_EVER = """
+@pytest.mark.slow
+def test_a_signal_ends_a_server_that_warms_up(started):
+    code = """
 import time
 from inference import LLM
 LLM.warm_up = lambda *_: print("compiling", flush=True) or time.sleep(600)
 """
-DIES_AT_ITS_FIRST_STEP = """
+    process, _ = started(code=code)
+    while "compiling" not in (line := process.stdout.readline()):
+        assert line, "it ended before"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_ends_the_process(started):
+    code = """
 from inference.engine.engine import Engine
 def step(self):
     raise SystemExit("gone")
 Engine.step = step
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_server_that_warms_up(saved, number):
-    process, _ = started(saved, code=WARMS_UP_FOR_EVER)
-    try:
-        while "compiling" not in (line := process.stdout.readline()):
-            assert line, "it ended before"
-        process.send_signal(number)
-        assert process.wait(10) == 128 + number
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-def test_an_engine_that_dies_ends_the_process(saved):
-    process, url = started(saved, code=DIES_AT_ITS_FIRST_STEP)
-    try:
-        wait_until(lambda: _answers(url, process), 90)
-        assert CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
-        process.communicate(timeout=30)
-        assert process.returncode == 1
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-def test_a_second_signal_does_not_wait(saved):
-    process, url = started(saved, "--shutdown-timeout", "60", "--max-model-len", "256")
-    try:
-        wait_until(lambda: _answers(url, process), 90)
-        asked = LONG | {"n": 8, "model": saved, "ignore_eos": True, "max_tokens": 240}
-        with CLIENT.stream("POST", f"{url}/v1/completions", json=asked) as answer:
-            next(answer.iter_lines())
-            process.send_signal(signal.SIGINT)
-            wait_until(lambda: not _admits(url), 20)
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=10)
-        assert process.returncode == 128 + signal.SIGINT
-    finally:
-        process.kill()
-
-
-def started(folder: str, *flags: str, code: str = "") -> tuple[Forked, str]:
-    """A server of that target in a process of its own, which may still be loading and runs `code`
-    before."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = ["--host", "127.0.0.1", "--port", port, "--model", folder, *flags]
-    command = ["-m", "inference.server", *arguments]
-    if code:
-        code += f"from inference.server.command import run; run({arguments})"
-        command = ["-c", code]
-    return Forked(command), f"http://127.0.0.1:{port}"
-
-
-def _answers(url: str, process: Forked) -> bool:
-    assert process.poll() is None, process.stdout.read()
-    try:
-        return CLIENT.get(f"{url}/health").status_code == 200
-    except httpx2.TransportError:
-        return False
-
-
-def _admits(url: str) -> bool:
-    """False once the listening socket is closed."""
-    try:
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 1).close()
-    except OSError:
-        return False
-    return True
+    process, url = started(code=code)
+    wait_for(url, process)
+    assert CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
+    process.communicate(timeout=30)
+    assert process.returncode == 1

@@ -11,6 +11,8 @@ import pytest
 from inference import SamplingParams
 
 CLIENT = httpx2.Client(timeout=60)
+ASKED = {"prompt": "again and again and again", "max_tokens": 60, "temperature": 0}
+ASKED["return_token_ids"] = True
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +22,14 @@ def model(tiny_model, byte_tokenizer):
     return model
 
 
-def events(url: str, request: dict, path: str = "/v1/completions") -> list[dict]:
-    with CLIENT.stream("POST", url + path, json=request | {"stream": True}) as answer:
+def choices(url: str, request: dict, path: str = "/v1/completions") -> list[dict]:
+    asked = {"return_rounds": True, **request, "stream": True}
+    with CLIENT.stream("POST", url + path, json=asked) as answer:
         assert answer.status_code == 200
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-ASKED = {
-    "prompt": "again and again and again",
-    "max_tokens": 60,
-    "temperature": 0,
-    "return_token_ids": True,
-}
+        *lines, last = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert last == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    return [choice | {"more": chunk} for chunk in chunks for choice in chunk["choices"] or [{}]]
 
 
 @pytest.mark.slow
@@ -42,41 +38,28 @@ ASKED = {
 def test_rounds_are_what_was_written_and_counted(kind, temperature, serving, drafting_llm, model):
     """Their tokens are the response's, their texts its text, and their totals those of its
     metrics."""
-    url = serving(drafting_llm(kind, model))
-    asked = ASKED | {
-        "temperature": temperature,
-        "seed": 3,
-        "stop_token_ids": [7, 9],
-        "return_rounds": True,
-    }
-    chunks = events(url, asked | {"per_request_spec_decode_metrics": "detailed"})
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    rounds = [each for choice in choices for each in choice["rounds"]]
+    sampling = {"temperature": temperature, "seed": 3, "stop_token_ids": [7, 9]}
+    asked = ASKED | sampling | {"per_request_spec_decode_metrics": "detailed"}
+    *parts, last = choices(serving(drafting_llm(kind, model)), asked)
+    if kind == "off":  # nothing is counted at the end
+        parts.append(last)
+    rounds = [each for choice in parts for each in choice["rounds"]]
     tokens = [token for each in rounds for token in each["tokens"]]
-    assert [token["token_id"] for token in tokens] == [
-        t for choice in choices for t in choice["token_ids"]
-    ]
+    assert [t["token_id"] for t in tokens] == [t for part in parts for t in part["token_ids"]]
     written = "".join(token["text"] for token in tokens)
-    assert (
-        written == "".join(choice["text"] for choice in choices)
-        or choices[-1]["finish_reason"] == "stop"
-    )
+    assert parts[-1]["finish_reason"] == "stop" or written == "".join(p["text"] for p in parts)
     for each in rounds:
         positions = [token["position"] for token in each["tokens"]]
         own = positions.count(None)
         assert own <= 1 and positions == [*range(len(positions) - own), *[None] * own]
-        assert (
-            len(each["tokens"]) - own + len(each["rejected"]) <= each["num_draft_tokens"] or not own
-        )
-    if kind == "off":
-        assert all(each["num_draft_tokens"] == 0 and len(each["tokens"]) == 1 for each in rounds)
-        return
-    counted = chunks[-1]["metrics"]["speculative_decoding"]
     drafted = [each for each in rounds if each["num_draft_tokens"]]
-    accepted = [sum(token["position"] is not None for token in each["tokens"]) for each in drafted]
-    assert (
-        accepted == counted["per_step_accepted"] and counted["num_spec_steps"] == len(drafted) > 3
-    )
+    if kind == "off":
+        assert not drafted and all(len(each["tokens"]) == 1 for each in rounds)
+        return
+    counted = last["more"]["metrics"]["speculative_decoding"]
+    accepted = [sum(t["position"] is not None for t in each["tokens"]) for each in drafted]
+    assert accepted == counted["per_step_accepted"]
+    assert counted["num_spec_steps"] == len(drafted) > 3
     assert [each["num_draft_tokens"] for each in drafted] == counted["per_step_drafted"]
     assert any(each["rejected"] for each in rounds)
 
@@ -88,61 +71,49 @@ def test_what_is_rejected_and_what_is_accepted(serving, drafting_llm, model, byt
     params = SamplingParams(temperature=0, max_tokens=24)
     (output,) = drafting_llm("off", model).generate({"prompt_token_ids": prompt}, params, False)
     texts = {tuple(prompt): output.outputs[0].token_ids}
-    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 16, "return_rounds": True}
+    asked = {"prompt": prompt, "temperature": 0, "max_tokens": 16}
     for kind in ("right", "wrong"):
         url = serving(drafting_llm(kind, model, texts))
-        rounds = [r for chunk in events(url, asked) for r in chunk["choices"][0]["rounds"]]
+        rounds = [each for choice in choices(url, asked) for each in choice["rounds"]]
         drafted = [each for each in rounds if each["num_draft_tokens"]]
         if kind == "right":
             assert not any(each["rejected"] for each in drafted[:-1]) and len(rounds) <= 6
         else:
             assert all(len(each["tokens"]) == 1 for each in rounds) and len(rounds) == 16
-            assert all(
-                [t["position"] for t in r["rejected"]] == [*range(r["num_draft_tokens"])]
-                for r in drafted
-            )
+            for each in drafted:
+                rejected = [token["position"] for token in each["rejected"]]
+                assert rejected == [*range(each["num_draft_tokens"])]
 
 
-def test_characters_of_several_tokens_are_told_whole(serving, drafting_llm, model, byte_tokenizer):
-    """Every byte of a character is a token here: its text comes with the one that completes it."""
+def test_texts_of_rounds_are_those_of_the_answers(serving, drafting_llm, model, byte_tokenizer):
+    """Of each of several responses, of a chat, and where every byte of a character is a token: its
+    text comes with the one that completes it."""
     url = serving(drafting_llm("ngram", model))
-    letters = byte_tokenizer("ä").input_ids
-    only = {"allowed_token_ids": letters, "temperature": 1, "seed": 5}
-    chunks = events(url, ASKED | only | {"return_rounds": True})
-    texts = [t["text"] for c in chunks for r in c["choices"][0]["rounds"] for t in r["tokens"]]
-    assert "".join(texts) == "".join(c["choices"][0]["text"] for c in chunks)
-    assert {"", "ä"} <= set(texts)
-
-
-def test_several_responses_and_chats_have_their_own(serving, drafting_llm, model):
-    url = serving(drafting_llm("ngram", model))
+    letters = {"allowed_token_ids": byte_tokenizer("ä").input_ids, "temperature": 1, "seed": 5}
     several = {"prompt": ["first", "second"], "n": 2, "temperature": 1, "seed": 1, "max_tokens": 20}
-    texts, told = [""] * 4, [""] * 4
-    for chunk in events(url, several | {"return_rounds": True}):
-        choice = chunk["choices"][0]
-        texts[choice["index"]] += choice["text"]
-        told[choice["index"]] += "".join(t["text"] for r in choice["rounds"] for t in r["tokens"])
-    assert texts == told and len(set(texts)) == 4
-    chat = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 12,
-        "temperature": 0,
-        "return_rounds": True,
-    }
-    choices = [chunk["choices"][0] for chunk in events(url, chat, "/v1/chat/completions")]
-    told = "".join(t["text"] for c in choices for r in c.get("rounds", ()) for t in r["tokens"])
-    assert told == "".join(c["delta"].get("content") or "" for c in choices) and len(told) > 3
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+    for asked, path in ((ASKED | letters, "completions"), (several, "completions")):
+        answers, rounds, pieces = {}, {}, set()
+        for choice in choices(url, asked, f"/v1/{path}"):
+            texts = [token["text"] for each in choice["rounds"] for token in each["tokens"]]
+            index = choice["index"]
+            answers[index] = answers.get(index, "") + choice["text"]
+            rounds[index] = rounds.get(index, "") + "".join(texts)
+            pieces |= set(texts)
+        assert answers == rounds and len(set(answers.values())) == len(answers)
+        assert asked is several or {"", "ä"} <= pieces
+    parts = choices(url, chat, "/v1/chat/completions")
+    texts = [t["text"] for c in parts for r in c.get("rounds", ()) for t in r["tokens"]]
+    assert "".join(texts) == "".join(c["delta"].get("content") or "" for c in parts) != ""
 
 
 def test_nobody_gets_them_unasked(serving, drafting_llm, model):
     """An answer is the same with them and without, and only what asked is listened to."""
     url = serving(drafting_llm("ngram", model))
-    with_rounds, without = (events(url, ASKED | asked) for asked in ({"return_rounds": True}, {}))
-    assert all("rounds" not in chunk["choices"][0] for chunk in without)
-    told, untold = (
-        [each["choices"][0] | {"rounds": 0} for each in chunks] for chunks in (with_rounds, without)
-    )
-    assert told == untold
-    assert serving.server(url).engine._tracer.watched == 0
+    with_rounds, without = (choices(url, ASKED | {"return_rounds": on}) for on in (True, False))
+    assert all("rounds" not in choice for choice in without)
+    for choice in (*with_rounds, *without):
+        choice.pop("rounds", None), choice.pop("more")
+    assert with_rounds == without and serving.server(url).engine._tracer.watched == 0
     answer = CLIENT.post(f"{url}/v1/completions", json=ASKED | {"return_rounds": True})
-    assert answer.status_code == 400 and "stream" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "return_rounds"

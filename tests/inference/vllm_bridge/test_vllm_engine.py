@@ -11,14 +11,8 @@ import torch
 
 from inference.evaluation.engines import Drafting
 from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.vllm_bridge.engine import (
-    PYTHON,
-    VllmError,
-    VllmOptions,
-    Worker,
-    speculative_config,
-    vllm_python,
-)
+from inference.vllm_bridge.engine import VllmError, VllmOptions, Worker, speculative_config
+from inference.vllm_python import PYTHON, vllm_python
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
 from speculators.registry import config_for_target, family_class

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from inference.evaluation.evaluate import EvaluationSettings
-from inference.vllm_bridge.engine import PYTHON, VllmOptions
+from inference.vllm_bridge.engine import VllmOptions
+from inference.vllm_python import PYTHON
 from speculators.errors import ConfigError, UnsupportedTarget
 from speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import source as quickstart

@@ -1,0 +1,41 @@
+"""Where real vLLM is: usually in an environment of its own, named by its interpreter. Imports no
+vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+from speculators.errors import ConfigError
+
+PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
+
+
+def vllm_python(given: str | None = None) -> str:
+    """The interpreter to run vLLM with: `given`, the one of DRAFTSMITH_VLLM_PYTHON, or this one.
+
+    ConfigError if there is none, or if it has no vLLM.
+    """
+    python = given or os.environ.get(PYTHON)
+    if python is None:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:  # the latter: a folder of that name
+            raise ConfigError(
+                "vLLM: it is not installed beside this project, and no other interpreter is named;"
+                f" set {PYTHON} (or --vllm-python) to the python of an environment that has it,"
+                " such as /opt/vllm/bin/python"
+            )
+        return sys.executable
+    where = f"{'--vllm-python' if given else PYTHON}={python}"
+    code = "import importlib.util as i; assert getattr(i.find_spec('vllm'), 'origin', None)"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{where}: cannot be run ({error}); name the python of an environment"
+        ) from None
+    if found.returncode != 0:
+        raise ConfigError(f"{where}: has no package vllm; install it there, or name another")
+    return python
