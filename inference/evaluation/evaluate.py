@@ -32,7 +32,6 @@ from inference.report.schema import (
     SPECULATIVE,
     TRANSFORMERS,
     AcceptanceReport,
-    Bound,
     LosslessCheck,
     Provenance,
     SuiteFacts,
@@ -157,7 +156,6 @@ def evaluate(
     suites: Sequence[MeasuredSuite] = (),
     method: str | None = None,
     engine: EngineMaker = RuntimeEngine,
-    gates: Mapping[str, Bound] | None = None,
     llm_options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
     progress: Progress = lambda share, note: None,
@@ -171,7 +169,6 @@ def evaluate(
     method        drafting without a checkpoint (ngram, suffix); `drafter` is then None
     engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py,
                   server.py)
-    gates         bounds on keys of the summary
     llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
     provenance    fields of report.Provenance that only the caller knows (recipe_name,
                   recipe_sha256, …)
@@ -216,7 +213,7 @@ def evaluate(
         not_asked = sum(cell.turns_not_asked for cell in own)
         suite_facts.append(suite.facts.model_copy(update={"turns_not_asked": not_asked}))
     progress(1.0, "done")
-    return build_report(cells, facts, gates, suite_facts)
+    return build_report(cells, facts, suite_facts)
 
 
 def _provenance(

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +18,12 @@ from inference.report.schema import (
     OUR_ENGINE,
     SPECULATIVE,
     AcceptanceReport,
-    Bound,
     Cell,
     Gate,
     HeldOutPoint,
     Provenance,
     SuiteFacts,
     TrainingProgress,
-    load_report,
 )
 from speculators.errors import ConfigError, DataError
 
@@ -41,14 +38,20 @@ SAME = (  # fields of Provenance that make two reports comparable
 DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 
 
+class Bound(NamedTuple):
+    """What a figure must not pass."""
+
+    min: float | None = None
+    max: float | None = None
+
+
 def build_report(
     measurements: Sequence[Measurement],
     provenance: Provenance,
-    gates: Mapping[str, Bound] | None = None,
     suites: Sequence[SuiteFacts] = (),
 ) -> AcceptanceReport:
-    """One cell per measurement, then one `all` per temperature, method, engine and suite; summary
-    and gates."""
+    """One cell per measurement, then one `all` per temperature, method, engine and suite, and the
+    summary."""
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for one in measurements:
         key = (one.temperature, one.method, one.engine, one.suite)
@@ -61,7 +64,6 @@ def build_report(
         results=[one.cell() for one in [*measurements, *pooled]],
     )
     report.summary = summarise(report.pooled())
-    report.gates = check_gates(report.summary, gates or {})
     return report
 
 
@@ -165,19 +167,6 @@ def _gaps(report: AcceptanceReport, name: str) -> dict[str, float]:
         figures[f"t{temperature:g}.{name}_acceptance_length"] = theirs.acceptance_length
         figures[f"t{temperature:g}.{name}_gap"] = gaps[-1]
     return figures | ({f"{name}_gap": max(gaps)} if gaps else {})
-
-
-def measured_before(folders: list[Path], name: str, fresh: Provenance) -> AcceptanceReport | None:
-    """The first report called `name` in one of `folders` that is of this runtime and of the same
-    thing as `fresh`."""
-    for folder in folders:
-        try:
-            report = load_report(folder / name)
-        except DataError:  # there is none, or of another version: not comparable either
-            continue
-        if report.provenance.engine == OUR_ENGINE and not differences(report.provenance, fresh):
-            return report
-    return None
 
 
 # ------------------------------------------------------------------ how far it is trained

@@ -85,7 +85,9 @@ def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
         about = (
             f"{suite.conversations} of {suite.conversations_in_file} conversations, later turns"
             f" asked with the live answers; responses of up to {suite.max_tokens} tokens, K ="
-            f" {suite.num_speculative_tokens}, thinking: {suite.thinking}. "
+            f" {suite.num_speculative_tokens}"
+            + "".join(f", {k}: {v}" for k, v in suite.chat_template_kwargs.items())
+            + ". "
         ) + "; ".join(f"`{Path(f.path).name}`: SHA-256 `{f.sha256}`" for f in suite.files)
         parts.append((suite.name, about, report.of_suite(suite.name)))
     positions = map(str, range(1, report.provenance.num_speculative_tokens + 1))

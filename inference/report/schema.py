@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from inference.whole_file import write_whole
 from speculators.errors import DataError
@@ -248,23 +248,6 @@ class Cell(Record):
         return self.workload if self.suite is None else f"{self.suite}/{self.workload}"
 
 
-class Bound(Record):
-    """Bounds of a recipe on one figure of the summary."""
-
-    min: float | None = None
-    """Smallest value that passes."""
-    max: float | None = None
-    """Largest value that passes."""
-
-    @model_validator(mode="after")
-    def _binds(self) -> Bound:
-        if self.min is None and self.max is None:
-            raise ValueError("a gate without min and max cannot fail: give at least one of them")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} is above max {self.max}: no value can pass")
-        return self
-
-
 class Gate(Record):
     """One bound the recipe demands, and the figure that met or missed it."""
 
@@ -426,9 +409,6 @@ class SuiteFacts(Record):
     """Longest response."""
     num_speculative_tokens: int = Field(ge=1)
     """K: tokens drafted per round at most."""
-    thinking: Literal["on", "off", "template's default", "none"]
-    """Thinking mode: as the chat template was told, what it does untold, or none: it has no such
-    mode."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables that the chat template was given."""
 

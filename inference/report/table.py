@@ -136,8 +136,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         part = report.of_suite(facts.name)
         title = (
             f"{facts.name}: {_title(report)}\n{facts.conversations} of"
-            f" {facts.conversations_in_file} conversations, up to {facts.max_tokens} tokens,"
-            f" thinking: {facts.thinking}"
+            f" {facts.conversations_in_file} conversations, up to {facts.max_tokens} tokens"
+            + "".join(f", {k}: {v}" for k, v in facts.chat_template_kwargs.items())
         )
         lengths = _cells(part, title, SUITE)
         lengths.caption = "τ: over verifications; τ mean: of requests. " + ", ".join(

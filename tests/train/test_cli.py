@@ -507,7 +507,6 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
         "spec_bench: eagle3",
         "K=2",
         "up to 8 tokens",
-        "thinking: none",
         "joint",
         "conditional",
     ):

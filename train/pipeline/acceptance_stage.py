@@ -8,9 +8,8 @@ memory plays no part."""
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from inference.evaluation.evaluate import (
     evaluate,
 )
 from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
-from inference.report.build import check_gates, lay_beside, measured_before, training_progress
+from inference.report.build import Bound, check_gates, lay_beside, training_progress
 from inference.report.html import History, write_html
 from inference.report.schema import (
     OUR_ENGINE,
     AcceptanceReport,
-    Bound,
     SuiteFacts,
     SuiteFile,
     save_report,
@@ -49,25 +47,21 @@ from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
 from train.recipe.sections import split_gate
 from train.trainer.joint_target import change_of
 
-THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn the mode on
-
 
 @dataclass(frozen=True)
 class Engines:
     """The engines of one evaluation.
 
-    ours           measures this runtime; False: takes an earlier report of it, if there is one
+    ours           measures this runtime
     vllm           makes vLLM; None: vLLM is not measured
     temperatures   temperatures to measure vLLM at; None: all
-    needs_ours     measures this runtime where there is no earlier report of it
     enforce_eager  False: rounds of this runtime are compiled, at the batch size that is timed
     """
 
     ours: bool = True
     vllm: EngineMaker | None = None
     temperatures: Sequence[float] | None = None
-    needs_ours: bool = field(default=False, kw_only=True)
-    enforce_eager: bool | None = field(default=None, kw_only=True)
+    enforce_eager: bool | None = None
 
 
 def require_engines(recipe: Recipe) -> None:
@@ -176,15 +170,13 @@ def measure(
     stages: Stages,
     engines: Engines | None = None,
     *,
-    folders: Sequence[Path] = (),
     target: str | None = None,
     **options: Any,
 ) -> AcceptanceReport:
     """The report on `drafter` without gates, by the recipe's evaluation section, in one engine or
     two side by side. vLLM comes first, since it may refuse.
 
-    `folders`: where an earlier report of this runtime may lie that vLLM's can be laid beside, after
-    the run's own. `target`: instead of the recipe's, which it was trained from. `options`: of
+    `target`: instead of the recipe's, which it was trained from. `options`: of
     `inference.evaluation.evaluate.evaluate`."""
     engines, settings = engines or Engines(), settings_of(recipe)
     t = recipe.target
@@ -220,11 +212,9 @@ def measure(
             engine=engines.vllm,
             progress=part(0.0, half, "vllm: "),
         )
-        earlier = [Path(recipe.output_dir), *folders]
-        ours = None if engines.ours else measured_before(earlier, REPORT, theirs.provenance)
-        if ours is None and (engines.ours or engines.needs_ours):
-            ours = run_ours(part(half, 1.0))
-    return theirs if ours is None else lay_beside(ours, theirs)
+        if not engines.ours:
+            return theirs
+        return lay_beside(run_ours(part(half, 1.0)), theirs)
 
 
 def _compiled(
@@ -320,7 +310,6 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
         return []
     tokenizer, limit = _tokenizer_and_limit(recipe)
     kwargs = dict(recipe.data.chat_template_kwargs)
-    template = tokenizer.chat_template or tokenizer.tokenizer.chat_template
     suites = []
     for name, path in e.suite_paths.items():
         rows = load_suite(name, path)
@@ -341,7 +330,6 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
         files = suite_files(name, path)
         facts = SuiteFacts(
             name=name,
-            thinking=thinking_mode(template, kwargs),
             chat_template_kwargs=kwargs,
             files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in files],
             conversations=sum(map(len, chosen.values())),
@@ -383,16 +371,6 @@ def _chat(
     return Chat(ask([]), later, ask, longest)
 
 
-def thinking_mode(template: Any, kwargs: Mapping[str, Any]) -> str:
-    """`on` or `off` if the chat template is told, `template's default` if it is not, `none` if it
-    has no such mode."""
-    known = [name for name in THINKING if re.search(rf"\b{name}\b", str(template or ""))]
-    for name in known:
-        if name in kwargs:
-            return "on" if kwargs[name] else "off"
-    return "template's default" if known else "none"
-
-
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
     """The recipe's gates by keys of the summary: one without a temperature holds at each that is
     measured."""
@@ -407,5 +385,5 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
             names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
         for key in names:
             if key not in bounds or temperature is not None:
-                bounds[key] = Bound(min=gate.min, max=gate.max)
+                bounds[key] = Bound(gate.min, gate.max)
     return bounds

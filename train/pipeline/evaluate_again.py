@@ -6,13 +6,11 @@ through `train.pipeline.acceptance_stage`."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from inference.report.schema import OUR_ENGINE
 from speculators.errors import CheckpointError, ConfigError
 from train.pipeline.acceptance_stage import (
     Engines,
@@ -44,8 +42,6 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
         )
     newest = checkpoint.latest(checkpoints(recipe))
     history = checkpoint.read_state(newest).history if newest is not None else ()
-    if engines is not None:
-        engines = replace(engines, needs_ours=OUR_ENGINE in recipe.evaluation.engines)
     return accept(with_adapted_target(recipe), history=history, engines=engines)
 
 
@@ -66,9 +62,7 @@ def evaluate_folders(
     None: those of the suites, and without suites the quickstart's, of the project's checkout);
     returns the page. ConfigError where there are none.
 
-    An engine that is measured alone is laid beside what was measured of this runtime before, in
-    `out` or in the run that the drafter is of. `evaluation`: further keys of a recipe's evaluation
-    section."""
+    `evaluation`: further keys of a recipe's evaluation section."""
     if not prompts and not evaluation.get("suites") and not HELD_OUT.exists():
         raise ConfigError(
             "evaluate: the quickstart's prompts come with the project's repository; give --prompts"
@@ -85,7 +79,6 @@ def evaluate_folders(
         drafter,
         stages,
         engines,
-        folders=[] if drafter is None else [Path(drafter).parent],
         method=method,
         provenance={"target_name": model},
     )

@@ -20,7 +20,7 @@ from inference.evaluation.lossless import compare_greedy, first_difference
 from inference.evaluation.timing import IsolatedCosts, interleaved, transformers_generate
 from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inference.report.measurement import expected_acceptance as compare_expected
-from inference.report.schema import Bound, SuiteFacts, load_report, save_report
+from inference.report.schema import SuiteFacts, load_report, save_report
 from inference.sampling.sampler import probabilities
 from speculators.errors import CheckpointError, DataError
 from speculators.export import export_drafter, load_drafter
@@ -301,7 +301,6 @@ def evaluated(folders):
         *folders,
         workloads,
         SMALL,
-        gates={"lossless_mismatches": Bound(max=0), "t0.acceptance_length": Bound(min=4.5)},
         provenance={"recipe_name": "tiny"},
         progress=lambda share, note: seen.append(share),
     )
@@ -322,8 +321,7 @@ def test_the_report_is_whole(evaluated, tmp_path) -> None:
             assert [run.repeat for run in some] == [0, 1]
             assert len({run.tokens for run in some}) == 1  # the same prompts and seeds
     assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
-    gates = {gate.name: gate.passed for gate in report.gates}
-    assert gates == {"lossless_mismatches": True, "t0.acceptance_length": False}
+    assert report.summary["lossless_mismatches"] == 0
     provenance = report.provenance
     assert provenance.recipe_name == "tiny" and provenance.drafter_config["draftsmith"]
     assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
@@ -380,7 +378,6 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
         conversations_in_file=3,
         max_tokens=10,
         num_speculative_tokens=K,
-        thinking="none",
     )
     settings = replace(SMALL, temperatures=(0.0,), max_tokens=10, repeats=0, lossless_prompts=0)
     suites = [MeasuredSuite(facts, chats)]

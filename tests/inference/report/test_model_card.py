@@ -86,7 +86,7 @@ def test_the_table_has_the_rows_of_the_terminal(tiny_model, report: AcceptanceRe
             name = f"**{line['workload']}**" if cell.workload == "all" else line["workload"]
             assert f"| {' | '.join([name, *(line[column] for column in CARD[1:])])} |" in text
     assert "### spec_bench" in text and both.suites[1].files[0].sha256 in text
-    assert "thinking: off" in text
+    assert "enable_thinking: False" in text
     kinds = {result.dataset_type for result in evaluation_results(both)}
     assert {"spec_bench/all", "mt_bench/summarization", "chat"} <= kinds
 

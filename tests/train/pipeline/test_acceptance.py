@@ -29,7 +29,6 @@ from train.pipeline.acceptance_stage import (
     measure,
     measured_suites,
     settings_of,
-    thinking_mode,
     workloads,
 )
 from train.pipeline.progress import Stages
@@ -172,14 +171,6 @@ def test_conversations_without_room_are_counted(world) -> None:
     file.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(DataError, match="'x'"):
         measured_suites(made, settings_of(made))
-
-
-def test_the_thinking_mode_is_that_of_the_template() -> None:
-    switch = "{% if enable_thinking is defined and not enable_thinking %}<think>{% endif %}"
-    asked = ({}, {"enable_thinking": True}, {"enable_thinking": False})
-    modes = [thinking_mode(switch, kwargs) for kwargs in asked]
-    assert modes == ["template's default", "on", "off"]
-    assert thinking_mode("{{ messages }}", {}) == "none"
 
 
 def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
