@@ -22,7 +22,6 @@ from inference.entrypoints.llm import LLM
 from inference.entrypoints.prompts import Prompt
 from inference.evaluation.lossless import compare_greedy
 from inference.evaluation.timing import interleaved
-from inference.metrics import SpecDecodeCounters
 from inference.outputs import RequestOutput
 from inference.provenance import environment
 from inference.report.measurement import Measurement
@@ -163,51 +162,27 @@ def compare_methods(
 def results(
     measured: Mapping[str, Measurement], cells: Mapping[str, Cell]
 ) -> dict[str, dict[str, Any]]:
-    """The saved results by method: outputs and metrics of one pass, timings of all; with drafting
-    also `agree` and `speedup`.
-
-    `agree` is null where nothing can be compared: at temperatures above 0 only the distributions
-    are the same."""
-    tree: dict[str, dict[str, Any]] = {}
+    """The saved results by method: outputs and timings, and the fields of the method's cell
+    (docs/acceptance-json.md) as metrics."""
+    tree = {}
     for name, cell in cells.items():
-        passes = cell.passes[SPECULATIVE]
-        counters = SpecDecodeCounters(
-            cell.num_drafts,
-            cell.num_draft_tokens,
-            cell.num_accepted_tokens,
-            cell.num_accepted_tokens_per_pos,
-        )
+        outputs = [(output.prompt, output.outputs[0]) for output in measured[name].requests]
         tree[name] = {
             "outputs": [
                 {
-                    "prompt": output.prompt,
-                    "text": output.outputs[0].text,
-                    "token_ids": output.outputs[0].token_ids,
-                    "finish_reason": output.outputs[0].finish_reason,
+                    "prompt": prompt,
+                    "text": one.text,
+                    "token_ids": one.token_ids,
+                    "finish_reason": one.finish_reason,
                 }
-                for output in measured[name].requests
+                for prompt, one in outputs
             ],
             "timings": {
-                "seconds": median(run.seconds for run in passes),
-                "tokens_per_second": cell.tokens_per_second[SPECULATIVE].model_dump(),
-                "passes": [run.model_dump(exclude={"workload"}) for run in passes],
-                "stalled_repeats": [run.repeat for run, _ in stalled(passes)],
+                "seconds": median(run.seconds for run in cell.passes[SPECULATIVE]),
+                "tokens_per_second": cell.tokens_per_second[SPECULATIVE].value,
             },
-            "metrics": {
-                "output_tokens": cell.output_tokens,
-                "acceptance_length": cell.acceptance_length,
-                "tokens_per_forward": cell.tokens_per_forward,
-                "drafted_share": cell.drafted_share,
-                **counters.to_dict(),
-            },
+            "metrics": cell.model_dump(exclude={"workload", "engine", "suite"}, exclude_none=True),
         }
-        if name != DEFAULT:
-            speedup = cell.speedup_vs_autoregressive
-            tree[name]["speedup"] = speedup and speedup.model_dump()
-            agree = cell.lossless[0].model_dump() if cell.lossless else None
-            if agree:
-                agree["same"] = agree["checked_prompts"] - len(agree["details"])
-            tree[name]["agree"] = agree
     return tree
 
 

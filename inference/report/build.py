@@ -25,16 +25,8 @@ from inference.report.schema import (
     SuiteFacts,
     TrainingProgress,
 )
-from speculators.errors import ConfigError, DataError
+from speculators.errors import ConfigError
 
-SAME = (  # fields of Provenance that make two reports comparable
-    "target_weights_sha256",
-    "drafter_method",
-    "drafter_config",
-    "num_speculative_tokens",
-    "prompts_sha256",
-    "dtype",
-)
 DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 
 
@@ -118,45 +110,25 @@ def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> li
 # ------------------------------------------------------------------ two engines
 
 
-def differences(one: Provenance, other: Provenance) -> list[str]:
-    """The fields in which two evaluations are not of the same thing; empty if they can be
-    compared."""
-    return [
-        name
-        for name in SAME
-        if getattr(one, name) != getattr(other, name) or getattr(one, name) is None
-    ]
-
-
 def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceReport:
-    """`report`, of this runtime, with the cells that `other` has of another engine (in place of
-    older ones of that engine) and, in the summary, how far the two are from each other. The gates
-    are left out: the summary is another.
-
-    DataError if they are not of the same export, prompts and precision.
-    """
-    if fields := differences(report.provenance, other.provenance):
-        raise DataError(
-            f"two reports cannot be laid side by side: they differ in {', '.join(fields)}"
-        )
-    name = other.provenance.engine
-    cells = [cell for cell in report.results if cell.engine != name]
-    engines = [engine for engine in report.provenance.engines if engine.name != name]
-    provenance = report.provenance.model_copy(
-        update={"engines": engines + other.provenance.engines}
+    """`report`, of this runtime, with the cells of `other`, of another engine on the same prompts,
+    and in the summary how far the two are from each other."""
+    engines = report.provenance.engines + other.provenance.engines
+    both = report.model_copy(
+        update={
+            "results": report.results + other.results,
+            "provenance": report.provenance.model_copy(update={"engines": engines}),
+        }
     )
-    joined = report.model_copy(
-        update={"results": cells + other.results, "provenance": provenance, "gates": []}
-    )
-    kept = {key: value for key, value in report.summary.items() if "vllm" not in key}
-    return joined.model_copy(update={"summary": kept | _gaps(joined, name)})
+    return both.model_copy(update={"summary": report.summary | _gaps(both, other)})
 
 
-def _gaps(report: AcceptanceReport, name: str) -> dict[str, float]:
+def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]:
     """|τ − τ of this runtime| ÷ the latter, by temperature; absent where one of them was not
     measured, and above temperature 0 where one samples its drafts and the other does not."""
     figures: dict[str, float] = {}
     gaps = []
+    name = other.provenance.engine
     alike = len({engine.draft_sample_method for engine in report.provenance.engines}) == 1
     for theirs in report.pooled(name):
         temperature = theirs.temperature

@@ -24,7 +24,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
 from inference.report.table import EVERY, notes, row
-from speculators.export.serving_commands import draftsmith_snippet, vllm_command
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
@@ -77,22 +76,7 @@ def render_html(report: AcceptanceReport, history: History = ()) -> str:
         notes=notes(report),
         figures=[speedup_bars(report), *position_lines(report), *training_lines(report, history)],
         checks=checks,
-        serving=serving_snippets(report),
     )
-
-
-def serving_snippets(report: AcceptanceReport) -> list[tuple[str, str]]:
-    """(title, text) of how to run this drafter: in vLLM, and here."""
-    p = report.provenance
-    options: dict[str, Any] = {
-        "method": p.drafter_method,
-        "num_speculative_tokens": p.num_speculative_tokens,
-    }
-    options |= {"model": p.drafter_path} if p.drafter_path else p.drafter_config
-    return [
-        ("vLLM", vllm_command(p.target_name, options)),
-        ("Draftsmith", draftsmith_snippet(p.target_name, options)),
-    ]
 
 
 # ------------------------------------------------------------------ figures

@@ -158,31 +158,23 @@ def unmeasured(report: AcceptanceReport) -> list[str]:
     p, cells = report.provenance, report.own_cells()
     lines = [
         f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other"
-        " temperatures than those of the table.",
-        _other_engines(report),
+        " temperatures than those of the table."
     ]
-    if p.max_num_seqs:
+    if others := report.engines()[1:]:
+        lengths = [
+            f"{cell.acceptance_length:.2f} at temperature {cell.temperature:g}"
+            for cell in report.pooled(others[0])
+        ]
         lines.append(
-            f"Batches of another size than {p.max_num_seqs}: speed was measured at that one."
+            f"SGLang. The table is of {p.engine}; in {others[0]} the acceptance length over all"
+            f" workloads was {', '.join(lengths)}."
         )
-    if not any(cell.tokens_per_second for cell in cells):
-        lines.append("Speed: nothing was timed.")
-    elif not any(AUTOREGRESSIVE in cell.tokens_per_second for cell in cells):
+    else:
+        lines.append("vLLM and SGLang: the figures are those of Draftsmith's own runtime.")
+    if p.max_num_seqs:
+        lines.append(f"Batches of another size than {p.max_num_seqs}.")
+    if not any(AUTOREGRESSIVE in cell.tokens_per_second for cell in cells):
         lines.append("Speedup: there was no timed run without drafting.")
     if not any(cell.lossless for cell in cells):
         lines.append("Equality of outputs with and without drafting.")
     return lines
-
-
-def _other_engines(report: AcceptanceReport) -> str:
-    own, *others = report.engines()
-    if not others:
-        return "vLLM and SGLang: the figures are those of Draftsmith's own runtime."
-    lengths = [
-        f"{cell.acceptance_length:.2f} at temperature {cell.temperature:g}"
-        for cell in report.pooled(others[0])
-    ]
-    return (
-        f"SGLang. The table is of {own}; in {others[0]} the acceptance length over all workloads"
-        f" was {', '.join(lengths)}."
-    )

@@ -66,19 +66,20 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
     assert tree["arguments"]["num_speculative_tokens"] == 5 and tree["versions"]["torch_version"]
     texts, chats = demo_prompts(demo)
     tokens = [output["token_ids"] for output in tree["default"]["outputs"]]
-    rate = tree["default"]["timings"]["tokens_per_second"]["value"]
+    rate = tree["default"]["timings"]["tokens_per_second"]
     assert len(tokens) == len(texts) + len(chats)
     for name in names:
-        one = tree[name]
+        one, metrics = tree[name], tree[name]["metrics"]
         assert [output["token_ids"] for output in one["outputs"]] == tokens
-        assert [run["repeat"] for run in one["timings"]["passes"]] == [0, 1]
-        assert one["metrics"]["output_tokens"] == sum(map(len, tokens))
+        assert [run["repeat"] for run in metrics["passes"]["speculative"]] == [0, 1]
+        assert metrics["output_tokens"] == sum(map(len, tokens))
         if name != "default":
-            speedup = one["timings"]["tokens_per_second"]["value"] / rate
-            assert one["speedup"]["value"] == pytest.approx(speedup)
-            assert one["agree"]["same"] == one["agree"]["checked_prompts"] == len(tokens)
-    assert not {"speedup", "agree"} & set(tree["default"])
-    assert tree["speculative"]["metrics"]["vllm:spec_decode_num_drafts"] > 0
+            speedup = one["timings"]["tokens_per_second"] / rate
+            assert metrics["speedup_vs_autoregressive"]["value"] == pytest.approx(speedup)
+            (check,) = metrics["lossless"]
+            assert (check["checked_prompts"], check["details"]) == (len(tokens), [])
+    assert "speedup_vs_autoregressive" not in tree["default"]["metrics"]
+    assert tree["speculative"]["metrics"]["num_drafts"] > 0
     if texts:
         assert [output["prompt"] for output in tree["default"]["outputs"]] == texts
 
@@ -92,7 +93,7 @@ def test_without_a_drafter_ngram_is_compared_alone_and_a_template_makes_turns(fo
     found = json.loads(saved.read_text(encoding="utf-8"))
     assert (
         set(found) == {"default", "ngram", "versions", "arguments"}
-        and found["ngram"]["agree"] is None
+        and not found["ngram"]["metrics"]["lossless"]
     )
     assert [o["prompt"] for o in found["default"]["outputs"]] == [
         f"[{text}]" for text in demo_prompts("en")[0]

@@ -49,17 +49,18 @@ def test_all_methods_and_a_drafter_stand_side_by_side(folders, tmp_path, monkeyp
     names = ["default", "ngram", "suffix", "lookahead", head]
     assert list(found) == [*names, "versions", "arguments"]
     assert found["arguments"]["max_tokens"] == 8
-    rates = {name: found[name]["timings"]["tokens_per_second"]["value"] for name in names}
+    rates = {name: found[name]["timings"]["tokens_per_second"] for name in names}
+    tokens = [output["token_ids"] for output in found["default"]["outputs"]]
     for name in names:
-        one = found[name]
-        assert [o["token_ids"] for o in one["outputs"]] == [
-            o["token_ids"] for o in found["default"]["outputs"]
-        ]
-        assert len(one["outputs"]) == 2 and len(one["timings"]["passes"]) == 2
+        metrics = found[name]["metrics"]
+        assert [output["token_ids"] for output in found[name]["outputs"]] == tokens
+        assert len(tokens) == len(metrics["passes"]["speculative"]) == 2
         if name != "default":
-            assert one["agree"]["same"] == 2 and one["metrics"]["tokens_per_forward"] >= 1
-            assert one["speedup"]["value"] == pytest.approx(rates[name] / rates["default"])
-            assert one["speedup"]["low"] <= one["speedup"]["value"] <= one["speedup"]["high"]
+            assert metrics["lossless"][0]["checked_prompts"] == 2
+            assert not metrics["lossless"][0]["details"] and metrics["tokens_per_forward"] >= 1
+            speedup = metrics["speedup_vs_autoregressive"]
+            assert speedup["value"] == pytest.approx(rates[name] / rates["default"])
+            assert speedup["low"] <= speedup["value"] <= speedup["high"]
     assert all(name in done.output for name in names[:4])
 
 

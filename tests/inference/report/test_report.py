@@ -425,7 +425,7 @@ def bare_report() -> AcceptanceReport:
 def test_the_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path: Path) -> None:
     page = write_html(report, tmp_path / "report.html", history()).read_text(encoding="utf-8")
     assert not re.search(r"https?:|//cdn|@import|<link|<script|src=\"(?!data:)", page)
-    for text in [*WORKLOADS, "Training loss", "Provenance", "vllm serve", "t1.efficiency"]:
+    for text in [*WORKLOADS, "Training loss", "Provenance", "t1.efficiency"]:
         assert text in page
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in page
     assert page.count("<img") == 4  # speedup, acceptance by position at two temperatures, loss
@@ -569,8 +569,6 @@ def test_both_engines_are_in_the_file_the_table_and_the_page(report, tmp_path) -
     assert "<td>vllm</td>" in render_html(both)
     assert both.summary["t0.vllm_acceptance_length"] == 1.25 * tau
     assert both.summary["vllm_gap"] == pytest.approx(0.25)
-    again = in_engine(report, "vllm")
-    assert lay_beside(both, again) == lay_beside(ours, again), "the later one takes its place"
 
 
 def test_what_is_sampled_otherwise_is_not_compared_above_temperature_0(report) -> None:
@@ -579,17 +577,3 @@ def test_what_is_sampled_otherwise_is_not_compared_above_temperature_0(report) -
     assert alike["vllm_gap"] == alike["t0.vllm_gap"] == alike["t1.vllm_gap"] == 0
     other = lay_beside(ours, in_engine(report, "vllm", sampled="greedy")).summary
     assert "t0.vllm_gap" in other and "t1.vllm_gap" not in other
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("prompts_sha256", "cd" * 32),
-        ("prompts_sha256", None),
-        ("drafter_config", {}),
-        ("dtype", "float32"),
-    ],
-)
-def test_other_things_are_not_laid_side_by_side(report, field, value) -> None:
-    with pytest.raises(DataError, match=field):
-        lay_beside(in_engine(report, **{field: value}), in_engine(report, "vllm"))
