@@ -215,7 +215,7 @@ class RuntimeEngine(MeasuredEngine):
         options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
         # the rule is vLLM's, and the one that the replay expects exactly
         config = drafting.speculative_config | {"rejection_sample_method": "token"}
-        self.llm = LLM(drafting.model, speculative_config=config, **(options | drafting.options))
+        self.llm = LLM(drafting.model, speculative_config=config, **{**options, **drafting.options})
         self.device = self.llm.engine.target.device
         self.eos_token_ids = sorted(end_of_sequence_ids(self.llm.engine.target, self.tokenizer))
 

@@ -147,8 +147,8 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         console.print(lengths)
         positions = map(str, range(1, facts.num_speculative_tokens + 1))
         rates = _table("acceptance by position, %", "", "T", *positions)
-        for line in position_rows(part.pooled()):
-            rates.add_row(*line)
+        for values in position_rows(part.pooled()):
+            rates.add_row(*values)
         console.print(rates)
     for line in notes(report):
         console.print(line, highlight=False)
