@@ -8,7 +8,6 @@ particular drafter belongs here."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -24,7 +23,6 @@ from inference.metrics import SpecDecodeCounters
 from inference.plain_decoder import TargetForward
 from inference.requests.request import Request
 from inference.requests.scheduler import Scheduler
-from inference.sampling_params import SamplingParams
 from inference.spec_decode.draft_length import DraftLength
 from inference.spec_decode.logits import process_logits
 from inference.spec_decode.proposal import Kept, Proposal
@@ -32,7 +30,7 @@ from inference.spec_decode.proposers.base import Proposer
 from inference.spec_decode.tree_attention import along, tree_inputs
 from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
 from speculators.errors import ConfigError, DraftsmithError
-from speculators.precision import free_memory, on_device
+from speculators.precision import on_device
 from speculators.target.frozen_target import FrozenTarget
 
 if TYPE_CHECKING:
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 # new tokens of each (the accepted drafts and one more; what follows the end of a response among
 # them will be dropped).
 OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
-
-logger = logging.getLogger(__name__)
 
 PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
 
@@ -81,7 +77,7 @@ class Engine:
         self.cache = RaggedCache(
             options.max_num_seqs, self.max_model_len + drafts, device=target.device
         )
-        self._target_forward = TargetForward(target)
+        self.target_forward = TargetForward(target)
         self.reset_metrics()
         self.draft_length = draft_length or DraftLength(
             proposer.num_speculative_tokens if proposer is not None else 0
@@ -95,36 +91,7 @@ class Engine:
             from inference.compilation.compiled_rounds import CompiledRounds
 
             limit = self.max_model_len
-            self.compiled = CompiledRounds(how, self._target_forward, self.cache, proposer, limit)
-
-    def memory_fault(self) -> str | None:
-        """What is wrong if all rows, at their full length, do not fit the accelerator's free
-        memory; None if they fit, and on a CPU. Runs two tokens through target and drafter, from
-        which the bytes of a position are known. While no row holds anything."""
-        if self.target.device.type != "cuda":
-            return None
-        length = self.max_model_len
-        request = Request("", 0, [0, 0], SamplingParams(), generator=None, max_model_len=length)
-        caches = [self.cache]
-        with torch.inference_mode():
-            features = self._forward(0, 1, torch.zeros(1, 2).long().to(self.target.device))
-            if self.proposer is not None and self.proposer.reads_features:
-                self.proposer.reset(0)
-                self.proposer.prefill(0, [request], [2], *features)
-                self.proposer.reset(0)
-        if self.proposer is not None and self.proposer.cache is not None:
-            caches.append(self.proposer.cache)
-        free_memory()
-        free, _ = torch.cuda.mem_get_info(self.target.device)
-        room = free + sum(cache.bytes() for cache in caches)
-        needed = sum(cache.full_bytes() for cache in caches)
-        if needed <= room:
-            return None
-        return (
-            f"max_num_seqs={self.options.max_num_seqs} rows of max_model_len={self.max_model_len}"
-            f" tokens take {needed / 2**30:.1f} GiB of keys and values, and {self.target.device}"
-            f" has {room / 2**30:.1f} GiB for them; lower max_num_seqs or max_model_len"
-        )
+            self.compiled = CompiledRounds(how, self.target_forward, self.cache, proposer, limit)
 
     # ------------------------------------------------------------------ requests
 
@@ -149,7 +116,7 @@ class Engine:
 
     def read_weights(self) -> None:
         """Must be called when weights of the target were changed in place."""
-        self._target_forward.read_weights()
+        self.target_forward.read_weights()
 
     def add(self, request: Request) -> None:
         """The request waits for a row."""
@@ -201,7 +168,7 @@ class Engine:
             inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
         t2 = clock()
         taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
-        logits = self._target_forward.logits(last_hidden)  # [B, 1+K, V]
+        logits = self.target_forward.logits(last_hidden)  # [B, 1+K, V]
         t3 = clock()
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
@@ -243,7 +210,7 @@ class Engine:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most
         max_num_batched_tokens; then samples the first token of each."""
         started = perf_counter()
-        self._target_forward.renew()
+        self.target_forward.renew()
         new, proposer = self.scheduler.running[first:], self.drafting
         if proposer is not None:
             for row in range(first, first + len(new)):
@@ -261,7 +228,7 @@ class Engine:
             taps, last_hidden = self._forward(first, first + len(rows), token_ids)
             for i, (request, count) in enumerate(zip(rows, counts, strict=True)):
                 record_prompt_logprobs(
-                    self._target_forward.logits, request, done, last_hidden[i, :count]
+                    self.target_forward.logits, request, done, last_hidden[i, :count]
                 )
             for i in range(len(rows) - 1, -1, -1):
                 if done + counts[i] == rows[i].num_prompt_tokens:
@@ -270,7 +237,7 @@ class Engine:
             if proposer is not None and proposer.reads_features:
                 proposer.prefill(first, rows, counts, taps, last_hidden)
             done += width
-        logits = self._target_forward.logits(torch.stack(ends[::-1])[:, None])  # [b, 1, V]
+        logits = self.target_forward.logits(torch.stack(ends[::-1])[:, None])  # [b, 1, V]
         first_tokens = self._decide(logits, Proposal.empty(len(new), self.target.device), new)
         now = perf_counter()
         for request, kept in zip(new, first_tokens, strict=True):
@@ -315,7 +282,7 @@ class Engine:
         if max(cache.lengths[start:stop]) + T > self.max_model_len:
             # padding only: drafts keep to the limit
             position_ids = position_ids.clamp(max=self.max_model_len - 1)
-        return self._target_forward(
+        return self.target_forward(
             token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids
         )
 
@@ -323,7 +290,7 @@ class Engine:
         """A forward over T tokens of each of the first rows, forgotten: for its time to be
         taken."""
         token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)
-        self._target_forward.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
+        self.target_forward.logits(self._forward(0, rows, token_ids)[1]).argmax(-1).tolist()
 
     def _decide(self, logits: Tensor, proposal: Proposal, rows: Sequence[Request]) -> list[Kept]:
         """Logits [b, 1+K, V] -> the accepted drafts of each row and one token more."""

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from inference.engine.engine import Engine, OnRound
+from inference.engine.memory import memory_fault
 from inference.engine_options import EngineOptions
 from inference.entrypoints.loading import (
     default_device,
@@ -140,7 +141,7 @@ class LLM:
     def _set_up(self, engine: Engine, tokenizer: Any, *, length_given: bool) -> None:
         """ConfigError if an accelerator's memory does not hold rows of the length that was given; a
         warning, if it was not: few texts are as long as a model's own limit."""
-        if (fault := engine.memory_fault()) is not None:
+        if (fault := memory_fault(engine)) is not None:
             if length_given:
                 raise ConfigError(fault)
             logger.warning("%s, or expect to run out of memory in long texts", fault)

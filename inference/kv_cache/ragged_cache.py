@@ -197,10 +197,6 @@ class RaggedCache:
         capacity."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
-    def full_bytes(self) -> int:
-        """What `bytes` will be at the full length. Something must have been written already."""
-        return self.bytes() // self.capacity * self.max_len
-
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the
         first are written."""

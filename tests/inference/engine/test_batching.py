@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference import LLM, SamplingParams
+from inference.engine.memory import memory_fault
 from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
 from speculators.errors import ConfigError
@@ -204,9 +205,9 @@ def test_rows_that_do_not_fit_an_accelerator_are_refused_at_load(
     target = FrozenTarget(tiny_model("llama", max_position_embeddings=1000)).to("cuda")
     drafter = tiny_eagle3(target.model, TAPS).to("cuda")
     fitting = llm_of(target, drafter=drafter, max_model_len=900).engine
-    assert min(cache.full_bytes() for cache in (fitting.cache, fitting.proposer.cache)) > 0
+    assert memory_fault(fitting) is None and fitting.cache.bytes() == 0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, 0))
-    assert llm_of(target, drafter=drafter).engine.memory_fault() is not None
+    assert memory_fault(llm_of(target, drafter=drafter).engine) is not None
     for name in ("max_num_seqs", "max_model_len"):
         with pytest.raises(ConfigError, match=name):
             llm_of(target, drafter=drafter, max_model_len=900)

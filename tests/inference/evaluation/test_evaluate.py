@@ -213,7 +213,7 @@ def test_noise_is_that_of_the_engines_forward_in_whole_verifications(llm, monkey
     )
     prompt = some_prompts(1)[0]
     check(llm.engine.target, prompt, [3, 5], [3, 6])
-    assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine._target_forward)}
+    assert {type(forward) for _, forward, *_ in runs} == {type(llm.engine.target_forward)}
     assert any(pieces == [len(ids) - K - 1, K + 1] for *_, ids, pieces, _ in runs)
 
 
