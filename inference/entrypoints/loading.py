@@ -100,17 +100,11 @@ def load_drafter_for(
     target: FrozenTarget, config: MethodOptions, tokenizer: Any = None
 ) -> tuple[FrozenTarget, Drafter | None]:
     """The exported head, and the target with the taps that the head's configuration names.
-    `tokenizer`: the target's; a draft model whose own means something else is refused."""
-    target = load_target(target, taps_of(config, target))
-    return target, drafter_onto(target, config, tokenizer)
-
-
-def taps_of(config: MethodOptions, target: FrozenTarget) -> tuple[int, ...]:
-    """The target's hidden states that the exported head reads; ConfigError for a head of another
-    family."""
+    `tokenizer`: the target's; a draft model whose own means something else is refused. ConfigError
+    for a head of another family than `config` says."""
     if not isinstance(config, HeadOptions):
-        return ()
-    from speculators.export import read_drafter_config
+        return load_target(target), None
+    from speculators.export import load_drafter, read_drafter_config
 
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
@@ -118,17 +112,7 @@ def taps_of(config: MethodOptions, target: FrozenTarget) -> tuple[int, ...]:
             f"speculative_config: method is {config.method!r}, but {config.model} is of family"
             f" {head.family!r}"
         )
-    return tuple(head.tap_layers)
-
-
-def drafter_onto(
-    target: FrozenTarget, config: MethodOptions, tokenizer: Any = None
-) -> Drafter | None:
-    """The exported head, on a target that has its taps among others."""
-    if not isinstance(config, HeadOptions):
-        return None
-    from speculators.export import load_drafter
-
+    target = load_target(target, head.tap_layers)
     drafter = load_drafter(config.model, target)
     if tokenizer is not None:
         drafter.meet_tokenizers(
@@ -137,7 +121,7 @@ def drafter_onto(
             intersection=isinstance(config, DraftModelOptions) and config.use_heterogeneous_vocab,
             where="use_heterogeneous_vocab: true",
         )
-    return drafter
+    return target, drafter
 
 
 def make_proposer(
@@ -148,19 +132,16 @@ def make_proposer(
     max_model_len: int,
 ) -> Proposer | None:
     """Who drafts, by `config.method`; None with drafting off."""
-    k = config.num_speculative_tokens
-    if k is None or config.method is None:
+    if config.num_speculative_tokens is None or config.method is None:
         return None
-    if drafter is None:
+    if drafter is None or not isinstance(config, HeadOptions):
         return config.make_proposer(target.device)
-    if isinstance(config, HeadOptions):
-        options = DraftOptions(
-            num_speculative_tokens=k,
-            draft_sample_method=config.draft_sample_method,
-            tree=config.tree,
-        )
-        return HeadProposer(drafter, target, options, max_rows, max_model_len)
-    raise ConfigError(f"speculative_config: method {config.method!r} reads no drafter")
+    options = DraftOptions(
+        num_speculative_tokens=config.num_speculative_tokens,
+        draft_sample_method=config.draft_sample_method,
+        tree=config.tree,
+    )
+    return HeadProposer(drafter, target, options, max_rows, max_model_len)
 
 
 def load_tokenizer(
@@ -198,20 +179,7 @@ def load_tokenizer(
 def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
     """Tokens that end a response: those of the model's generation config, and the tokenizer's."""
     generation = getattr(target.model, "generation_config", None)
-    return ending_tokens(generation, target.config, tokenizer, target.vocab_size)
-
-
-def ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The same, of a model that is not loaded. `generation`: None if it has no such config; then
-    `config` says."""
-    ids: set[int] = set()
-    for found in (
-        getattr(generation, "eos_token_id", None),
-        getattr(config, "eos_token_id", None) if generation is None else None,
-        getattr(tokenizer, "eos_token_id", None),
-    ):
-        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
-    return frozenset(token for token in ids if 0 <= token < vocab_size)
+    return _ending_tokens(generation, target.config, tokenizer, target.vocab_size)
 
 
 def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[int]:
@@ -223,7 +191,16 @@ def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[
         )
     except OSError:
         generation = None
-    return ending_tokens(generation, config, tokenizer, config.vocab_size)
+    return _ending_tokens(generation, config, tokenizer, config.vocab_size)
+
+
+def _ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """The model's own config says where it has no generation config."""
+    ids: set[int] = set()
+    for said in (config if generation is None else generation, tokenizer):
+        found = getattr(said, "eos_token_id", None)
+        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
@@ -241,20 +218,15 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
             f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's"
             " max_position_embeddings"
         )
-    original = original_length(target.config)
-    if asked is None and original is not None and original < own:
-        logger.warning(
-            "%s reads texts of up to %d tokens with its short frequencies, and longer ones, up to"
-            " %d, with others: max_model_len is %d unless a longer one is asked for",
-            target.name_or_path,
-            original,
-            own,
-            original,
-        )
-        own = original
-    limit = asked or min(own, (drafter.max_length if drafter is not None else None) or own)
-    target.serve_up_to(limit)
-    return limit
+    if asked is None:
+        original = original_length(target.config)
+        if original is not None and original < own:
+            message = "%s: beyond %d tokens its short frequencies end, and so does max_model_len=%d"
+            logger.warning(message, target.name_or_path, original, original)
+            own = original
+        asked = min(own, (drafter.max_length if drafter is not None else None) or own)
+    target.serve_up_to(asked)
+    return asked
 
 
 def default_device(device: str | torch.device | None) -> torch.device:

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from inference import LLM, SamplingParams
+from inference.engine_options import EngineOptions
+from inference.entrypoints.vllm_options import read_options
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter
 from speculators.families.draft_model.student import build_model
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
+from tests.support.engines import ids_of
 
-PROMPTS = ["The future of AI is"]
+PROMPTS = ["The future of AI is", "ababab", "The the the the"]
 OPT = dict(
     hidden_size=24,
     ffn_dim=40,
@@ -71,182 +74,80 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> dict[str, str]:
     return {path.name: str(path) for path in root.iterdir()}
 
 
-# name -> target, options as in the guide (models by the names of `folders`), what the runtime must
-# make of them
-GUIDES = {
-    "draft model": (
-        "opt",
-        dict(
-            tensor_parallel_size=1,
-            speculative_config={"model": "opt-draft", "num_speculative_tokens": 5},
-        ),
-        ("draft_model", 5),
-    ),
-    "n-grams": (
-        "opt",
-        dict(
-            tensor_parallel_size=1,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 5,
-                "prompt_lookup_max": 4,
-            },
-        ),
-        ("ngram", 5),
-    ),
-    "suffix decoding": (
-        "llama",
-        dict(
-            tensor_parallel_size=1,
-            enforce_eager=True,
-            speculative_config={"method": "suffix", "num_speculative_tokens": 15},
-        ),
-        ("suffix", 15),
-    ),
-    "n-grams, vLLM's name of a rule": (
-        "opt",
-        dict(
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 5,
-                "rejection_sample_method": "standard",
-            }
-        ),
-        ("ngram", 5),
-    ),
-    "MLP speculator on four devices": (
-        "llama",
-        dict(
-            tensor_parallel_size=4,
-            speculative_config={"model": "accelerator", "draft_tensor_parallel_size": 1},
-        ),
-        ("mlp", 3),
-    ),
-    "EAGLE on four devices": (
-        "llama",
-        dict(
-            tensor_parallel_size=4,
-            speculative_config={"model": "eagle", "draft_tensor_parallel_size": 1},
-        ),
-        ("eagle", 5),
-    ),
-    "EAGLE, asynchronous": (
-        "llama",
-        dict(
-            tensor_parallel_size=4,
-            distributed_executor_backend="mp",
-            enforce_eager=True,
-            async_scheduling=True,
-            speculative_config={
-                "method": "eagle",
-                "model": "eagle",
-                "draft_tensor_parallel_size": 1,
-                "num_speculative_tokens": 2,
-            },
-        ),
-        ("eagle", 2),
-    ),
-    "EAGLE-3 by what it is": ("llama", dict(speculative_config={"model": "eagle3"}), ("eagle3", 5)),
-    "Medusa by what it is": ("llama", dict(speculative_config={"model": "medusa"}), ("medusa", 2)),
-    "MTP under vLLM's name": (
-        "llama",
-        dict(
-            speculative_config={
-                "method": "deepseek_mtp",
-                "model": "mtp",
-                "num_speculative_tokens": 2,
-                "disable_padded_drafter_batch": "False",
-            }
-        ),
-        ("mtp", 2),
-    ),
-    "older: draft model": (
-        "opt",
-        dict(
-            tensor_parallel_size=1,
-            speculative_model="opt-draft",
-            num_speculative_tokens=5,
-            use_v2_block_manager=True,
-        ),
-        ("draft_model", 5),
-    ),
-    "older: n-grams": (
-        "opt",
-        dict(
-            tensor_parallel_size=1,
-            speculative_model="[ngram]",
-            num_speculative_tokens=5,
-            ngram_prompt_lookup_max=4,
-            use_v2_block_manager=True,
-        ),
-        ("ngram", 5),
-    ),
-    "older: MLP speculator": (
-        "llama",
-        dict(
-            tensor_parallel_size=4,
-            speculative_model="accelerator",
-            speculative_draft_tensor_parallel_size=1,
-        ),
-        ("mlp", 3),
-    ),
-}
+def drafting(method: str | None, model: str | None = None, k: int | None = None, **rest) -> dict:
+    """Options of LLM with a speculative_config of these, as far as they are given."""
+    given = {"method": method, "model": model, "num_speculative_tokens": k}
+    config = {name: value for name, value in given.items() if value is not None}
+    return {"speculative_config": config | rest}
 
 
-def placed(options: dict, folders: dict[str, str]) -> dict:
+FOUR = {"tensor_parallel_size": 4}
+NGRAM = {"num_speculative_tokens": 5, "use_v2_block_manager": True, "ngram_prompt_lookup_max": 4}
+# target, options as in a guide (models by the names of `folders`) -> method and K
+GUIDES = [
+    ("opt", drafting(None, "opt-draft", 5), "draft_model", 5),
+    ("opt", drafting("ngram", None, 5, prompt_lookup_max=4), "ngram", 5),
+    ("opt", drafting("ngram", None, 5, rejection_sample_method="standard"), "ngram", 5),
+    ("llama", {"enforce_eager": True, **drafting("suffix", None, 15)}, "suffix", 15),
+    ("llama", FOUR | drafting(None, "accelerator", draft_tensor_parallel_size=1), "mlp", 3),
+    ("llama", FOUR | drafting(None, "eagle", draft_tensor_parallel_size=1), "eagle", 5),
+    (
+        "llama",
+        {"distributed_executor_backend": "mp", "async_scheduling": True}
+        | drafting("eagle", "eagle", 2, draft_tensor_parallel_size=1),
+        "eagle",
+        2,
+    ),
+    ("llama", drafting(None, "eagle3"), "eagle3", 5),
+    ("llama", drafting(None, "medusa"), "medusa", 2),
+    (
+        "llama",
+        drafting("deepseek_mtp", "mtp", 2, disable_padded_drafter_batch="False"),
+        "mtp",
+        2,
+    ),
+    ("opt", {"speculative_model": "opt-draft", "num_speculative_tokens": 5}, "draft_model", 5),
+    ("opt", {"speculative_model": "[ngram]", **NGRAM}, "ngram", 5),
+    (
+        "llama",
+        FOUR | {"speculative_model": "accelerator", "speculative_draft_tensor_parallel_size": 1},
+        "mlp",
+        3,
+    ),
+]
+
+
+def in_folders(options: dict, folders: dict[str, str]) -> dict:
     """The options with folders in place of models."""
     options = dict(options)
-    if "speculative_model" in options:
-        options["speculative_model"] = folders.get(
-            options["speculative_model"], options["speculative_model"]
-        )
-    config = options.get("speculative_config")
-    if config and "model" in config:
+    if model := folders.get(options.get("speculative_model", "")):
+        options["speculative_model"] = model
+    config = options.get("speculative_config", {})
+    if "model" in config:
         options["speculative_config"] = config | {"model": folders[config["model"]]}
     return options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_runs_as_it_is(name, folders, capsys):
-    target, options, (method, k) = GUIDES[name]
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+@pytest.mark.parametrize(("target", "options", "method", "k"), GUIDES)
+def test_a_guide_runs_as_it_is(target, options, method, k, folders):
+    """And writes what its target writes alone."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        llm = LLM(model=folders[target], **placed(options, folders))
-    outputs = llm.generate(PROMPTS, sampling_params, use_tqdm=False)
-    for output in outputs:
-        prompt = output.prompt
-        generated_text = output.outputs[0].text
-        print(f"Prompt: {prompt!r}, Generated text: {generated_text!r}")
-    assert (
-        capsys.readouterr().out.startswith(f"Prompt: {PROMPTS[0]!r}, Generated text: '")
-        and output.outputs[0].text
-    )
-
+        llm = LLM(model=folders[target], **in_folders(options, folders))
     drafter = getattr(llm.engine.proposer, "_drafter", None)
     proposer = type(llm.engine.proposer).__name__.removesuffix("Proposer").lower()
     assert (drafter.config.family if drafter else proposer) == method
     assert llm.engine.proposer.num_speculative_tokens == k
     kinds = {warning.category for warning in seen if warning.filename == __file__}
-    expected = {UserWarning} if options.get("tensor_parallel_size", 1) > 1 else set()
+    expected = {UserWarning} if "tensor_parallel_size" in options else set()
     assert kinds == expected | ({DeprecationWarning} if "speculative_model" in options else set())
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_writes_what_its_target_writes_alone(name, folders):
-    target, options, _ = GUIDES[name]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        llm = LLM(model=folders[target], **placed(options, folders))
-    prompts = [*PROMPTS, "ababab", "The the the the"]
-    drafted, plain = (
-        each.generate(prompts, params, use_tqdm=False) for each in (llm, LLM(model=folders[target]))
-    )
-    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    assert llm.get_metrics().num_drafts > 0
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    drafted = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert llm.get_metrics().num_drafts > 0 and drafted[0].outputs[0].text
+    plain = llm.generate(PROMPTS, params, use_tqdm=False, speculate=False)
+    assert ids_of(drafted) == ids_of(plain)
 
 
 def test_the_older_form_is_shown_in_todays(folders):
@@ -279,51 +180,30 @@ def test_a_depth_that_nothing_says_is_logged_and_one_that_an_export_says_is_used
     assert llm.engine.proposer.num_speculative_tokens == 3
 
 
-HARMLESS = dict(
-    gpu_memory_utilization=0.9,
-    enforce_eager=True,
-    disable_log_stats=False,
-    tensor_parallel_size=1,
-    swap_space=4,
-    block_size=64,
-    max_num_seqs=4,
-    seed=42,
-    dtype="float32",
-    kv_cache_dtype="auto",
-    quantization=None,
-)
-
-
 def test_options_that_change_no_output_are_accepted(folders):
-    LLM(folders["opt"], **HARMLESS)
+    harmless = {"gpu_memory_utilization": 0.9, "disable_log_stats": False, "swap_space": 4}
+    harmless |= {"block_size": 64, "kv_cache_dtype": "auto", "quantization": None}
+    read = read_options({**harmless, "max_num_seqs": 4, "seed": 42, "dtype": torch.float32})
+    assert read == EngineOptions(max_num_seqs=4, seed=42, dtype="float32")
 
 
+OLDER = {"speculative_model": "[ngram]", "num_speculative_tokens": 2}
 REFUSED = [
-    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype='fp8'"),
-    (dict(max_lora_rank=8), "unknown options max_lora_rank"),
-    (dict(num_speculative_tokens=4), "without speculative_model"),
-    (
-        dict(
-            speculative_model="[ngram]",
-            speculative_config={"method": "ngram", "num_speculative_tokens": 1},
-        ),
-        "give the former alone",
-    ),
-    (
-        dict(
-            speculative_model="[ngram]",
-            num_speculative_tokens=2,
-            spec_decoding_acceptance_method="typical_acceptance_sampler",
-        ),
-        "acceptance_method='typical_acceptance_sampler'",
-    ),
+    (dict(kv_cache_dtype="fp8"), "kv_cache_dtype"),
+    (dict(max_lora_rank=8), "max_lora_rank"),
+    (dict(num_speculative_tokens=4), "speculative_model"),
+    (OLDER | {"speculative_config": {"method": "ngram"}}, "speculative_config"),
+    (OLDER | {"spec_decoding_acceptance_method": "typical"}, "acceptance_method"),
+    (dict(tensor_parallel_size=0), "tensor_parallel_size"),
+    (dict(max_num_seqs=0), "max_num_seqs"),
+    (dict(enforce_eager="perhaps"), "enforce_eager"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(("options", "named"), REFUSED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_would_change_the_output_is_refused_by_name(options, message, folders):
-    with pytest.raises(ConfigError, match=message):
+def test_what_would_change_the_output_is_refused_by_name(options, named, folders):
+    with pytest.raises(ConfigError, match=named):
         LLM(folders["opt"], **options)
 
 

@@ -108,11 +108,7 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
 
 
 WRONG_OPTIONS = [
-    (dict(tensor_parallel_size=0), "tensor_parallel_size=0"),
-    (dict(quantization="awq"), "quantization='awq'"),
-    (dict(quantisation="awq"), "unknown options quantisation"),
     (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
-    (dict(max_num_seqs=0), "max_num_seqs=0"),
 ]
 WRONG_DRAFTING = [
     ({"num_speculative_tokens": 2}, "method is missing"),
