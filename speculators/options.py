@@ -30,10 +30,7 @@ class DrafterOptions(Section):
         1, description="depths trained: drafts per slot that have a term in the loss"
     )
     init_from: Text | None = Field(
-        None,
-        description=(
-            "exported or published head (directory or id) to start from; null: from scratch"
-        ),
+        None, description="exported or published head (directory or id) to start from; null: none"
     )
 
     @property
@@ -59,10 +56,7 @@ class DecoderOptions(DrafterOptions):
     """Options of a head made of decoder layers."""
 
     num_layers: PositiveInt = Field(
-        1,
-        description=(
-            "decoder layers of the head; one is the published default and the cheapest to run"
-        ),
+        1, description="decoder layers of the head; one is the published default"
     )
     intermediate_size: PositiveInt | None = Field(
         None, description="width of the MLP; null: the target's"
@@ -77,10 +71,7 @@ class DecoderOptions(DrafterOptions):
         None, description="size of one attention head; null: the target's"
     )
     sliding_window: PositiveInt | None = Field(
-        None,
-        description=(
-            "positions that a slot of the head reads, its own included, for long texts; null: all"
-        ),
+        None, description="positions that a slot reads, its own included; null: all"
     )
 
     @model_validator(mode="after")
@@ -99,10 +90,7 @@ class TapOptions(Section):
     tap_layers: list[Count] | None = Field(
         None,
         min_length=1,
-        description=(
-            "target hidden states read by the head (0: embedding output, i: output of layer i); "
-            "null: [2, n//2, n-3] of n layers"
-        ),
+        description="states read (0: embedding, i: output of layer i); null: [2, n//2, n-3]",
     )
 
     @field_validator("tap_layers")

@@ -20,15 +20,8 @@ from speculators.errors import CheckpointError, DraftsmithError
 from speculators.export import resolve
 from speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from speculators.export.layouts.base import (
-    ONES,
-    PREFIX,
-    REFUSES,
-    Fault,
-    Layout,
-    bare_names,
-    changed_fields,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Layout
 from speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
@@ -124,23 +117,23 @@ def _read_files(result: Inspection) -> None:
             raise ValueError("expected an object of fields")
         result.fields = fields
     except OSError:
-        result.add(CONFIG, "there is no config.json; add the drafter's", REFUSES)
+        result.add(CONFIG, "there is no config.json; add the drafter's", base.REFUSES)
     except ValueError as error:
-        result.add(CONFIG, f"not JSON: {error}; mend it, or copy it anew", REFUSES)
+        result.add(CONFIG, f"not JSON: {error}; mend it, or copy it anew", base.REFUSES)
     pickles = pickled_files(folder)
     for name in pickles:
         result.add(name, f"{name} is a pickle, not opened: convert it to safetensors")
     try:
         result.headers = read_headers(folder)
     except CheckpointError as error:
-        result.add("*.safetensors", str(error), REFUSES)
+        result.add("*.safetensors", str(error), base.REFUSES)
         return
     if not result.headers and not pickles:
-        result.add("*.safetensors", "there is no *.safetensors file; add the drafter's", REFUSES)
+        result.add("*.safetensors", "there is none; add the drafter's", base.REFUSES)
     for index in sorted(folder.glob("*.safetensors.index.json")):
         named = set((json.loads(index.read_text()).get("weight_map") or {}).values())
         for lost in sorted(name for name in named if not (folder / name).exists()):
-            result.add(lost, f"{index.name} names it, and it is not there", REFUSES)
+            result.add(lost, f"{index.name} names it, and it is not there", base.REFUSES)
 
 
 # ------------------------------------------------------------------ config.json and tensors
@@ -150,16 +143,16 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
     """The config in the terms of vLLM's own format. DraftsmithError if it cannot be read."""
     names = set(result.headers)
     if layout.bare:
-        if prefixed := sorted(name for name in names if name.startswith(PREFIX)):
+        if prefixed := sorted(name for name in names if name.startswith(base.PREFIX)):
             text = f"{prefixed[0]} and {len(prefixed) - 1} more names begin with it; leave it out"
-            result.add(PREFIX, text, REFUSES)
-        names = bare_names(names)
+            result.add(base.PREFIX, text, base.REFUSES)
+        names = base.bare_names(names)
     plain = dict(layout.from_engine(result.fields, CONFIG))
     native = LAYOUTS[NATIVE, layout.family]
     readable = layout.architectures if format_of(result.fields) != "speculators" else ()
     if readable and (plain.get("architectures") or [None])[0] not in readable:
         text = f"architectures is {plain.get('architectures')}; expected {' or '.join(readable)}"
-        result.add("architectures", text, REFUSES)
+        result.add("architectures", text, base.REFUSES)
     if native.architectures:
         known = (plain.get("architectures") or [None])[0] in native.architectures
         plain["architectures"] = plain["architectures"] if known else [native.architectures[0]]
@@ -169,7 +162,7 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()
     stand_in = layers or max([*taps, *(i + 1 for i in ids), 1])
     config = native.from_config(plain, names, CONFIG, stand_in)
-    for name, value, trained in changed_fields(result.fields, config):
+    for name, value, trained in base.changed_fields(result.fields, config):
         result.add(name, f"{name} is {value}, and was {trained} in training", WRONG_LAYER)
     return config
 
@@ -187,7 +180,7 @@ def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> 
         if tensor.ndim == 2 and not bool(tensor.any()):
             result.add(name, f"{name} is all zeros: it was never written")
         if name.endswith("norm.weight") and bool((tensor == 1).all()):
-            result.add(name, f"{name} is all ones, as if it had been left out", ONES, warning=True)
+            result.add(name, f"{name} is all ones, as if left out", base.ONES, warning=True)
     d2t = result.tensors.get("d2t")
     if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
         _check_d2t(result, d2t.long(), config.vocab_size)

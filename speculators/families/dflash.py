@@ -116,39 +116,24 @@ class DFlashOptions(DecoderOptions, TapOptions):
         False, description="true: a slot sees only the slots before it in its block (JetSpec)"
     )
     mask_token_id: Count | None = Field(
-        None,
-        description=(
-            "token for unknown slots, one that no text contains; null: the tokenizer's mask token,"
-            " or the first embedding row that no token uses"
-        ),
+        None, description="token for unknown slots; null: a mask token, or an unused row"
     )
     anchors_per_row: PositiveInt = Field(
         ANCHORS, description="blocks trained per row, drawn anew at every step"
     )
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description=(
-            "reduced vocabulary with an output head of its own; null: the target's head, frozen"
-        ),
+        None, description="reduced vocabulary with a head of its own; null: the target's head"
     )
     tap_layers: list[Count] | None = Field(
         None,
         min_length=1,
-        description=(
-            "target hidden states read by the head (0: embedding output, i: output of layer i);"
-            " null: one per layer of the head, spread from the second layer's output to that of the"
-            " third from the end"
-        ),
+        description="states that are read; null: one per layer, from the second to the third last",
     )
     unroll_steps: PositiveInt = Field(
         15, description="depths trained; left out, all that a block has"
     )
     init: Literal["taps", "least_squares"] = Field(
-        "taps",
-        description=(
-            "start from the mean of the taps and small layers, or from values fitted to features of"
-            " some training rows under fixed attention patterns, for short trainings"
-        ),
+        "taps", description="start as the mean of the taps, or fitted to some training rows"
     )
 
     @model_validator(mode="before")

@@ -61,10 +61,7 @@ class DFlash2Options(DFlash2Shape, DFlashOptions):
     selector_loss: SelectorLoss = Field(
         {"cross_entropy": 1.0},
         min_length=1,
-        description=(
-            "loss of the selector, from which drafts are drawn, beside the block's `loss`: weights"
-            " of cross_entropy (on the data token), tv or neg_log_acceptance"
-        ),
+        description="loss of the selector that drafts are drawn from, beside the block's `loss`",
     )
 
 

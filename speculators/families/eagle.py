@@ -62,10 +62,7 @@ class EagleOptions(DecoderOptions):
     feature_noise: float = Field(
         0.1,
         ge=0,
-        description=(
-            "uniform noise on the target's states in training, +-feature_noise x 512 / tokens of a"
-            " row, as a drafted state is never exact; 0: none"
-        ),
+        description="uniform noise on states in training, +-feature_noise x 512 / tokens of a row",
     )
     detach: bool = Field(
         False,
@@ -73,16 +70,10 @@ class EagleOptions(DecoderOptions):
     )
     init: Literal["least_squares", "pass_through"] = Field(
         "least_squares",
-        description=(
-            "start as the best linear guess of the next state on features of some training rows, or"
-            " as the state passed on, which accepts next to nothing"
-        ),
+        description="start as the best linear guess of the next state, or as the state passed on",
     )
     own_embeddings: bool = Field(
-        False,
-        description=(
-            "train a copy of the target's embeddings; off: share them, or leave those of init_from"
-        ),
+        False, description="train a copy of the target's embeddings; off: share them"
     )
     fc_bias: bool = Field(
         False,

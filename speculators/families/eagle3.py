@@ -57,25 +57,14 @@ class Eagle3Options(Eagle3Switches, DecoderOptions, TapOptions):
     """The trained head. Sizes left null are the target's own."""
 
     draft_vocab_size: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description=(
-            "reduced vocabulary of the head; null: the 32,000 most frequent supervised tokens, "
-            "or the whole vocabulary if that is smaller"
-        ),
+        None, description="reduced vocabulary; null: the 32,000 most frequent tokens"
     )
     unroll_steps: PositiveInt = Field(
-        7,
-        description=(
-            "depths unrolled on the head's own states in training (EAGLE-3's training-time test)"
-        ),
+        7, description="depths unrolled on the head's own states in training"
     )
     init: Literal["taps", "least_squares"] = Field(
         "taps",
-        description=(
-            "start as the deepest tap passed through, or as the best linear recursion on features"
-            " of some training rows with one copying head, for short trainings; the latter needs"
-            " norm_before_residual"
-        ),
+        description="start as the deepest tap, or fitted to some training rows (short trainings)",
     )
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share the frozen ones"

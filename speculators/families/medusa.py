@@ -53,11 +53,7 @@ class MedusaOptions(MedusaShape, DrafterOptions):
 
     unroll_steps: PositiveInt = Field(5, description="heads trained; never more than there are")
     init: Literal["target", "least_squares"] = Field(
-        "target",
-        description=(
-            "projections start as the target's, alone or after the best linear map from a state to"
-            " the one to be predicted, for short trainings"
-        ),
+        "target", description="projections start as the target's, or fitted to some training rows"
     )
 
 

@@ -53,8 +53,7 @@ class MtpConfig(DecoderConfig):
 
     layout: LayoutName = "mimo"
     hidden_state: Literal["normed", "residual"] = Field(
-        "normed",
-        description="what the target hands over: its last state after the final norm, or before it",
+        "normed", description="the state that is read, before or after the final norm; null: normed"
     )
     target_fields: dict[str, Any] | None = Field(
         None,
@@ -128,21 +127,13 @@ class MtpOptions(DrafterOptions):
         None, description="wiring and names; null: the target's own kind if it has one, else mimo"
     )
     hidden_state: Literal["normed", "residual"] | None = Field(
-        None,
-        description=(
-            "the target's state that the module reads, after or before the final norm; null:"
-            " normed, as vLLM hands it over but for MiMo's own targets"
-        ),
+        None, description="the state that is read, before or after the final norm; null: normed"
     )
     unroll_steps: PositiveInt = Field(
         3, description="depths trained through the one module; 3 is FastMTP's"
     )
     init_from: Text | None = Field(
-        None,
-        description=(
-            "exported module (directory or id), or `target`: the one in the target's folder; null:"
-            " a new one"
-        ),
+        None, description="exported module, or `target`: the one in the target's folder; null: new"
     )
 
 

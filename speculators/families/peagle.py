@@ -39,11 +39,7 @@ class PEagleOptions(Eagle3Options):
     num_depths: PositiveInt = Field(8, description="depths trained, and tokens drafted at most")
     unroll_steps: PositiveInt = Field(8, description="depths trained; left out, all of num_depths")
     mask_token_id: Count | None = Field(
-        None,
-        description=(
-            "token for unknown slots, one that no text contains; null: the tokenizer's mask token,"
-            " or the first embedding row that no token uses"
-        ),
+        None, description="token for unknown slots; null: a mask token, or an unused row"
     )
     own_embeddings: bool = Field(
         True, description="train a copy of the target's embeddings, the mask token's too"

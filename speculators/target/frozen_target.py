@@ -23,7 +23,7 @@ from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from speculators.hub import hub_trouble, require_reachable, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
-from speculators.target import longrope
+from speculators.target import longrope, probe
 from speculators.target.info import auto_class_of
 from speculators.target.packed_attention import (
     LONG_ROW,
@@ -33,28 +33,7 @@ from speculators.target.packed_attention import (
     placeholder,
     text_spans,
 )
-from speculators.target.probe import (
-    ATTENTION,
-    FULL,
-    SLIDING,
-    Parts,
-    additive_mask,
-    attends_by_name,
-    confirm_causal,
-    confirm_gradient,
-    confirm_logits,
-    confirm_masks,
-    confirm_packing,
-    confirm_rollback,
-    find_final_norm,
-    find_parts,
-    find_recurrent,
-    has_plain_weight,
-    is_quantised,
-    masks_by_kind,
-    needs_eager,
-    refuse_incomplete,
-)
+from speculators.target.probe import Parts, is_quantised, needs_eager
 from speculators.target.recurrent import RecurrentLayers
 
 _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
@@ -83,7 +62,7 @@ class FrozenTarget(nn.Module):
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
-        self._parts = find_parts(model)  # not a module: nothing in it is registered twice
+        self._parts = probe.find_parts(model)  # not a module: nothing in it is registered twice
         self.name_or_path: str = self._parts.name
         self.config: PretrainedConfig = self._parts.config
         self.num_layers = len(self._parts.layers)
@@ -105,27 +84,27 @@ class FrozenTarget(nn.Module):
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
-        self.head_to_logits, self.vocab_size = confirm_logits(parts)
-        self._passes_gradients = confirm_gradient(parts)
-        confirm_causal(parts)
+        self.head_to_logits, self.vocab_size = probe.confirm_logits(parts)
+        self._passes_gradients = probe.confirm_gradient(parts)
+        probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
-            parts, recurrent = find_recurrent(parts)
-            self._masks_by_kind = confirm_masks(parts)
-            self._attends_by_name = attends_by_name(parts)
+            parts, recurrent = probe.find_recurrent(parts)
+            self._masks_by_kind = probe.confirm_masks(parts)
+            self._attends_by_name = probe.attends_by_name(parts)
             self._set_parts(parts)
             if recurrent is None:
-                confirm_packing(parts, self._probe_packed)
+                probe.confirm_packing(parts, self._probe_packed)
                 return
-            self.recurrent = confirm_rollback(parts, recurrent)
+            self.recurrent = probe.confirm_rollback(parts, recurrent)
         except UnsupportedTarget as error:
             self.decoding_refusal, self._attends_by_name = str(error), False
         self._packs = False  # each text of a row alone
-        confirm_packing(parts, self._probe_packed)
+        probe.confirm_packing(parts, self._probe_packed)
 
     def _set_parts(self, parts: Parts) -> None:
         self._parts, self._window = parts, parts.window
-        self._has_full, self._has_sliding = FULL in parts.kinds, SLIDING in parts.kinds
+        self._has_full, self._has_sliding = probe.FULL in parts.kinds, probe.SLIDING in parts.kinds
 
     @classmethod
     def from_pretrained(
@@ -146,7 +125,7 @@ class FrozenTarget(nn.Module):
         attn_implementation: "sdpa", "eager", or "auto" (sdpa where it computes all of the
         architecture's attention, else eager). on_host: stay in the host's memory, to be moved to
         `device` later."""
-        if attn_implementation not in ("auto", *ATTENTION):
+        if attn_implementation not in ("auto", *probe.ATTENTION):
             raise ConfigError(
                 f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or"
                 " eager: the others cannot honour the masks of rows with different lengths"
@@ -172,7 +151,7 @@ class FrozenTarget(nn.Module):
         except (ValueError, KeyError, ImportError) as error:
             why = f"transformers cannot build it: {error}"
             raise UnsupportedTarget(f"target {path_or_id}: {why}") from error
-        refuse_incomplete(info, path_or_id)
+        probe.refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
         if running_dtype(dtype, model.dtype, device) != model.dtype and not is_quantised(model):
@@ -243,7 +222,7 @@ class FrozenTarget(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, H] of the output head, float32; of a quantised one as its products with unit vectors
         say."""
-        if has_plain_weight(self.lm_head):
+        if probe.has_plain_weight(self.lm_head):
             return self.lm_head.weight.float()  # type: ignore[operator,return-value]
         with torch.no_grad():
             units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
@@ -330,7 +309,7 @@ class FrozenTarget(nn.Module):
         H]."""
         if self._final_norm is None:
             with torch.no_grad():
-                self._final_norm = find_final_norm(self._parts)
+                self._final_norm = probe.find_final_norm(self._parts)
         with torch.no_grad():
             return self._final_norm(residual)
 
@@ -476,11 +455,11 @@ class FrozenTarget(nn.Module):
 
     def _additive(self, mask: Tensor, B: int) -> Tensor:
         """[B or 1, 1, T, S] -> [B, 1, T, S], a view."""
-        return additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
+        return probe.additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
         if self._masks_by_kind:
-            return masks_by_kind(full, sliding)
+            return probe.masks_by_kind(full, sliding)
         return sliding if self._has_sliding else full
 
     def _hook_tap(self, tap: int) -> torch.utils.hooks.RemovableHandle:

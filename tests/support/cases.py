@@ -139,6 +139,7 @@ CASES: dict[str, Case] = {
         "mtp", {"hidden_state": "residual"}, {}, "qwen3", (3,)
     ),
     "mtp, layer of deepseek_v3": Case("mtp", {}, {}, "deepseek_v3"),
+    "mtp, layer of qwen3_next": Case("mtp", {}, {}, "qwen3_next"),
 }
 # The first case of each family; the others are for properties that a switch may break.
 BASE = {case.family: name for name, case in reversed(CASES.items())}

@@ -15,9 +15,8 @@ from speculators.errors import CheckpointError, UnsupportedTarget
 from speculators.export import replace_folder, resolve
 from speculators.hub import split_revision
 from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
-from speculators.target.frozen_target import refuse_incomplete
 from speculators.target.info import auto_class_of
-from speculators.target.probe import is_quantised
+from speculators.target.probe import is_quantised, refuse_incomplete
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import TARGET
 

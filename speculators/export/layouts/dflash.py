@@ -14,19 +14,8 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import ConfigError
-from speculators.export.layouts.base import (
-    FULL,
-    REFUSES,
-    SLIDING,
-    Fault,
-    Fields,
-    Layout,
-    bare_names,
-    head_fields,
-    own_fields,
-    require,
-    window_of,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.export.layouts.eagle3 import TAPS
 from speculators.families.dflash2 import DFlash2Shape
 from speculators.families.dspark import DSparkShape
@@ -59,7 +48,7 @@ class DFlashLayout(Layout):
     sglang_chain = False
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        return "hidden_norm.weight" in bare_names(names) or SECTION in fields
+        return "hidden_norm.weight" in base.bare_names(names) or SECTION in fields
 
     def check(self, config: Any, format_: str) -> None:
         if 0 in config.tap_layers:
@@ -87,7 +76,7 @@ class DFlashLayout(Layout):
             text = f"block_size is {plain['block_size']}, below {SECTION} {section['block_size']}"
             yield Fault("block_size", f"{text}; write the block that was trained at both places")
         yield from self.causality_faults(plain)
-        if plain.get("sliding_window") and SLIDING in (plain.get("layer_types") or []):
+        if plain.get("sliding_window") and base.SLIDING in (plain.get("layer_types") or []):
             if not (plain.get("use_sliding_window") or section.get("swa_window_size")):
                 text = "sliding layers, but use_sliding_window is not true; set it"
                 yield Fault("use_sliding_window", text, "engines lose sliding_window and refuse it")
@@ -104,7 +93,7 @@ class DFlashLayout(Layout):
             kind = "causal" if is_causal(plain) else "bidirectional"
             text = f"neither is_causal nor {SECTION}.causal: taken for {kind}"
             yield Fault("is_causal", text, f"engines take it for {kind}", warning=True)
-        elif (SLIDING in (plain.get("layer_types") or []) if top is None else top) != (
+        elif (base.SLIDING in (plain.get("layer_types") or []) if top is None else top) != (
             top if nested is None else nested
         ):
             text = f"is_causal is {top}, {SECTION}.causal {nested}; write both as it was trained"
@@ -140,7 +129,7 @@ class DFlashLayout(Layout):
             **config.llama_fields(),
             "attention_bias": False,
             "tie_word_embeddings": False,
-            "layer_types": [FULL if window is None else SLIDING] * config.num_layers,
+            "layer_types": [base.FULL if window is None else base.SLIDING] * config.num_layers,
             "sliding_window": window,
             # or transformers' Qwen3Config forgets the window
             "use_sliding_window": window is not None,
@@ -150,7 +139,7 @@ class DFlashLayout(Layout):
             **{name: value for name, value in section.items() if name not in self.nested},
             SECTION: {name: section[name] for name in self.nested},
             "dtype": config.dtype,
-            **own_fields(config),
+            **base.own_fields(config),
         }
 
     def from_config(
@@ -159,13 +148,13 @@ class DFlashLayout(Layout):
         fields = self.from_engine(fields, where)
         section = {**fields, **(fields.get(SECTION) or {})}
         kind = f"a drafter of family {self.family}"
-        require(section, ("mask_token_id", "target_layer_ids"), where, kind)
+        base.require(section, ("mask_token_id", "target_layer_ids"), where, kind)
         given = [name for name in (*self.own, ANCHOR) if section.get(name) is not None]
         layers = fields.get("num_target_layers") or num_target_layers
         return build_config(
             where,
             self.family,
-            **head_fields(fields, layers, where, self.family, self.architectures),
+            **base.head_fields(fields, layers, where, self.family, self.architectures),
             tap_layers=tuple(layer + 1 for layer in section["target_layer_ids"]),
             block_size=fields.get("block_size") or section.get("block_size", 16),
             mask_token_id=section["mask_token_id"],
@@ -184,8 +173,8 @@ class DSparkLayout(DFlashLayout):
     nested = ("causal",)
     own = tuple(DSparkShape.model_fields)
     without: ClassVar = {
-        "d2t": REFUSES,
-        "lm_head.weight": REFUSES,
+        "d2t": base.REFUSES,
+        "lm_head.weight": base.REFUSES,
         "confidence_head.proj.weight": NO_CONFIDENCE,
         "confidence_head.proj.bias": NO_CONFIDENCE,
         **DFlashLayout.without,
@@ -194,7 +183,7 @@ class DSparkLayout(DFlashLayout):
     sglang_algorithm = "DSPARK"
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        return any(name.startswith("markov_head.") for name in bare_names(names))
+        return any(name.startswith("markov_head.") for name in base.bare_names(names))
 
     def no_vllm(self, config: Any) -> str:
         if (kind := config.markov_head_type) == "vanilla":
@@ -221,7 +210,7 @@ class DFlash2Layout(DFlashLayout):
     vllm_note = NO_CPU_RUNNER
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        return any(name.startswith("candidate_selector.") for name in bare_names(names))
+        return any(name.startswith("candidate_selector.") for name in base.bare_names(names))
 
 
 def is_causal(fields: Mapping[str, Any]) -> bool:
@@ -229,12 +218,12 @@ def is_causal(fields: Mapping[str, Any]) -> bool:
     imply."""
     said = fields.get("is_causal")
     said = (fields.get(SECTION) or {}).get("causal") if said is None else said
-    return SLIDING in (fields.get("layer_types") or []) if said is None else bool(said)
+    return base.SLIDING in (fields.get("layer_types") or []) if said is None else bool(said)
 
 
 def _window(fields: Mapping[str, Any], where: str) -> int | None:
-    """As `window_of`; a section `dflash_config` has the last word."""
+    """As `base.window_of`; a section `dflash_config` has the last word."""
     section = fields.get(SECTION) or {}
-    kinds = [SLIDING] if section.get("use_swa") else fields.get("layer_types")
+    kinds = [base.SLIDING] if section.get("use_swa") else fields.get("layer_types")
     width = section.get("swa_window_size") or fields.get("sliding_window")
-    return window_of({"layer_types": kinds, "sliding_window": width}, where)
+    return base.window_of({"layer_types": kinds, "sliding_window": width}, where)

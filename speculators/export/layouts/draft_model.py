@@ -17,18 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError, ConfigError, DraftsmithError
-from speculators.export.layouts.base import (
-    REFUSES,
-    Fault,
-    Fields,
-    Layout,
-    WeightsError,
-    dtype_of,
-    misshaped,
-    not_finite,
-    own_fields,
-    refuse,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from speculators.families.draft_model.student import plain_fields
 from speculators.layers.peft_adapter import CONFIG
@@ -44,7 +34,7 @@ class DraftModelLayout(Layout):
     family = "draft_model"
     formats: ClassVar = ("vllm", "sglang", "transformers")
     bare = False
-    without: ClassVar = {"": REFUSES}
+    without: ClassVar = {"": base.REFUSES}
     sglang_algorithm = "STANDALONE"
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
@@ -62,14 +52,14 @@ class DraftModelLayout(Layout):
         """By loading it, under transformers' names."""
         try:
             self.read(DraftModel(cast(DraftModelConfig, config)), folder, [])
-        except WeightsError as error:
+        except base.WeightsError as error:
             return {}, error.faults
         except DraftsmithError as error:
             return {}, [Fault("weights", str(error))]
         return {}, []
 
     def to_config(self, config: Any) -> dict[str, Any]:
-        own = own_fields(config)
+        own = base.own_fields(config)
         own["draftsmith"] |= {"other_tokenizer": True} if config.other_tokenizer else {}
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
@@ -88,7 +78,7 @@ class DraftModelLayout(Layout):
             # it reads none of them
             num_target_layers=own.get("num_target_layers", num_target_layers) or 1,
             other_tokenizer=bool(own.get("other_tokenizer")),
-            dtype=dtype_of(fields),
+            dtype=base.dtype_of(fields),
             **sizes_of(model),
         )
 
@@ -112,7 +102,9 @@ class DraftModelLayout(Layout):
             )
         drafter.take_model(self._load(folder))
         state = drafter.model.state_dict()
-        refuse([not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder)
+        base.refuse(
+            [base.not_finite(name) for name, x in state.items() if not x.isfinite().all()], folder
+        )
         if own.other_tokenizer:
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
@@ -135,9 +127,11 @@ class DraftModelLayout(Layout):
         model, info = loaded
         faults = [self.missing(name) for name in sorted(info.get("missing_keys") or ())]
         faults += [self.unexpected(name) for name in sorted(info.get("unexpected_keys") or ())]
-        faults += [misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())]
+        faults += [
+            base.misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())
+        ]
         faults += [Fault("weights", str(message)) for message in info.get("error_msgs") or ()]
-        refuse(faults, path)
+        base.refuse(faults, path)
         if needs_eager(model.config):
             model.set_attn_implementation("eager")
         return model

@@ -6,16 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from speculators.config import DrafterConfig
-from speculators.export.layouts.base import (
-    Fault,
-    Fields,
-    Layout,
-    architecture_of,
-    bare_names,
-    head_fields,
-    ignored_window,
-    own_fields,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
@@ -37,7 +29,7 @@ class EagleLayout(Layout):
     sglang_algorithm = "EAGLE"
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        return "fc.weight" in bare_names(names) or "Eagle" in architecture_of(fields)
+        return "fc.weight" in base.bare_names(names) or "Eagle" in base.architecture_of(fields)
 
     def no_sglang(self, config: Any) -> str:
         return "its names are others"
@@ -49,10 +41,10 @@ class EagleLayout(Layout):
         if biases - {"fc.bias"} and not (fields.get("qkv_bias") or fields.get("attention_bias")):
             text = "queries, keys and values have biases; set qkv_bias: true"
             yield Fault("qkv_bias", text, "vLLM drops them")
-        yield from ignored_window(plain, layers=False)
+        yield from base.ignored_window(plain, layers=False)
 
     def to_config(self, config: Any) -> dict[str, Any]:
-        own = own_fields(config)
+        own = base.own_fields(config)
         own["draftsmith"] |= {field: getattr(config, field) for field in BY_NAME}
         return {
             "architectures": ["EagleLlamaForCausalLM"],
@@ -77,6 +69,8 @@ class EagleLayout(Layout):
         return build_config(
             where,
             "eagle",
-            **head_fields(fields, num_target_layers, where, "an EAGLE head", self.architectures),
+            **base.head_fields(
+                fields, num_target_layers, where, "an EAGLE head", self.architectures
+            ),
             **{field: own.get(field, tensor in names) for field, tensor in BY_NAME.items()},
         )

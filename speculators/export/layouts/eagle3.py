@@ -8,19 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from speculators.config import DrafterConfig, default_tap_layers
-from speculators.export.layouts.base import (
-    REFUSES,
-    Fault,
-    Fields,
-    Layout,
-    bare_names,
-    head_fields,
-    ignored_window,
-    own_fields,
-    owns_embeddings,
-    window_fields,
-    window_of,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.registry import build_config
 
 ARCHITECTURES = (
@@ -45,7 +34,7 @@ class Eagle3Layout(Layout):
     sglang_algorithm: ClassVar[str | None] = "EAGLE3"
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
-        bare = bare_names(names)
+        bare = base.bare_names(names)
         return (
             "d2t" in bare
             or any(n.startswith("midlayer.") or n.endswith(".hidden_norm.weight") for n in bare)
@@ -67,7 +56,7 @@ class Eagle3Layout(Layout):
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
             **config.llama_fields(),
-            **window_fields(config),
+            **base.window_fields(config),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
@@ -75,7 +64,7 @@ class Eagle3Layout(Layout):
             "eagle_aux_hidden_state_layer_ids": list(config.tap_layers),
             "num_aux_hidden_states": len(config.tap_layers),
             **{switch: getattr(config, switch) for switch in SWITCHES},
-            **own_fields(config),
+            **base.own_fields(config),
         }
 
     def from_engine(self, fields: Fields, where: str) -> Fields:
@@ -96,14 +85,14 @@ class Eagle3Layout(Layout):
             yield Fault(f"{SECTION}.{TAPS}", text, engines, warning=True)
         elif len(taps) != (count or 3):
             text = f"{COUNT} is {count or 'missing, so 3'}, but there are {len(taps)} tap ids"
-            yield Fault(COUNT, text, REFUSES)
-        yield from ignored_window(plain)
+            yield Fault(COUNT, text, base.REFUSES)
+        yield from base.ignored_window(plain)
 
     def from_config(
         self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
         fields = self.from_engine(fields, where)
-        head = head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
+        head = base.head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
         taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
         return build_config(
             where,
@@ -111,8 +100,8 @@ class Eagle3Layout(Layout):
             **head,
             tap_layers=tuple(sorted(taps)),
             qk_norm=fields.get("model_type") == "qwen3",
-            own_embeddings=owns_embeddings(fields, names),
-            sliding_window=window_of(fields, where),
+            own_embeddings=base.owns_embeddings(fields, names),
+            sliding_window=base.window_of(fields, where),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
             **self.more_fields(fields, where),
         )

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import (
-    REFUSES,
-    Fault,
-    Fields,
-    Layout,
-    dtype_of,
-    own_fields,
-    target_layers,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -33,7 +26,7 @@ class MedusaLayout(Layout):
     architectures = ("MedusaModel",)
     bare = False
     zero_at_start = ("blocks.",)
-    without: ClassVar = {"": REFUSES}
+    without: ClassVar = {"": base.REFUSES}
     stray = "vLLM does not read it"
     vllm_samples = False
     vllm_note = "vLLM up to 0.32; 0.33 dropped Medusa, and this project's runtime serves it"
@@ -66,13 +59,13 @@ class MedusaLayout(Layout):
             "medusa_fc_bias": config.fc_bias,
             "original_lm_head": config.shared_lm_head,
             "dtype": config.dtype,
-            **own_fields(config),
+            **base.own_fields(config),
         }
 
     def from_config(
         self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        layers = target_layers(fields, num_target_layers, where)
+        layers = base.target_layers(fields, num_target_layers, where)
         heads = fields.get("num_heads") or fields.get("medusa_num_heads")
         blocks = fields.get("num_hidden_layers") or fields.get("medusa_num_layers")
         width, vocabulary = fields.get("hidden_size"), fields.get("vocab_size")
@@ -95,7 +88,7 @@ class MedusaLayout(Layout):
             num_layers=blocks,
             fc_bias=any(name.endswith(".bias") for name in names),
             shared_lm_head=bool(fields.get("original_lm_head", False)),
-            dtype=dtype_of(fields),
+            dtype=base.dtype_of(fields),
         )
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

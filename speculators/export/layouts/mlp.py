@@ -10,14 +10,8 @@ from torch import Tensor
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import (
-    Fields,
-    Layout,
-    dtype_of,
-    own_fields,
-    require,
-    target_layers,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fields, Layout
 from speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -54,13 +48,13 @@ class MLPLayout(Layout):
             "n_candidates": 1,
             **{switch: getattr(config, switch) for switch in SWITCHES},
             "dtype": config.dtype,
-            **own_fields(config),
+            **base.own_fields(config),
         }
 
     def from_config(
         self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
     ) -> DrafterConfig:
-        require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
+        base.require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
         return build_config(
             where,
             "mlp",
@@ -68,9 +62,9 @@ class MLPLayout(Layout):
             draft_vocab_size=fields["vocab_size"],
             hidden_size=fields.get("inner_dim") or fields["emb_dim"],
             target_hidden_size=fields["emb_dim"],
-            num_target_layers=target_layers(fields, num_target_layers, where),
+            num_target_layers=base.target_layers(fields, num_target_layers, where),
             n_predict=fields["n_predict"],
-            dtype=dtype_of(fields),
+            dtype=base.dtype_of(fields),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
         )
 

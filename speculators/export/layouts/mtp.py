@@ -18,15 +18,8 @@ from transformers import AutoConfig
 
 from speculators.config import DrafterConfig
 from speculators.errors import CheckpointError
-from speculators.export.layouts.base import (
-    REFUSES,
-    Fields,
-    Layout,
-    dtype_of,
-    head_fields,
-    own_fields,
-    require,
-)
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fields, Layout
 from speculators.families.mtp import BORROWED, MtpConfig
 from speculators.layers.target_layer import (
     layer_fields,
@@ -92,7 +85,7 @@ class MtpLayout(Layout):
     family = "mtp"
     formats: ClassVar = ("vllm", "sglang")
     bare = False
-    without: ClassVar = {"": REFUSES}
+    without: ClassVar = {"": base.REFUSES}
     vllm_arguments = """ --hf-overrides '{"num_nextn_predict_layers": 1}'"""
     sglang_algorithm = "EAGLE"
     exact = ("e_score_correction_bias",)
@@ -129,7 +122,7 @@ class MtpLayout(Layout):
             "tie_word_embeddings": False,
             "dtype": config.dtype,
             "mtp_hidden_state": config.hidden_state,
-            **own_fields(config),
+            **base.own_fields(config),
         }
 
     def from_config(
@@ -143,13 +136,18 @@ class MtpLayout(Layout):
             )
         whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
         usual = "residual" if whole and layout == "mimo" else "normed"
-        read = {"dtype": dtype_of(fields), "hidden_state": fields.get("mtp_hidden_state") or usual}
+        read = {
+            "dtype": base.dtype_of(fields),
+            "hidden_state": fields.get("mtp_hidden_state") or usual,
+        }
         sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
-        require(fields, (*sizes, "num_hidden_layers"), where, "an MTP module, or a target with one")
+        base.require(
+            fields, (*sizes, "num_hidden_layers"), where, "an MTP module, or a target with one"
+        )
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
         count = num_target_layers or (fields["num_hidden_layers"] if whole else None)
-        head = head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
+        head = base.head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
         return build_config(where, "mtp", layout=layout, **head)
 
     def _borrowed(

@@ -60,37 +60,21 @@ class DraftModelOptions(DrafterOptions):
     """The student. Exactly one of init_from, from_target and config says what it starts as."""
 
     unroll_steps: PositiveInt = Field(
-        1,
-        description=(
-            "depths with a term in the loss; a draft model is the same at each, so that one is"
-            " enough"
-        ),
+        1, description="depths with a term in the loss; all are the same"
     )
     from_target: Kept | list[Count] | None = Field(
-        None,
-        description=(
-            "cut the student from the target: {first: n}, {last: n}, {spread: n} or a list of"
-            " layers; its embedding, norm and head are kept"
-        ),
+        None, description="layers of the target: {first: n}, {last: n}, {spread: n} or a list"
     )
     config: dict[str, Any] | None = Field(
-        None,
-        description="config.json fields of a student with random weights, model_type among them",
+        None, description="config.json fields of a student with random weights"
     )
     vocab: Literal["same", "intersection"] = Field(
         "same",
-        description=(
-            "same: the student's tokenizer must be the target's; intersection: it may be another,"
-            " and only tokens that both have are drafted"
-        ),
+        description="intersection: another tokenizer is allowed, and shared tokens are drafted",
     )
     peft: dict[str, Any] | None = Field(
         None,
-        description=(
-            "train an adapter, which exports are merged with: any peft configuration that changes"
-            " layers, such as {peft_type: LORA, r: 16, target_modules: all-linear}; null: every"
-            " weight is trained"
-        ),
+        description="train an adapter of peft that changes layers, merged in exports; null: none",
     )
 
     @field_validator("from_target")

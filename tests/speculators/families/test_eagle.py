@@ -11,21 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from speculators.errors import ConfigError
-from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
+from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.eagle import Eagle, EagleOptions
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from tests.quickstart_data import source as quickstart
-from train.data.packing import conversation_tokenizer, pack, prepare_rows
-from train.data.sources import load_sources
-from train.features.row_features import RowFeatures
-from train.recipe.data_sections import DataSection
 from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import make_recipe, recipe_class
+from train.recipe.recipe import make_recipe
 
 EMBEDDED = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 
@@ -174,69 +168,7 @@ def test_detached_depths_pass_values_but_no_gradient(tiny_model):
     assert gradient_through_the_chain(drafter, f).any()
 
 
-def test_published_defaults():
-    plain = recipe()
-    assert plain.loss == {"smooth_l1": 1.0, "forward_kl": 0.1}
-    assert (plain.training.learning_rate, plain.training.max_grad_norm) == (3e-5, 0.5)
-    assert (plain.drafter.unroll_steps, plain.drafter.feature_noise, plain.drafter.detach) == (
-        1,
-        0.1,
-        False,
-    )
-    assert "qk_norm" not in recipe_class("eagle").model_fields["drafter"].annotation.model_fields
-
-
 # ---------------------------------------------------------------------- the start
-
-
-@torch.no_grad()
-def acceptance(
-    target: FrozenTarget, drafter: Eagle, f: TargetFeatures, depths: int = 3
-) -> list[float]:
-    """Σ min(p, q) of each depth, over all slots."""
-    found = []
-    for step in drafter.eval().unroll(f, depths):
-        p = target.logits(f.last_hidden.flatten(0, 1)[step.target_index]).softmax(-1)
-        found.append(float(torch.minimum(p, drafter.head(step.hidden).softmax(-1)).sum(-1).mean()))
-    return found
-
-
-@pytest.fixture(scope="module")
-def conversations() -> tuple[FrozenTarget, RowFeatures]:
-    """The embedded target, and its features of some thirty packed rows of demonstration
-    conversations."""
-    target = FrozenTarget.from_pretrained(str(EMBEDDED), dtype=torch.float32)
-    data = DataSection.model_validate({"train": [quickstart("train", 72)], "max_length": 256})
-    tokenizer = conversation_tokenizer(data, AutoTokenizer.from_pretrained(EMBEDDED))
-    rows, _ = prepare_rows(load_sources(data.train), tokenizer, max_length=256)
-    return target, RowFeatures(target, pack(rows, 256), keep_bytes=2**30)
-
-
-@pytest.mark.slow
-def test_the_fitted_start_accepts_what_an_unlearned_one_does_not(conversations):
-    """On rows that it was not fitted to, at every depth. Passing the state on hardly helps: it says
-    what stands in its slot already."""
-    target, rows = conversations
-    indices = range(len(rows.rows))
-    fit_to, held_out = (
-        [rows.of([i]) for i in indices if (i % 4 == 0) == held] for held in (False, True)
-    )
-
-    def start(init: str | None, **given) -> list[float]:
-        torch.manual_seed(0)
-        head = Eagle(config_for_target(target, "eagle")).attach(target)
-        if init is not None:
-            chosen = options(init=init, **given)
-            head.initialise_from(target, chosen, fit_to if head.start_terms(chosen) else None)
-        return torch.tensor([acceptance(target, head, f) for f in held_out[:5]]).mean(0).tolist()
-
-    unlearned, passing = start(None), start("pass_through")
-    shallow, deep = (start("least_squares", unroll_steps=steps) for steps in (1, 3))
-    assert max(unlearned) < 0.02 and max(passing) < 0.1, (unlearned, passing)
-    assert shallow[0] > 0.25 and min(deep) > 0.25, (shallow, deep)
-    assert (
-        shallow[0] > deep[0] and deep[2] > shallow[2]
-    )  # each is fitted to the depths that are trained
 
 
 def test_only_a_fitted_start_asks_for_features(tiny_model):
@@ -349,16 +281,6 @@ def test_training_on_a_bias_that_vllm_drops_must_be_asked_for(tiny_model, tmp_pa
     assert not drafter_config(recipe(init_from=plain), target).fc_bias
     with pytest.raises(ConfigError, match="drafter.fc_bias: the recipe says True"):
         drafter_config(recipe(init_from=plain, fc_bias=True), target)
-
-
-def test_embeddings_that_came_with_a_head_are_trained_only_if_asked_for(tiny_model, tmp_path):
-    target, drafter = make(tiny_model("llama"), own_embeddings=True)
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    config = drafter_config(recipe(init_from=str(folder)), target)
-    head = Eagle(config).attach(target)
-    load_weights(head, folder)
-    assert not head.prepare_training(options()).embed_tokens.weight.requires_grad
-    assert head.prepare_training(options(own_embeddings=True)).embed_tokens.weight.requires_grad
 
 
 def test_heads_of_the_two_families_are_told_apart(tiny_model, tmp_path):

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from speculators.config import default_tap_layers
 from speculators.errors import CheckpointError, ConfigError
@@ -19,34 +18,6 @@ from speculators.target.frozen_target import FrozenTarget
 def head(make_drafter, all_cases, tiny_model):
     """(target, head) with half a vocabulary."""
     return make_drafter(all_cases["eagle3"], tiny_model("llama"))
-
-
-def test_strict_reload_names_every_fault(head, tmp_path):
-    """What vLLM swallows is refused here, by name."""
-    target, drafter = head
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    weights = load_file(folder / "model.safetensors")
-
-    def broken(change) -> str:
-        tensors = dict(weights)
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(CheckpointError) as error:
-            load_drafter(folder, target)
-        return str(error.value)
-
-    assert "norm.weight is missing" in broken(lambda t: t.pop("norm.weight"))
-    assert "d2t is missing" in broken(lambda t: t.pop("d2t"))
-    assert "fc.bias is unexpected" in broken(lambda t: t.update({"fc.bias": torch.zeros(3)}))
-    assert "expected [40, 32]" in broken(
-        lambda t: t.update({"lm_head.weight": torch.zeros(41, 32)})
-    )
-    assert "offsets" in broken(lambda t: t.update({"d2t": t["d2t"] + torch.arange(40)}))
-    assert "not finite" in broken(
-        lambda t: t.update({"norm.weight": torch.full((32,), float("nan"))})
-    )
-    both = broken(lambda t: (t.pop("norm.weight"), t.pop("fc.weight")))
-    assert "fc.weight is missing" in both and "norm.weight is missing" in both
 
 
 def test_wrong_target_pickles_and_foreign_folders_are_refused(head, tiny_model, tmp_path):

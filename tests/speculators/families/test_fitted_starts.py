@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from inference.evaluation.expected_acceptance import expected_acceptance
 from speculators.drafter import valid_terms
 from speculators.errors import ConfigError
 from speculators.families import eagle3_init as eagle3_start
@@ -115,12 +114,9 @@ def test_the_last_group_of_heads_copies(target, features):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"num_key_value_heads": 2},
         {"num_key_value_heads": 1, "num_attention_heads": 2},
-        {"num_layers": 2},
+        {"num_layers": 2, "qk_norm": True},
         {"fc_norm": True, "norm_output": True},
-        {"norm_before_fc": True},
-        {"qk_norm": True},
         {"own_embeddings": True, "draft_vocab_size": 1024},
     ],
     ids=lambda shape: " ".join(f"{k}={v}" for k, v in shape.items()),
@@ -134,11 +130,6 @@ def test_every_shape_of_head_can_be_fitted(target, features, held_out, shape):
     if "draft_vocab_size" not in shape:  # whose ids nobody has chosen here
         assert fitted[0] > 1.5 * plain[0], (plain, fitted)
     assert all(torch.isfinite(torch.tensor(fitted)))
-
-
-def test_the_same_seed_fits_the_same_weights(target, features):
-    one, other = (head(target, fitted_to=features[:10]).state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_terms_are_slots_with_a_term_at_every_depth(target, features):
@@ -172,13 +163,6 @@ def test_taps_of_any_size_start_at_unit_size(target, features):
     assert features[0].taps.square().mean().sqrt() > 5 and 0.5 < size < 2
 
 
-def test_expected_acceptance_of_a_fitted_head_exceeds_one_and_a_half(target, texts, features):
-    """The figure that matters, by the function that the report uses."""
-    results = expected_acceptance(target, head(target, fitted_to=features), texts[40:], 0.0, 4)
-    total = sum(results[1:], results[0])
-    assert total.expected_acceptance_length > 1.3
-
-
 def block(target, family, *, fitted_to=None, init="least_squares", **shape):
     torch.manual_seed(0)
     kind = family_class(family)
@@ -192,7 +176,6 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        ("dflash", {}),
         ("dflash", {"is_causal": True, "num_key_value_heads": 2}),
         ("dflash", {"sliding_window": 8, "num_layers": 1}),
         ("dflash2", {}),

@@ -107,17 +107,6 @@ def test_the_export_under_the_published_formula_gives_the_drafted_logits(
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_half_of_the_last_state_is_the_targets(make) -> None:
-    """What the two weights are for: after n heads half of the state's square is the target's, and
-    shares sum to one."""
-    for heads in (1, 3, 7):
-        _, drafter = make(n_predict=heads)
-        assert math.isclose(drafter.state_weight ** (2 * heads), 0.5)
-        assert math.isclose(
-            drafter.state_weight**2 + drafter.emb_weight**2 * 2 / drafter.config.inner_dim, 1
-        )
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 
@@ -166,17 +155,6 @@ def test_copies_that_differ_are_refused(make, tmp_path: Path) -> None:
     save_file(whole | stray, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"speculator\.emb\.4\.weight is unexpected"):
         load_drafter(folder, target)  # there are four heads, 0 to 3
-
-
-def test_untied_heads_need_every_tensor(make, tmp_path: Path) -> None:
-    target, drafter = make(n_predict=4)
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    tensors = load_file(folder / "model.safetensors")
-    assert len(tensors) == 4 * 5
-    del tensors["speculator.emb.3.weight"]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"speculator\.emb\.3\.weight is missing"):
-        load_drafter(folder, target)
 
 
 def test_published_fields_are_understood(make, tmp_path: Path) -> None:

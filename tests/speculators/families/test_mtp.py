@@ -20,20 +20,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
-from inference import SamplingParams
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import DraftInput
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
 from speculators.export.convert import write_back
 from speculators.families.mtp import Mtp, MtpConfig
 from speculators.layers.target_layer import (
     pack_experts,
-    unpack_experts,
 )
 from speculators.registry import build_config, config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from tests.inference.modules import make_llm
 from train.pipeline.drafter_stage import make_drafter
 from train.recipe.drafter_config import drafter_config
 from train.recipe.recipe import recipe_class
@@ -268,94 +263,6 @@ def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
 
 
 @torch.no_grad()
-def test_qwen3_next_trains_and_drafts_alike(qwen3_next) -> None:
-    """Its targets cannot be run here, so this is the contract's first test over a table of
-    states."""
-    _, target, drafter = qwen3_next
-    steps = list(drafter.unroll(features(IDS, target.states(IDS)), 3))
-    for anchor in range(IDS.shape[1] - 4):
-        cache, seen = RaggedCache(1, 32), []
-
-        def sample(logits: torch.Tensor, seen=seen, anchor=anchor) -> torch.Tensor:
-            seen.append(logits[0])
-            return IDS[:, anchor + 1 + len(seen)]
-
-        upto = slice(0, anchor + 1)
-        last = target.states(IDS[:, upto])
-        drafter.draft(
-            DraftInput(cache, 0, 1, IDS[:, 1 : anchor + 2], None, last, [anchor + 1]), 3, sample
-        )
-        for step, logits in zip(steps, seen, strict=True):
-            expected = drafter.head(step.hidden[step.anchor_index == anchor])[0]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_the_module_of_a_qwen3_next_checkpoint_is_trained_and_drafts(
-    tiny_model, tmp_path: Path
-) -> None:
-    """transformers drops `mtp.*` on load. It is read all the same, trained, exported, written back;
-    and it drafts."""
-    model = tiny_model("qwen3_next")
-    whole = tmp_path / "whole"
-    model.save_pretrained(whole)
-    target = FrozenTarget(model)
-    carried = shaken(Mtp(config_for_target(target, "mtp")), 0.1)
-    module = load_file(
-        export_drafter(carried, tmp_path / "module", dtype=torch.float32) / "model.safetensors"
-    )
-    save_file(
-        load_file(whole / "model.safetensors") | module,
-        whole / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-
-    target = FrozenTarget.from_pretrained(str(whole))
-    recipe = recipe_class("mtp").model_validate(
-        {
-            "name": "t",
-            "family": "mtp",
-            "target": {"model": str(whole)},
-            "drafter": {"init_from": "target"},
-            "data": {"train": [{"path": "chats.jsonl"}]},
-        }
-    )
-    drafter = make_drafter(recipe, drafter_config(recipe, target), target, None, None, tmp_path)
-    assert all(
-        torch.equal(p, drafter.get_parameter(name)) for name, p in carried.named_parameters()
-    )
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    prompts = [{"prompt_token_ids": IDS[0, :n].tolist()} for n in (4, 9)]
-    plain = [o.outputs[0].token_ids for o in make_llm(target).generate(prompts, params, False)]
-    ids = torch.tensor([[*prompts[0]["prompt_token_ids"], *plain[0]]])
-    f = features(ids, target(ids)[1])
-    losses = []
-    optimizer = torch.optim.AdamW(drafter.trainable_parameters(), lr=1e-2)
-    for _ in range(15):
-        steps = drafter.unroll(f, 2)
-        labels = ids.flatten()
-        loss = sum(
-            nn.functional.cross_entropy(drafter.head(s.hidden), labels[s.target_index + 1])
-            for s in steps
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-    head = export_drafter(drafter.eval(), tmp_path / "head", dtype=torch.float32)
-    served = write_back(head, whole, tmp_path / "served")
-    assert set(load_file(served / "model.safetensors")) == set(
-        load_file(whole / "model.safetensors")
-    )
-    target = FrozenTarget.from_pretrained(str(served))
-    llm = make_llm(target, drafter=load_drafter(served, target), num_speculative_tokens=2)
-    outputs = llm.generate(prompts, params, False)
-    assert [o.outputs[0].token_ids for o in outputs] == plain
-    assert sum(o.outputs[0].spec_decode_metrics.num_accepted_tokens for o in outputs) > 0
-
-
-@torch.no_grad()
 def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> None:
     """The first slot does not see its token; of Qwen3-Next it does."""
     worlds = [qwen3_next[1:]]
@@ -371,18 +278,6 @@ def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> N
         third = IDS.clone()
         third[0, 2] = 50
         assert not torch.allclose(a[1], depth0(drafter, features(third, last))[1])
-
-
-def test_experts_are_packed_as_they_were_unpacked() -> None:
-    state = {
-        "a.experts.gate_up_proj": torch.randn(3, 8, 5),
-        "a.experts.down_proj": torch.randn(3, 5, 4),
-    }
-    state["a.gate.weight"] = torch.randn(3, 5)
-    apart = unpack_experts(state)
-    assert apart["a.experts.2.up_proj.weight"].shape == (4, 5) and len(apart) == 10
-    again = pack_experts(apart)
-    assert set(again) == set(state) and all(torch.equal(again[name], state[name]) for name in state)
 
 
 # ---------------------------------------------------------------------- modules of targets

@@ -114,12 +114,6 @@ def test_the_implementation_is_put_back_after_an_error(tiny_model):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_eager_targets_stay_eager(tiny_model):
-    model = tiny_model("gemma2")  # soft caps: only eager computes them
-    with grouped.decoding(model.config, True):
-        assert model.config._attn_implementation == "eager"
-
-
 @pytest.mark.parametrize(
     "other", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}]
 )

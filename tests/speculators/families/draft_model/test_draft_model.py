@@ -16,7 +16,7 @@ from inference import LLM, SamplingParams
 from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.draft_model.model import DraftModel, DraftModelOptions
-from speculators.families.draft_model.student import cut_fields, cut_layers
+from speculators.families.draft_model.student import cut_fields
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
@@ -140,14 +140,6 @@ def test_older_architectures_have_names_of_their_own(
     )
     assert cut.config.describe().startswith(f"a causal LM of its own: {kind}, 1 x ")
     drafted(model, student(target, config={"model_type": kind, **fields}))
-
-
-def test_which_layers_are_kept() -> None:
-    assert cut_layers({"first": 2}, 8, "x") == [0, 1]
-    assert cut_layers({"last": 2}, 8, "x") == [6, 7]
-    assert cut_layers({"spread": 3}, 9, "x") == [0, 4, 8]
-    assert cut_layers({"spread": 1}, 9, "x") == [0]
-    assert cut_layers([1, 4], 8, "x") == [1, 4]
 
 
 def test_lists_of_the_configuration_are_cut_where_they_speak_of_layers(tiny_model) -> None:
@@ -276,15 +268,6 @@ def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path, dtype: torch.d
     torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight.to(dtype).float())
 
 
-def test_a_folder_without_a_tokenizer_is_refused(
-    tiny_model, target_folder: Path, tmp_path: Path
-) -> None:
-    tiny_model("llama", vocab_size=416).save_pretrained(tmp_path)
-    drafting = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
-    with pytest.raises((CheckpointError, ConfigError), match="tokenizer"):
-        LLM(str(target_folder), speculative_config=drafting)
-
-
 def test_a_folder_of_another_kind_of_model_is_refused(
     tiny_model, target_folder: Path, tmp_path: Path
 ) -> None:
@@ -319,7 +302,7 @@ def test_tables_of_other_sizes_unroll_as_they_draft(tiny_model, size: int) -> No
     assert_ragged_rows_draft_as_alone(world, rows)
 
 
-@pytest.mark.parametrize("size", [5, 11])
+@pytest.mark.parametrize("size", [5])
 def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model, size: int) -> None:
     model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64)
     assert_distributed_as_the_target(model, small_table(model, size)[1])

@@ -173,24 +173,6 @@ def test_another_tokenizer_is_refused_with_the_reason(
         LLM(target_folder, speculative_config=drafting(draft_folder))
 
 
-def test_a_tokenizer_that_shares_next_to_nothing_is_refused(
-    tiny_model, target_folder: str, tmp_path: Path
-) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = {
-        letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:20])
-    }
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    folder = save(
-        tmp_path, tiny_model("llama"), PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    )
-    with pytest.raises(ConfigError, match="share 20"):
-        LLM(target_folder, speculative_config=drafting(folder, use_heterogeneous_vocab=True))
-
-
 def test_the_option_belongs_to_draft_models() -> None:
     with pytest.raises(ConfigError, match="use_heterogeneous_vocab belongs to draft_model"):
         LLM(
@@ -229,14 +211,3 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(
     (folder / FILE).unlink()
     with pytest.raises(CheckpointError, match=FILE):
         load_drafter(folder, FrozenTarget.from_pretrained(target_folder))
-
-
-def test_a_map_for_another_target_is_refused(
-    target_folder: str, draft_folder: str, tiny_model, tmp_path
-) -> None:
-    llm = LLM(
-        target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)
-    )
-    folder = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
-    with pytest.raises(CheckpointError, match="spells 408 target ids, the target has 101"):
-        load_drafter(folder, FrozenTarget(tiny_model("llama")))
