@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS, Fault, Fields
+from speculators.export.layouts import base
+from speculators.export.layouts.base import Fault, Fields
 from speculators.export.layouts.dflash import (
     ANCHOR,
     SECTION,
-    SLIDING,
     DFlash2Layout,
     DFlashLayout,
     DSparkLayout,
@@ -58,7 +58,7 @@ class _Speculators:
 
     def drafts(self, fields: Mapping[str, Any]) -> int:
         """Of a round, where nobody says how many."""
-        return NUM_SPECULATIVE_TOKENS
+        return base.NUM_SPECULATIVE_TOKENS
 
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         own = fields["draftsmith"]
@@ -166,7 +166,7 @@ class _Block(_Speculators):
         return iter(())
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
-        known = SLIDING in (plain.get("layer_types") or []) or "draftsmith" in fields
+        known = base.SLIDING in (plain.get("layer_types") or []) or "draftsmith" in fields
         if fields.get(NON_CAUSAL) is False and not known:
             text = f"{NON_CAUSAL} is false, so that the block is causal"
             engines = "in vLLM it is causal, in the speculators library it is not"
@@ -214,7 +214,7 @@ class SpeculatorsDSparkLayout(_Block, DSparkLayout):
             )
 
     def causal(self, fields: Mapping[str, Any]) -> bool:
-        return SLIDING in (fields.get("layer_types") or ())
+        return base.SLIDING in (fields.get("layer_types") or ())
 
 
 def _native(fields: Mapping[str, Any], where: str) -> str:
