@@ -107,10 +107,10 @@ async def _served_model(options: BenchOptions) -> str:
 
 async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
     async with client_of(options, options.url) as client:
-        card = await _card(client, options.model)
-        require_room(options, getattr(card, "max_model_len", None))
-        name, count = card.id, len(work.questions)
-        await stream(client, options, name, work.questions[0], 0)  # warms it up
+        name, count = (await _card(client, options.model)).id, len(work.questions)
+        first = await stream(client, options, name, work.questions[0], 0)  # warms the server up
+        if first.error:
+            raise DraftsmithError(f"{options.url}: a first request failed: {first.error}")
         arrivals = arrival_times(count, options.request_rate, options.seed)
         slots = asyncio.Semaphore(options.max_concurrency or count)
         before = await drafting_counters(client)
@@ -128,18 +128,6 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         duration = time.perf_counter() - start
         drafting = drafting_figures(before, await drafting_counters(client))
     return _description(options, work) | figures(outcomes, duration) | drafting
-
-
-def require_room(options: BenchOptions, context: int | None) -> None:
-    """ConfigError for random prompts and answers that are longer than the model's context. Only the
-    server knows the lengths in tokens of other datasets."""
-    length = options.random_input_len + options.random_output_len
-    if options.random and context is not None and length > context:
-        raise ConfigError(
-            f"--dataset-name random: prompts and answers have {length} tokens together, and the"
-            f" server's model has a context of {context}; lower --random-input-len or"
-            " --random-output-len, or serve a model with a longer one"
-        )
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:

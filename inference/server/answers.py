@@ -141,14 +141,14 @@ class ChatWriter(CompletionWriter):
             index = completion.index
             if index not in self._begun:
                 self._begun.add(index)
-                delta = {"role": self.request.role, "content": ""}
+                delta = {"role": "assistant", "content": ""}
                 opening = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield self.chunk([opening]) | self._prompt(output)
             choice = {"index": index, "delta": {"content": completion.text}}
             yield self.chunk([choice | self.rest(prompt, index, completion)])
 
     def choice(self, prompt: int, output: RequestOutput, completion: CompletionOutput) -> Answer:
-        message = {"role": self.request.role, "content": completion.text, "refusal": None}
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
         choice = {"index": completion.index, "message": message}
         return choice | self.rest(prompt, completion.index, completion)
 

@@ -61,18 +61,15 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     options = read_flags(given)
     level = options.uvicorn_log_level
     logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
-    defaults = checked_defaults(
-        options.override_generation_config, "--override-generation-config", strict=True
-    )
     listening = bind(options.host, options.port)
     before = {number: signal.signal(number, _exit) for number in SIGNALS}
     try:
         llm = load(options, words)
-        config = getattr(llm.engine.target.model, "generation_config", None)
-        if options.generation_config == "auto" and config is not None:
-            where = "the model's generation_config.json"
-            defaults = checked_defaults(config.to_diff_dict(), where) | defaults
-        serve_app(llm, options.model_copy(update={"sampling_defaults": defaults}), listening)
+        if options.generation_config == "auto":
+            config = getattr(llm.engine.target.model, "generation_config", None)
+            defaults = sampling_defaults({} if config is None else config.to_diff_dict())
+            options = options.model_copy(update={"sampling_defaults": defaults})
+        serve_app(llm, options, listening)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -104,37 +101,32 @@ def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
     return LLM(options.model, **given, **undeclared(words))
 
 
-def checked_defaults(
-    values: Mapping[str, Any], where: str, *, strict: bool = False
-) -> dict[str, Any]:
-    """The sampling parameters among the values of a generation_config.json. ConfigError for what no
-    request could have and, if `strict`, for other values."""
+def sampling_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters among the values of the model's generation_config.json. ConfigError
+    for what no request could have."""
     from inference.sampling_params import SamplingParams
 
-    if strict and (unknown := sorted(set(values) - set(DEFAULTS))):
-        raise ConfigError(f"{where}: {', '.join(unknown)}; expected {', '.join(DEFAULTS)}")
     known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
     defaults = {name: value for name, value in known.items() if value is not None}
     try:
         SamplingParams(**defaults)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"the model's generation_config.json: {error}") from None
     return defaults
 
 
 def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
-    """Compiles, then serves at the socket. The exit code is 1 if the engine fails."""
+    """Compiles and serves at the socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from inference.server.app import make_app
 
     app = make_app(llm, options)
     engine = app.state.server.engine
-    engine.warm_up()
 
     class Uvicorn(uvicorn.Server):
         def handle_exit(self, number: int, frame: Any) -> None:
-            if engine.draining:
+            if engine.draining or not self.started:
                 _exit(number, frame)
             engine.drain(options.shutdown_timeout_s)
             super().handle_exit(number, frame)

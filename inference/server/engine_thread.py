@@ -89,7 +89,7 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         # one thread, since CUDA graphs belong to the thread that captured them
         self._thread = ThreadPoolExecutor(1, "engine")
-        self._warm = self._stopping = False
+        self._stopping = False
         # the thread's own
         self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
         self._updates: list[tuple[Ticket, int, RequestOutput | APIError]] = []  # of this round
@@ -155,14 +155,11 @@ class EngineThread:
     # ------------------------------------------------------------------ the engine
 
     def warm_up(self) -> None:
-        """Compiles all shapes of a round, once (minutes; without compiled rounds nothing is done).
-        To be called before `run`."""
-        if not self._warm:
-            with progress_bar("compiling") as report:
-                work = self._thread.submit(self.llm.warm_up, report, self.options.warm_up_limit_s)
-                if graphs := work.result():
-                    logger.info("%d graphs are compiled", graphs)
-            self._warm = True
+        """Compiles all shapes of a round (minutes; without compiled rounds nothing is done)."""
+        with progress_bar("compiling") as report:
+            work = self._thread.submit(self.llm.warm_up, report, self.options.warm_up_limit_s)
+            if graphs := work.result():
+                logger.info("%d graphs are compiled", graphs)
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""

@@ -68,7 +68,6 @@ class ServeFlags(EngineOptions, ServerOptions):
     generation_config: Literal["auto", "vllm"] = option(
         "auto", "sampling defaults: auto: the model's; vllm: neutral"
     )
-    override_generation_config: JsonObject = option({}, "in place of single defaults")
 
 
 def with_model(given: Values, words: Sequence[str]) -> tuple[Values, list[str]]:

@@ -31,7 +31,8 @@ IGNORED = {
     *("spaces_between_special_tokens", "parallel_tool_calls"),
 }
 FIXED: dict[str, Any] = {  # accepted at this value, or null, only
-    **dict.fromkeys(("echo", "use_beam_search"), False),
+    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), False),
+    "add_generation_prompt": True,
     "best_of": 1,
     "response_format": {"type": "text"},
     **dict.fromkeys(("structured_outputs", "suffix", "prompt_logprobs", "truncate_prompt_tokens")),
@@ -191,8 +192,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    continue_final_message: bool = False
-    add_generation_prompt: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
@@ -201,9 +200,6 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt; choose one"
-            raise APIError(400, message, "continue_final_message")
 
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
@@ -212,24 +208,15 @@ class ChatRequest(GenerationRequest):
     def max_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
-    @property
-    def role(self) -> str:
-        """Of the answer: a message that is continued is the answer's."""
-        return self.messages[-1]["role"] if self.continue_final_message else "assistant"
-
     def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
         tokenizer, given = llm.get_tokenizer(), self.chat_template_kwargs
         named = inspect.signature(tokenizer.apply_chat_template).parameters
         if reserved := sorted(({*named, "self", "messages"} - {"kwargs"}) & given.keys()):
             message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set"
             raise APIError(400, message, "chat_template_kwargs")
-        generates = self.add_generation_prompt
         template_options = {
             "chat_template": options.chat_template,
-            "continue_final_message": self.continue_final_message,
-            "add_generation_prompt": not self.continue_final_message
-            if generates is None
-            else generates,
+            "add_generation_prompt": True,
             "tools": None if self.tool_choice == "none" else self.tools,
             **options.default_chat_template_kwargs,
             **given,

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from inference.flags import given_values
-from inference.server.command import checked_defaults
+from inference.server.command import sampling_defaults
 from inference.server.options import ServeFlags, read_flags, undeclared, with_model
 from inference.server.real_vllm import speculative_config, take_older, vllm_command
 from speculators.errors import ConfigError
@@ -115,8 +115,6 @@ def test_keys_and_templates(monkeypatch, tmp_path):
     [
         ("--quantization fp8", "quantization"),
         ("--no-such-flag 1", "no_such_flag"),
-        ("""--override-generation-config '{"temperature": -4}'""", "temperature"),
-        ("""--override-generation-config '{"temprature": 0.2}'""", "temprature"),
         ("--generation-config /nowhere", "--generation-config /nowhere"),
         ("--port TAKEN", "--port"),
     ],
@@ -149,9 +147,9 @@ def test_no_usage_has_braces():
 def test_defaults_of_the_model():
     config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
-    assert checked_defaults(config, "it") == defaults
-    with pytest.raises(ConfigError, match="it: .*top_k"):
-        checked_defaults({"top_k": -7}, "it")
+    assert sampling_defaults(config) == defaults
+    with pytest.raises(ConfigError, match="generation_config.json: .*top_k"):
+        sampling_defaults({"top_k": -7})
 
 
 class TestVLLM:

@@ -201,8 +201,6 @@ def test_what_the_chat_template_is_given(url, byte_tokenizer):
     turns = "<s>user:a\nb</s><s>assistant:[weather Bern]</s><s>assistant:"
     assert prompt_of(asked) == f"<tool>weather</tool>{turns}!"
     assert prompt_of(asked | {"tool_choice": "none"}) == f"{turns}!"
-    continued = {"messages": [{"role": "assistant", "content": "So"}]}
-    assert prompt_of(continued | {"continue_final_message": True}).endswith("assistant:So")
 
 
 def test_state(url, client):

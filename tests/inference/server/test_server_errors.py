@@ -67,6 +67,7 @@ CHATS = [  # with the messages HI where none are given
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
