@@ -8,9 +8,9 @@ from inference.metrics import SpecDecodeCounters
 
 
 @dataclass
-class RequestMetrics:
-    """Times are `time.perf_counter()` seconds: only their differences mean something. The counts
-    are those of `SpecDecodeCounters`, summed over the request's responses.
+class RequestMetrics(SpecDecodeCounters):
+    """The counts, summed over the request's responses. Times are `time.perf_counter()` seconds:
+    only their differences mean something.
 
     accepted_per_round  committed draft tokens of every round after prefill, 0 for a round without a
                         proposal; with n > 1 the responses' lists follow one another. Round i of a
@@ -21,10 +21,6 @@ class RequestMetrics:
     arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     accepted_per_round: list[int] = field(default_factory=list)
     drafted_per_round: list[int] = field(default_factory=list)
 

@@ -22,7 +22,6 @@ from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, Runt
 from inference.evaluation.expected_acceptance import expected_acceptance
 from inference.evaluation.lossless import compare_greedy
 from inference.evaluation.timing import Run, interleaved, typical_context
-from inference.metrics import acceptance_length
 from inference.outputs import RequestOutput
 from inference.provenance import environment, text_sha256, weights_sha256
 from inference.report.build import build_report
@@ -438,7 +437,7 @@ class _Evaluation:
         if s.transformers and self.engine.runs_transformers:
             runs[TRANSFORMERS] = transformers
         # a typical round appends as many slots to the head
-        kept = round(acceptance_length(cell.num_accepted_tokens, cell.num_drafts))
+        kept = round(cell.counters.acceptance_length)
         parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, kept)
         cell.passes = interleaved(
             runs,

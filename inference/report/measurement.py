@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference.metrics import (
+    SpecDecodeCounters,
     acceptance_length,
-    conditional_rates,
     influences,
-    joint_rates,
     sum_of_squares,
 )
 from inference.outputs import RequestMetrics, RequestOutput
@@ -81,12 +80,14 @@ class Measurement:
     suite: str | None = None
 
     @property
-    def num_drafts(self) -> int:
-        return sum(request.metrics.num_drafts for request in self.requests)
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        return sum(request.metrics.num_accepted_tokens for request in self.requests)
+    def counters(self) -> SpecDecodeCounters:
+        """The sum over the requests, of at least K positions."""
+        total = SpecDecodeCounters(
+            num_accepted_tokens_per_pos=[0] * self.num_speculative_tokens,
+        )
+        for request in self.requests:
+            total.merge(request.metrics)
+        return total
 
     def __add__(self, other: Measurement) -> Measurement:
         """Both workloads as one, `all`; what one of them lacks, the sum lacks."""
@@ -117,11 +118,15 @@ class Measurement:
         metrics = [request.metrics for request in self.requests]
         counted = all(len(m.accepted_per_round) >= m.num_drafts for m in metrics)
         rounds = sum(len(m.accepted_per_round) for m in metrics) if counted else None
-        drafts, accepted = self.num_drafts, self.num_accepted_tokens
-        per_position = _per_position(metrics, self.num_speculative_tokens, where)
-        of_requests = [
-            acceptance_length(m.num_accepted_tokens, m.num_drafts) for m in metrics if m.num_drafts
-        ]
+        total = self.counters
+        accepted = total.num_accepted_tokens
+        if any(total.num_accepted_tokens_per_pos[self.num_speculative_tokens :]):
+            raise DataError(
+                f"{where}: drafts were accepted at {len(total.num_accepted_tokens_per_pos)}"
+                f" positions, K is {self.num_speculative_tokens}"
+            )
+        del total.num_accepted_tokens_per_pos[self.num_speculative_tokens :]
+        of_requests = [m.acceptance_length for m in metrics if m.num_drafts]
         return Cell(
             workload=self.workload,
             temperature=self.temperature,
@@ -131,18 +136,13 @@ class Measurement:
             prompts=len(metrics),
             output_tokens=num_output_tokens(self.requests),
             num_rounds=rounds,
-            num_drafts=drafts,
-            num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
-            num_accepted_tokens=accepted,
-            num_accepted_tokens_per_pos=per_position,
-            acceptance_length=acceptance_length(accepted, drafts),
-            acceptance_length_macro=(
-                sum(of_requests) / len(of_requests) if of_requests else acceptance_length(0, 0)
-            ),
+            **vars(total),
+            acceptance_length=total.acceptance_length,
+            acceptance_length_macro=sum(of_requests) / len(of_requests) if of_requests else 1.0,
             tokens_per_forward=None if rounds is None else acceptance_length(accepted, rounds),
-            drafted_share=drafts / rounds if rounds else None,
-            joint_acceptance_per_position=_known(joint_rates(per_position, drafts)),
-            conditional_acceptance_per_position=_known(conditional_rates(per_position, drafts)),
+            drafted_share=total.num_drafts / rounds if rounds else None,
+            joint_acceptance_per_position=_known(total.joint_rates()),
+            conditional_acceptance_per_position=_known(total.conditional_rates()),
             acceptance_by_position=position_bins(self.requests, where),
             passes=self.passes,
             expected=expected_acceptance(metrics, self.replay),
@@ -183,7 +183,7 @@ class Measurement:
         drafts = sum(run.num_drafts for run in timed)
         accepted = sum(run.num_accepted_tokens for run in timed)
         if not drafts:
-            drafts, accepted = self.num_drafts, self.num_accepted_tokens
+            drafts, accepted = self.counters.num_drafts, self.counters.num_accepted_tokens
         round_ms = self.costs.verify_ms + self.costs.draft_ms
         return acceptance_length(accepted, drafts) * self.costs.target_step_ms / round_ms
 
@@ -259,18 +259,6 @@ def expected_acceptance(
     )
 
 
-def _per_position(metrics: Sequence[RequestMetrics], k: int, where: str) -> list[int]:
-    """Accepted drafts by position, [K]: an engine lists only the positions that it reached."""
-    total = [0] * k
-    for m in metrics:
-        counts = m.num_accepted_tokens_per_pos
-        if any(counts[k:]):
-            raise DataError(f"{where}: drafts were accepted at {len(counts)} positions, K is {k}")
-        for position, count in enumerate(counts[:k]):
-            total[position] += count
-    return total
-
-
 def _time_shares(phases: Counter[str], wall: float, where: str) -> dict[str, float] | None:
     if not phases:
         return None
@@ -288,8 +276,9 @@ def _time_shares(phases: Counter[str], wall: float, where: str) -> dict[str, flo
 def _sum_of_costs(*measurements: Measurement) -> Costs | None:
     """V(1) weighted by committed tokens, V(K+1) and D(K) by rounds: then the limit of the sum is
     exactly the ratio of the summed times, Σ τ_w r_w V_w(1) / Σ r_w (V_w(K+1) + D_w(K))."""
-    rounds = [m.num_drafts for m in measurements]
-    tokens = [m.num_drafts + m.num_accepted_tokens for m in measurements]
+    counters = [m.counters for m in measurements]
+    rounds = [c.num_drafts for c in counters]
+    tokens = [c.num_drafts + c.num_accepted_tokens for c in counters]
     costs = [m.costs for m in measurements if m.costs is not None]
     if len(costs) < len(measurements) or not sum(rounds):
         return None

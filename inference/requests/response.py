@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.metrics import SpecDecodeCounters
 from inference.outputs import (
     CompletionOutput,
     Logprob,
@@ -120,23 +119,18 @@ def _text(request: Request, tokenizer: Any) -> str:
 
 
 def _metrics(requests: Sequence[Request]) -> RequestMetrics:
-    total = SpecDecodeCounters()
-    accepted: list[int] = []
-    drafted: list[int] = []
-    for request in requests:
-        total.merge(request.counters)
-        accepted += request.accepted_per_round
-        drafted += request.drafted_per_round
     first = [r.first_token_time for r in requests if r.first_token_time is not None]
     finished = [r.finished_time for r in requests if r.finished_time is not None]
-    return RequestMetrics(
+    metrics = RequestMetrics(
         arrival_time=min(r.arrival_time for r in requests),
         first_token_time=min(first, default=None),
         finished_time=max(finished) if len(finished) == len(requests) else None,
-        accepted_per_round=accepted,
-        drafted_per_round=drafted,
-        **vars(total),
     )
+    for request in requests:
+        metrics.merge(request.counters)
+        metrics.accepted_per_round += request.accepted_per_round
+        metrics.drafted_per_round += request.drafted_per_round
+    return metrics
 
 
 def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:

@@ -227,7 +227,9 @@ def test_what_one_workload_lacks_the_pool_lacks() -> None:
     bare.requests = whole.requests
     cell = (whole + bare).cell()
     absent = (cell.costs, cell.expected, cell.time_shares, cell.speedup_vs_autoregressive)
-    assert absent == (None,) * 4 and not cell.passes and cell.num_drafts == 2 * whole.num_drafts
+    assert (
+        absent == (None,) * 4 and not cell.passes and cell.num_drafts == 2 * whole.cell().num_drafts
+    )
 
 
 # ---------------------------------------------------------------------------------- speed
