@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 
 def acceptance_length(num_accepted: float, num_drafts: float) -> float:
@@ -85,12 +86,9 @@ class SpecDecodeCounters:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        per_pos, places = (
-            self.num_accepted_tokens_per_pos,
-            num_draft_tokens if depth is None else depth,
-        )
-        if len(per_pos) < places:
-            per_pos.extend([0] * (places - len(per_pos)))
+        per_pos = self.num_accepted_tokens_per_pos
+        positions = num_draft_tokens if depth is None else depth
+        per_pos.extend([0] * (positions - len(per_pos)))
         for k in range(num_accepted_tokens):
             per_pos[k] += 1
 
@@ -99,19 +97,21 @@ class SpecDecodeCounters:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
-        mine.extend([0] * (len(theirs) - len(mine)))
-        for k, count in enumerate(theirs):
-            mine[k] += count
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        self.num_accepted_tokens_per_pos = [a + b for a, b in pairs]
 
     def since(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
         """The growth from an earlier state of the same counters."""
-        positions, before = self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos
+        pairs = zip_longest(
+            self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0
+        )
         return SpecDecodeCounters(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [count - (before[i] if i < len(before) else 0) for i, count in enumerate(positions)],
+            [now - before for now, before in pairs],
         )
 
     @property

@@ -120,11 +120,11 @@ def weights_sha256(
     folder: str | os.PathLike[str], suffixes: Iterable[str] = (".safetensors", ".bin")
 ) -> str:
     """Hash over the names and contents of the weight files in `folder`, in name order."""
-    wanted = tuple(suffixes)
-    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(wanted))
+    endings = tuple(suffixes)
+    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(endings))
     if not files:
         raise DataError(
-            f"{folder}: no weight files ({', '.join(wanted)}) to hash: expected a model directory"
+            f"{folder}: no weight files ({', '.join(endings)}) to hash: expected a model directory"
         )
     digest = hashlib.sha256()
     for path in files:

@@ -22,9 +22,8 @@ from speculators.errors import DataError
 from speculators.target.frozen_target import FrozenTarget
 
 Tokens = Sequence[int]
-LEADING = (
-    8  # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
-)
+# logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
+LEADING = 8
 
 
 def compare_greedy(
@@ -48,12 +47,10 @@ def compare_greedy(
         )
     dtype = str(target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
-    forward: TargetForward | None = (
-        None  # the engine's, whose kernels round otherwise than transformers'
-    )
+    forward: TargetForward | None = None  # the engine's: its kernels round in their own way
     for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
-        place = first_difference(reference, output)
-        if place is not None:
+        position = first_difference(reference, output)
+        if position is not None:
             shapes, forward = (num_speculative_tokens + 1, rows), forward or TargetForward(target)
             details.append(
                 _judge(
@@ -63,7 +60,7 @@ def compare_greedy(
                     prompt,
                     reference,
                     output,
-                    place,
+                    position,
                     shapes,
                     may_tie=dtype != "float32",
                 )
@@ -92,7 +89,7 @@ def _judge(
     prompt: Tokens,
     reference: Tokens,
     output: Tokens,
-    place: int,
+    position: int,
     shapes: tuple[int, int],
     may_tie: bool,
 ) -> TokenDifference:
@@ -101,13 +98,13 @@ def _judge(
 
     Two tokens tie if neither lies further below the top than the gap between two leading logits is
     seen to change."""
-    expected = reference[place] if place < len(reference) else None
-    produced = output[place] if place < len(output) else None
+    expected = reference[position] if position < len(reference) else None
+    produced = output[position] if position < len(output) else None
     runs: list[Tensor] = []  # of the leading tokens, one per shape
     leading: list[int] = []
     gap, noise, behind = 0.0, 0.0, float("inf")
     for logits in _logits_at_shapes(
-        target.device, forward, list(prompt), list(reference[:place]), *shapes
+        target.device, forward, list(prompt), list(reference[:position]), *shapes
     ):
         if not runs:
             top = logits.topk(min(LEADING, len(logits)))
@@ -124,7 +121,7 @@ def _judge(
             break
     return TokenDifference(
         prompt=name,
-        position=place,
+        position=position,
         reference_token=expected,
         token=produced,
         top_two_gap=gap,

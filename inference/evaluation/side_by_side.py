@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from inference.provenance import environment
 from inference.report.measurement import Measurement
 from inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell, TokenDifference
 from inference.report.speed import stalled
-from inference.report.table import row
+from inference.report.table import new_table, row
 from inference.sampling_params import SamplingParams
 from inference.whole_file import write_whole
 from speculators.errors import ConfigError
@@ -35,7 +34,7 @@ from speculators.target.frozen_target import FrozenTarget
 
 DEFAULT = "default"
 WARM_UP_TOKENS = 8
-COLUMNS = ("tok/s", "τ", "/fwd", "speedup")
+COLUMNS = ("tok/s", "τ", "drafted", "/fwd", "speedup", "same")
 Progress = Callable[[str], None]
 
 
@@ -188,22 +187,13 @@ def results(
 
 def results_table(title: str, cells: Mapping[str, Cell]) -> Table:
     """A row per method."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("", overflow="fold")
-    for heading in (*COLUMNS, "drafted", "same text"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(title, "", *COLUMNS)
     for name, cell in cells.items():
-        line = row(cell)
-        if name == DEFAULT:
-            table.add_row(name, line["tok/s"])
-            continue
-        drafted = f"{100 * (cell.drafted_share or 0):.0f} %"
-        table.add_row(name, *(line[column] for column in COLUMNS), drafted, _verdict(cell))
+        table.add_row(name, *(row(cell)[column] for column in COLUMNS))
     table.caption = (
-        "τ: tokens per verified draft; /fwd: tokens per forward of the target, over all; speedup"
-        " with 90 % of a bootstrap; drafted: share of the forwards with a draft"
+        "τ: tokens per verified draft; /fwd: tokens per forward of the target; drafted: share of"
+        " the forwards with a draft; speedup with 90 % of a bootstrap; same: the text of the"
+        " default (~: ties)"
     )
     table.caption_justify = "left"
     return table
@@ -236,16 +226,6 @@ def repeats_itself(token_ids: Sequence[int]) -> bool:
     return len(token_ids) >= 16 and any(
         half[period:] == half[:-period] for period in range(1, min(8, len(half) // 2) + 1)
     )
-
-
-def _verdict(cell: Cell) -> str:
-    if not cell.lossless:
-        return "sampled"
-    (check,) = cell.lossless
-    if not check.details:
-        return "yes"
-    rest = f"{check.mismatches} WRONG" if check.mismatches else f"{check.ties} tied"
-    return f"{check.checked_prompts - len(check.details)} of {check.checked_prompts} ({rest})"
 
 
 def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:

@@ -168,15 +168,15 @@ def load_suite(name: str, path: str | Path) -> list[Conversation]:
             replace(one, category=part) for part, file in files for one in load_suite(part, file)
         ]
     (file,) = suite_files(name, path)
-    found = []
+    conversations = []
     for origin, row in json_lines(file):
         try:
-            found.append(_conversation(name, suite, row, origin))
+            conversations.append(_conversation(name, suite, row, origin))
         except ValueError as error:
             raise DataError(f"{origin}: {error}: {json.dumps(row)[:80]}") from None
-    if not found:
+    if not conversations:
         raise DataError(f"{file}: there are no rows; expected {suite.title}")
-    return found
+    return conversations
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -215,10 +215,8 @@ def _conversation(name: str, suite: Suite, row: Any, origin: str) -> Conversatio
             f"a text of others is left out of this file; make the whole one with: {suite.fetch}"
         )
     category = name if suite.category is None else row.get(suite.category)
-    if not isinstance(category, str) or category in (
-        "",
-        "all",
-    ):  # reports call all categories together so
+    # reports call all categories together `all`
+    if not isinstance(category, str) or category in ("", "all"):
         raise ValueError(f"expected {suite.category}, a text other than all")
     return Conversation(category, tuple(turns), origin)
 

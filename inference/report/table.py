@@ -50,6 +50,7 @@ def row(cell: Cell) -> Row:
             if expected
             else NONE
         ),
+        "drafted": NONE if cell.drafted_share is None else f"{100 * cell.drafted_share:.0f}%",
         "/fwd": NONE if cell.tokens_per_forward is None else f"{cell.tokens_per_forward:.2f}",
         "tok/s": rates.get(SPECULATIVE, NONE),
         "off": rates.get(AUTOREGRESSIVE, NONE),
@@ -146,7 +147,7 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         lengths.caption_justify = "left"
         console.print(lengths)
         positions = map(str, range(1, facts.num_speculative_tokens + 1))
-        rates = _table("acceptance by position, %", "", "T", *positions)
+        rates = new_table("acceptance by position, %", "", "T", *positions)
         for values in position_rows(part.pooled()):
             rates.add_row(*values)
         console.print(rates)
@@ -157,7 +158,7 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
 
 
 def _cells(report: AcceptanceReport, title: str, columns: Sequence[str]) -> Table:
-    table = _table(title, *columns)
+    table = new_table(title, *columns)
     own, *others = report.engines()
     for temperature in report.temperatures():
         for workload in report.workloads():
@@ -180,7 +181,8 @@ def _title(report: AcceptanceReport) -> str:
     )
 
 
-def _table(title: str, first: str, *headings: str) -> Table:
+def new_table(title: str, first: str, *headings: str) -> Table:
+    """An empty table; all columns but the first are numbers."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -192,7 +194,7 @@ def _table(title: str, first: str, *headings: str) -> Table:
 
 def gates_table(report: AcceptanceReport) -> Table:
     """Every gate with its bound, the figure reached and the verdict."""
-    table = _table("gates", "figure", "reached", "demanded")
+    table = new_table("gates", "figure", "reached", "demanded")
     table.add_column("", no_wrap=True)
     for gate in report.gates:
         bounds = [

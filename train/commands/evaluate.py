@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from speculators.errors import ConfigError
 from train.commands.options import Overrides
 
 if TYPE_CHECKING:
+    from inference.evaluation.evaluate import EngineMaker
     from train.pipeline.acceptance_stage import Engines
 
 OURS, VLLM = "draftsmith", "vllm"
@@ -201,7 +202,7 @@ def _engines(
 
     if VLLM not in (names or ()):
         return Engines(enforce_eager=eager)
-    made: Any = VllmOptions(python or None, json_option("--vllm-options", options) or {})
+    vllm: EngineMaker = VllmOptions(python or None, json_option("--vllm-options", options) or {})
     if url:
-        made = VllmServers(url, baseline_url or None)
-    return Engines(OURS in (names or ()), made, enforce_eager=eager)
+        vllm = VllmServers(url, baseline_url or None)
+    return Engines(OURS in (names or ()), vllm, enforce_eager=eager)

@@ -71,13 +71,13 @@ class Stages:
             nonlocal last, first
             bar.update(task.id, completed=done, total=total or None, note=note)  # None: as it was
             now, most = time.monotonic(), task.total
-            began, found = first = first or (now, done)
+            began, before = first = first or (now, done)
             if self.console.is_terminal or now - last < LINE_EVERY:
                 return
             last = now
             left = ""
-            if most and done > found:
-                left = f", {(now - began) / (done - found) * (most - done):.0f} s left"
+            if most and done > before:
+                left = f", {(now - began) / (done - before) * (most - done):.0f} s left"
             self.console.print(
                 f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False
             )
