@@ -64,16 +64,16 @@ class CachedStep(nn.Module):
         rows = StaticRows(placed[0], memory[: self._layers], memory[self._layers :], shape)
         return self._step(rows, placed[1], *inputs)
 
-    def run(self, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs | None:
-        """inputs [b, T, …] each -> outputs of these rows. None, and nothing was done: the keys and
+    def run(self, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs:
+        """inputs [b, T, …] each -> outputs of these rows; (), and nothing was done, if the keys and
         values have no memory yet."""
         if not self._layers:
             keys, values = self._cache.memory()
             self._layers = len(keys)
             for i, memory in enumerate((*keys, *values)):
                 self.register_buffer(f"memory_{i}", memory, persistent=False)
-        if not self._layers:
-            return None
+            if not keys:
+                return ()
         lengths = self._cache.lengths[:rows]
         shape = self.buckets.shape(rows, inputs[0].shape[1], max(lengths) + self._ahead)
         self._example = self._example or [each[:1, :1].clone() for each in inputs]
@@ -152,12 +152,10 @@ class CompiledRounds:
                 return None
             state = () if reads_tokens else (inputs.taps, inputs.last_hidden)
             given = [inputs.token_ids, *(each for each in state if each is not None)]
-            outputs = chain.run(inputs.stop, *given, counts=inputs.counts)
-            if outputs is None:
-                return None
-            for row, count in enumerate(inputs.counts):
+            drafted = chain.run(inputs.stop, *given, counts=inputs.counts)
+            for row, count in enumerate(inputs.counts if drafted else ()):
                 cache.advance(row, count)
-            return outputs[0]
+            return drafted[0] if drafted else None
 
         return best_chain
 
@@ -193,7 +191,7 @@ class CompiledRounds:
         is_tree = proposal is not None and proposal.parents is not None
         if start or is_tree or token_ids.shape[1] > self.steps[0].buckets.widths[-1]:
             return None
-        outputs = self.steps[0].run(rows, token_ids) or ()
+        outputs = self.steps[0].run(rows, token_ids)
         return tuple(None if x is None else x[:, : token_ids.shape[1]] for x in outputs) or None
 
 
@@ -201,24 +199,24 @@ def greedy_chain(drafter: Any, depth: int, *, reads_tokens: bool) -> Step:
     """(rows, counts [R], token_ids [R, T], taps, last_hidden as far as they are read) -> its
     `depth` best drafts [R, depth]."""
 
-    def extend(rows: StaticRows, token_ids: Tensor, *state: Tensor) -> Tensor:
-        known = drafter._known(token_ids) if reads_tokens else token_ids
-        return drafter._extend(rows, 0, rows.shape.rows, known, *state)
+    def extend(rows: StaticRows, token_ids: Tensor, state: Tensor | None) -> Tensor:
+        if reads_tokens:
+            return drafter._extend(rows, 0, rows.shape.rows, drafter._known(token_ids))
+        return drafter._extend(rows, 0, rows.shape.rows, token_ids, state)
 
     def step(rows: StaticRows, counts: Tensor, token_ids: Tensor, *features: Tensor) -> Outputs:
-        state: tuple[Tensor, ...] = ()
+        state = None
         if not reads_tokens:
             taps = features[0] if drafter.reads_taps else None
-            last_hidden = features[-1] if drafter.reads_last_hidden else None
-            state = (drafter.first_state(taps, last_hidden),)
+            state = drafter.first_state(taps, features[-1] if drafter.reads_last_hidden else None)
         newest = torch.arange(rows.shape.rows, device=counts.device)
-        read = extend(rows, token_ids, *state)[newest, counts - 1][:, None]  # [R, 1, H]
-        drafted = [to_target_ids(drafter.head(read[:, 0]).argmax(-1), drafter.draft_to_target)]
+        state, drafted = extend(rows, token_ids, state)[newest, counts - 1][:, None], []
         one = Shape(rows.shape.rows, 1, rows.shape.keys)
-        for k in range(depth - 1):
-            after = StaticRows(rows.lengths + counts + k, *rows.memory, one)
-            read = extend(after, drafted[-1][:, None], *([] if reads_tokens else [read]))
-            best = drafter.head(read[:, 0]).argmax(-1)
+        for k in range(depth):
+            if k:
+                after = StaticRows(rows.lengths + counts + k - 1, *rows.memory, one)
+                state = extend(after, drafted[-1][:, None], state)  # [R, 1, H]
+            best = drafter.head(state[:, 0]).argmax(-1)
             drafted.append(to_target_ids(best, drafter.draft_to_target))
         return (torch.stack(drafted, dim=1),)
 

@@ -30,9 +30,9 @@ class Buckets:
     powers of two. Widths: 1 and `width`. Keys: doubling up to `capacity`."""
 
     def __init__(
-        self, max_rows: int, width: int, capacity: int, row_sizes: Sequence[int] | None = None
+        self, max_rows: int, width: int, capacity: int, row_sizes: Sequence[int] = ()
     ) -> None:
-        sizes = doubling(1, max_rows) if row_sizes is None else row_sizes
+        sizes = row_sizes or doubling(1, max_rows)
         self.rows = (*(size for size in sizes if size < max_rows), max_rows)
         self.widths = (1, width) if width > 1 else (1,)
         self.keys = doubling(FEWEST_KEYS, capacity)

@@ -189,7 +189,7 @@ class Engine:
             request.count_round(drafted, accepted, depth)
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
-            self.draft_length.learn(proposal.counts, num_accepted, t1 - t0, t4 - t1)
+            self.draft_length.learn(proposal.counts, num_accepted, (t1 - t0, t4 - t1))
             if proposer.reads_features:
                 if proposal.parents is not None:
                     taps = None if taps is None else along(kept_places, taps)

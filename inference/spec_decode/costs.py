@@ -19,6 +19,7 @@ from inference.requests.request import Request
 from inference.spec_decode.proposers.base import Proposer
 from speculators.errors import ConfigError
 
+Seconds = tuple[float, float]  # that drafting took in a round, and verifying
 Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and waits for it
 
 MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
@@ -58,9 +59,7 @@ class RoundCosts:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         return self._verify, self._draft
 
-    def learn(
-        self, rows: int, depth: int, width: int, draft_seconds: float, verify_seconds: float
-    ) -> None:
+    def learn(self, rows: int, depth: int, width: int, seconds: Seconds) -> None:
         """After a round that drafted `depth` tokens and verified `width`."""
 
 
@@ -70,7 +69,7 @@ class MeasuredCosts(RoundCosts):
     def __init__(self, num_speculative_tokens: int) -> None:
         self._most = num_speculative_tokens
         self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
-        self._scales: dict[int, list[float]] = {}  # of the two, by what rounds took
+        self._scales: dict[int, list[float]] = {}  # of D and V, by what rounds took
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._proposer, self._forward = proposer, forward
@@ -86,22 +85,15 @@ class MeasuredCosts(RoundCosts):
             shared = near and max(near / size, size / near) <= SHARED_RATIO
             self._found[size] = self._found[near] if shared else self._measure(rows)
             self._scales[size] = [*self._scales[near]] if shared else [1.0, 1.0]
-        verify, draft = (
-            [scale * cost for cost in costs]
-            for scale, costs in zip(self._scales[size], self._found[size], strict=True)
-        )
-        return verify, draft
+        (verify, draft), (of_draft, of_verify) = self._found[size], self._scales[size]
+        return [of_verify * cost for cost in verify], [of_draft * cost for cost in draft]
 
-    def learn(
-        self, rows: int, depth: int, width: int, draft_seconds: float, verify_seconds: float
-    ) -> None:
+    def learn(self, rows: int, depth: int, width: int, seconds: Seconds) -> None:
         (verify, draft), scales = self._found[rows], self._scales[rows]
-        rounds = ((verify_seconds, verify[width]), (draft_seconds, draft[depth]))
-        for i, (seconds, expected) in enumerate(rounds):
-            if seconds > 0 and expected > 0:
-                scale = max(scales[i] / MOST_DEPARTURE, seconds / expected)
-                scale = min(scales[i] * MOST_DEPARTURE, scale)
-                scales[i] += SCALE_RATE * (scale - scales[i])
+        for i, expected in enumerate((draft[depth], verify[width])):
+            if seconds[i] > 0 and expected > 0:
+                scale = max(scales[i] / MOST_DEPARTURE, seconds[i] / expected)
+                scales[i] += SCALE_RATE * (min(scales[i] * MOST_DEPARTURE, scale) - scales[i])
 
     def _measure(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         most, propose = self._most, self._proposer.rehearse

@@ -22,19 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 from inference.requests.request import Request
-from inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts
+from inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts, Seconds
 from inference.spec_decode.proposal import Proposal
 from inference.spec_decode.proposers.base import Proposer
 
 Schedule = Sequence[tuple[int, int, int]]  # (smallest batch size, largest, K), ascending
+Confidences = Sequence[Sequence[float]]  # [d][B]
 
 KEPT = 0.98  # of what was counted, per round with drafts: means over some 50 rounds
 PRIOR_ACCEPTANCE, PRIOR_OUTCOMES = 0.7, 4.0  # of the first depth; the others': the one before
 MOST_LIKELY = 0.99  # no draft is surer
 PROBE_SHARE = 0.01  # of the time may be lost on drafts that are not expected to pay
-FIRST_PROBES = 4.0  # plain decoding steps that may be lost so at the start
 FREE_DRAFTING = 0.01  # of a plain decoding step, for the rest of K: drafted without asking
 
 
@@ -61,13 +62,7 @@ class DraftLength:
         """The part of a proposal that is verified."""
         return proposal
 
-    def learn(
-        self,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def learn(self, verified: Sequence[int], accepted: Sequence[int], seconds: Seconds) -> None:
         """Drafts verified and accepted per row of the round, and what it took."""
 
 
@@ -95,12 +90,9 @@ class Acceptance:
         return [min(kappa * c, MOST_LIKELY) for c in confidence]
 
     def learn(
-        self,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        confidences: Sequence[Sequence[float]],
+        self, verified: Sequence[int], accepted: Sequence[int], confidences: Confidences
     ) -> None:
-        """Verified and accepted [B]; confidences [d][B] of the depths where they were known."""
+        """Verified and accepted [B]; confidences of the depths where they were known."""
         self._accepted = [KEPT * x for x in self._accepted]
         self._tried = [KEPT * x for x in self._tried]
         self._came, self._expected = KEPT * self._came, KEPT * self._expected
@@ -131,8 +123,9 @@ class RoundPlan:
         verify: Sequence[float],
         draft: Sequence[float],
     ) -> None:
-        self._acceptance, self._room, self._most = acceptance, list(room), max(room)
-        self._rates, self._verify, self._draft = acceptance.rates(self._most), verify, draft
+        self._acceptance, self.room, self._most = acceptance, list(room), max(room)
+        self._verify, self._draft = verify, draft
+        self._means = [[a] * len(room) for a in acceptance.rates(self._most)]  # [K][B]
         self._survival = [1.0] * len(room)  # [B] that the committed drafts are all accepted
         self.committed_length = self.forced_length = 0
         self.confidences: list[Sequence[float]] = []
@@ -150,10 +143,6 @@ class RoundPlan:
         """The time of a round that drafts and verifies so many, in plain decoding steps."""
         return (self._verify[drafts] + self._draft[drafts]) / self._verify[0]
 
-    def limit_rows(self, counts: Sequence[int]) -> None:
-        """Limits each row to the number of drafts [B] that it got."""
-        self._room = [min(limit, count) for limit, count in zip(self._room, counts, strict=True)]
-
     def decide_next(self, confidence: Sequence[float], *, drafted: bool) -> int:
         """The number of drafts to go on with, the next one included, given its confidence [B]; 0 is
         final. `drafted`: the chain is there already, and costs nothing more."""
@@ -165,7 +154,7 @@ class RoundPlan:
             self._survival, self.committed_length = self._survives(self._survival, k, this), k + 1
         return further
 
-    def decide_all(self, confidences: Sequence[Sequence[float]]) -> int:
+    def decide_all(self, confidences: Confidences) -> int:
         """The number of drafts to verify of a chain that is there already, given the confidences
         [d][B] of all of its depths, only where none of them depends on a draft; [] where there are
         none."""
@@ -176,17 +165,15 @@ class RoundPlan:
 
     def _survives(self, survival: Sequence[float], k: int, rates: Sequence[float]) -> list[float]:
         """Survival [B] of draft k + 1, 0 in rows without such a draft."""
-        rows = zip(survival, rates, self._room, strict=True)
+        rows = zip(survival, rates, self.room, strict=True)
         return [s * a if k < limit else 0.0 for s, a, limit in rows]
 
-    def _gains(self, known: Sequence[Sequence[float]] = ()) -> list[float]:
+    def _gains(self, known: Confidences = ()) -> list[float]:
         """Expected accepted tokens, over all rows, of each further depth. known: acceptance [B] of
         the next ones; those behind them have the means of their depths."""
         survival, gains = self._survival, []
-        for k in range(self.committed_length, self._most):
-            rates = (
-                known[len(gains)] if len(gains) < len(known) else [self._rates[k]] * len(survival)
-            )
+        first = self.committed_length
+        for k, rates in enumerate([*known, *self._means[first + len(known) :]], first):
             survival = self._survives(survival, k, rates)
             gains.append(sum(survival))
         return gains
@@ -219,17 +206,17 @@ class AdaptiveDraftLength(DraftLength):
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
         self._costs = costs or MeasuredCosts(num_speculative_tokens)
-        self._plan: RoundPlan | None = None
         self.forget()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
-        proposer.go_on, self._stops_early = self._go_on, proposer.stops_early
+        proposer.go_on = lambda confidence: self._plan.decide_next(confidence, drafted=False)
+        self._stops_early = proposer.stops_early
 
     def forget(self, *, costs: bool = False) -> None:
         """Starts anew: what became of the drafts of a warm-up says nothing about texts."""
         self._acceptance = Acceptance(self.num_speculative_tokens)
-        self._idle = FIRST_PROBES / PROBE_SHARE  # rounds that a probe may make up for
+        self._idle = inf  # rounds that a probe may make up for
         if costs:
             self._costs.forget()
 
@@ -242,7 +229,7 @@ class AdaptiveDraftLength(DraftLength):
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
             plan.forced_length = plan.best_nonzero_length
         depth = max(plan.best_length, plan.forced_length)
-        # on a CPU `_go_on` stops the proposer
+        # on a CPU `go_on` stops the proposer
         if plan.rest_is_free(depth) or (depth and self._stops_early):
             return room
         self._depth = depth
@@ -252,7 +239,7 @@ class AdaptiveDraftLength(DraftLength):
         plan = self._plan
         if plan is None or plan.confidences or not proposal.width or proposal.parents is not None:
             return proposal
-        plan.limit_rows(proposal.counts)
+        plan.room = [min(pair) for pair in zip(plan.room, proposal.counts, strict=True)]
         known = [] if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
         if proposal.foreseen or not known:
             plan.decide_all(known)
@@ -262,18 +249,12 @@ class AdaptiveDraftLength(DraftLength):
                     break
         return proposal.shortened(plan.committed_length)
 
-    def learn(
-        self,
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        draft_seconds: float,
-        verify_seconds: float,
-    ) -> None:
+    def learn(self, verified: Sequence[int], accepted: Sequence[int], seconds: Seconds) -> None:
         plan, width = self._plan, max(verified)
         if plan is None:
             return
         depth = len(plan.confidences) if self._stops_early else self._depth
-        self._costs.learn(len(verified), depth, width, draft_seconds, verify_seconds)
+        self._costs.learn(len(verified), depth, width, seconds)
         if not width:
             self._idle += 1
             return
@@ -281,7 +262,3 @@ class AdaptiveDraftLength(DraftLength):
         paid = sum(accepted) >= len(accepted) * (plan.relative_time(width) - 1)
         if not (plan.forced_length and paid):  # a probe that paid is followed by another
             self._idle = 0
-
-    def _go_on(self, confidence: Sequence[float]) -> int:
-        assert self._plan is not None
-        return self._plan.decide_next(confidence, drafted=False)

@@ -209,12 +209,8 @@ NO_CHAIN = {"method": "ngram", "enforce_eager": True}
         ),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, None),
         (
-            {"compilation_config": {"mode": "vllm_compile", "cudagraph_capture_sizes": [4, 1, 4]}},
+            {"compilation_config": {"mode": "vllm_compile", "cudagraph_capture_sizes": [4, 1]}},
             Compilation(row_sizes=(1, 4)),
-        ),
-        (
-            {"compilation_config": {"mode": 1, "max_cudagraph_capture_size": 5}},
-            Compilation(row_sizes=(1, 2, 4)),
         ),
         (
             {"compilation_config": {"mode": 3, "pass_config": {}, "custom_ops": ["+rms_norm"]}},

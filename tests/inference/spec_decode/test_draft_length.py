@@ -80,7 +80,7 @@ class Rows:
             chances = [chance[row]] * count if sure is None else chance[:count]
             hits = [self.source.random() < p for p in chances]
             accepted.append(hits.index(False) if False in hits else count)
-        self.length.learn(counts, accepted, 0.0, 0.0)
+        self.length.learn(counts, accepted, (0.0, 0.0))
         self.widths.append(max(counts))
         return max(counts)
 
@@ -313,8 +313,8 @@ def test_what_rounds_take_scales_what_was_measured():
     rows = [SimpleRequest()] * 2
     (verify, draft), rounds = costs.of(rows), 200
     for _ in range(rounds):
-        costs.learn(2, 3, 3, 3 * draft[3], 2 * verify[3])
-    costs.learn(2, 3, 3, 3 * draft[3], 1000 * verify[3])  # a pause of the machine
+        costs.learn(2, 3, 3, (3 * draft[3], 2 * verify[3]))
+    costs.learn(2, 3, 3, (3 * draft[3], 1000 * verify[3]))  # a pause of the machine
     scaled = costs.of(rows)
     np.testing.assert_allclose(scaled[0], 2 * np.array(verify), rtol=0.1)
     np.testing.assert_allclose(scaled[1], 3 * np.array(draft), rtol=0.01)
