@@ -159,16 +159,11 @@ class DecoderConfig(DrafterConfig):
 
     def llama_fields(self) -> dict[str, Any]:
         """The fields of a Llama config.json that describe the layers."""
+        names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+        names += ["head_dim", "hidden_act", "rms_norm_eps", "rope_parameters"]
         return {
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            **{name: getattr(self, name) for name in names},
             "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": self.hidden_act,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": self.rope_parameters,
             "rope_theta": self.rope_parameters["rope_theta"],
             "max_position_embeddings": self.max_position_embeddings,
         }

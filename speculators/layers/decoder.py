@@ -55,29 +55,35 @@ class Attention(nn.Module):
         self.qk_weight: Tensor | None = None  # of both norms [h + g, d], while frozen
 
     def project(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor | None = None
+        self, x: Tensor, rotary: Rotary, queries: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
 
         `queries` [B, M]: the slots that have a query, which is then [B, h, M, d].
         """
-        B, T, _ = x.shape
-        if queries is not None:
-            return self._project_some(x, rotary, queries)
-        if self.fused is None:
-            parts = (self.q_proj, self.k_proj, self.v_proj)
-            q, k, v = (part(x).view(B, T, -1, self.head_dim) for part in parts)
-            if self.qk_norm:
-                q, k = self.q_norm(q), self.k_norm(k)
-            qk = torch.cat([q, k], dim=2)
-        else:
-            heads = self.fused(x).view(B, T, -1, self.head_dim)  # of queries, keys and values
-            qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-            if self.qk_weight is not None:
-                qk = functional.rms_norm(qk, qk.shape[-1:], None, self.q_norm.eps) * self.qk_weight
+        if self.fused is None or queries is not None:
+            return self._project_apart(x, rotary, queries)
+        heads = self.fused(x).unflatten(-1, (-1, self.head_dim))  # of queries, keys and values
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.qk_weight is not None:
+            qk = functional.rms_norm(qk, qk.shape[-1:], None, self.q_norm.eps) * self.qk_weight
         qk = _rotated(qk.transpose(1, 2), rotary)  # [B, h + g, T, d]: one rotation for both
         q, k = qk.to(v.dtype).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
+
+    def _project_apart(
+        self, x: Tensor, rotary: Rotary, queries: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        asking, turned = x, rotary
+        if queries is not None:
+            cos, sin = (at_slots(each.expand(len(x), -1, -1), queries) for each in rotary)
+            asking, turned = at_slots(x, queries), (cos, sin)
+        given = ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
+        q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)) for part, y in given)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _rotated(q.transpose(1, 2), turned), _rotated(k.transpose(1, 2), rotary)
+        return q.to(v.dtype), k.to(v.dtype), v.transpose(1, 2)
 
     @torch.no_grad()
     def join_norms(self) -> None:
@@ -97,19 +103,6 @@ class Attention(nn.Module):
         k, v = projected.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         k = self.k_norm(k) if self.qk_norm else k
         return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
-
-    def _project_some(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], queries: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        B, T, _ = x.shape
-        q = self.q_proj(at_slots(x, queries)).view(B, queries.shape[1], self.heads, self.head_dim)
-        k, v = (part(x).view(B, T, -1, self.head_dim) for part in (self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        asked = tuple(at_slots(x.expand(B, -1, -1), queries) for x in rotary)
-        q = _rotated(q.transpose(1, 2), asked)
-        k, v = _rotated(k.transpose(1, 2), rotary), v.transpose(1, 2)
-        return q.to(v.dtype), k.to(v.dtype), v
 
 
 class GatedMLP(nn.Module):
@@ -238,7 +231,7 @@ def at_slots(x: Tensor, slots: Tensor) -> Tensor:
     return x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
     cos, sin = (each.unsqueeze(1) for each in rotary)
     return torch.addcmul(x * cos, rotate_half(x), sin)
@@ -246,16 +239,6 @@ def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 def _llama_config(config: DecoderConfig) -> LlamaConfig:
     """A head's configuration as transformers' Llama modules read it."""
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        hidden_act=config.hidden_act,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        mlp_bias=False,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )
+    fields = config.llama_fields() | {"rope_parameters": dict(config.rope_parameters)}
+    del fields["rope_theta"]
+    return LlamaConfig(**fields, mlp_bias=False, vocab_size=config.vocab_size)
