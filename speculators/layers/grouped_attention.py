@@ -83,8 +83,8 @@ def cached_attends(
         if mask is None:
             return None
         if repeat not in added:
-            zero = torch.zeros((), dtype=like.dtype, device=like.device)
-            whole = torch.where(mask, zero, float("-inf"))
+            whole = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+            whole.masked_fill_(~mask, float("-inf"))
             added[repeat] = repeat_mask(whole, repeat) if repeat > 1 else whole
         return added[repeat]
 

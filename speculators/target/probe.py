@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -103,17 +102,8 @@ def has_plain_weight(module: nn.Module) -> bool:
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing
     gives no NaN)."""
-    zero, floor = _mask_values(dtype, mask.device)
-    return torch.where(mask, zero, floor)
-
-
-@lru_cache
-def _mask_values(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of an additive mask, cached: on small models creating them is measurable in
-    every step."""
-    with torch.inference_mode(False):
-        floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
-        return torch.zeros_like(floor), floor
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 # ---------------------------------------------------------------------- parts and refusals

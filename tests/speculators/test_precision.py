@@ -22,9 +22,9 @@ from speculators.precision import (
 )
 from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
+from tests.support.recipes import recipe_of
 from train.pipeline.run import make_accelerator
 from train.planner.outline import outline
-from train.recipe.recipe import make_recipe
 from train.recipe.sections import TargetSection
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
@@ -122,15 +122,11 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
 @pytest.mark.parametrize(("name", "precision"), [("old", "no"), ("amx", "bf16")])
 def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
     cpu(name)
-    recipe = make_recipe(
-        {
-            "name": "x",
-            "family": "eagle3",
-            "target": {"model": str(folder)},
-            "data": {"train": [{"path": "chats.jsonl"}]},
-            "training": {"steps": 2},
-            "output_dir": str(tmp_path / "run"),
-        }
+    recipe = recipe_of(
+        "eagle3",
+        target={"model": str(folder)},
+        training={"steps": 2},
+        output_dir=str(tmp_path / "run"),
     )
     plan = outline(recipe, counted=([], []), device="cpu")
     assert plan.autocast == (torch.bfloat16 if precision == "bf16" else torch.float32)

@@ -18,9 +18,9 @@ from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.draft_vocab import to_target_ids
 from tests.inference.modules import make_llm
+from tests.support.recipes import recipe_of
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
-from train.recipe.recipe import recipe_class
 from train.trainer.trainer import Trainer
 
 DEPTHS = 3
@@ -214,31 +214,12 @@ def rows(count: int = 16, vocab: int = 100) -> list[Any]:
 
 def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: Any) -> Trainer:
     target, drafter = make(case, model, noise=0.0)
-    recipe = recipe_class(case.family).model_validate(
-        {
-            "name": "t",
-            "family": case.family,
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": {"unroll_steps": 4, **case.options},
-            "training": {
-                "steps": steps,
-                "batch_size": 2,
-                "learning_rate": 1e-2,
-                "save_every": 2,
-                "mixed_precision": "no",
-            },
-            **sections,
-        }
-    )
+    training = {"steps": steps, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
+    training["mixed_precision"] = "no"
+    data = {"train": [{"path": "chats.jsonl"}], "max_length": 48}
+    drafting = {"unroll_steps": 4, **case.options}
+    recipe = recipe_of(case.family, data=data, drafter=drafting, training=training, **sections)
     torch.manual_seed(0)
     drafter.initialise_from(target, recipe.drafter)
-    return Trainer(
-        recipe,
-        target,
-        drafter,
-        rows(),
-        accelerator=Accelerator(cpu=True),
-        folder=folder,
-        fingerprint="a",
-    )
+    own = {"accelerator": Accelerator(cpu=True), "folder": folder, "fingerprint": "a"}
+    return Trainer(recipe, target, drafter, rows(), **own)

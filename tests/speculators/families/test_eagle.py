@@ -18,8 +18,8 @@ from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.families.eagle import Eagle, EagleOptions
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from tests.support.recipes import recipe_of
 from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import make_recipe
 
 EMBEDDED = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 
@@ -56,15 +56,7 @@ def options(**given) -> EagleOptions:
 
 
 def recipe(**drafter):
-    return make_recipe(
-        {
-            "name": "t",
-            "family": "eagle",
-            "target": {"model": "x"},
-            "data": {"train": [{"path": "chats.jsonl"}]},
-            "drafter": drafter,
-        }
-    )
+    return recipe_of("eagle", drafter=drafter)
 
 
 # ---------------------------------------------------------------------- the maths

@@ -24,8 +24,8 @@ from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from tests.inference.modules import make_llm
+from tests.support.recipes import recipe_of
 from train.recipe.drafter_config import drafter_config, sketch_drafter
-from train.recipe.recipe import make_recipe
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {},
@@ -118,17 +118,9 @@ def test_tied_tensors_load_from_one_copy_or_all(make, tmp_path: Path) -> None:
     del fields["draftsmith"]
     (folder / "config.json").write_text(json.dumps(fields))
     one = load_file(folder / "model.safetensors")
-    assert sorted(one) == [
-        f"speculator.{name}"
-        for name in (
-            "emb.0.weight",
-            "head.0.weight",
-            "ln.0.bias",
-            "ln.0.weight",
-            "proj.0.weight",
-            "proj.1.weight",
-        )
-    ]
+    parts = ("emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight")
+    parts += ("proj.0.weight", "proj.1.weight")
+    assert sorted(one) == [f"speculator.{name}" for name in parts]
     last = {
         name.replace("emb.0", "emb.3").replace("proj.1", "proj.2"): tensor
         for name, tensor in one.items()
@@ -207,13 +199,7 @@ def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
 
 
 def recipe(**sections: Any):
-    required = {
-        "name": "t",
-        "family": "mlp",
-        "target": {"model": "x"},
-        "data": {"train": [{"path": "chats.jsonl"}]},
-    }
-    return make_recipe(required | sections)
+    return recipe_of("mlp", **sections)
 
 
 def test_all_heads_are_trained_unless_asked_otherwise() -> None:

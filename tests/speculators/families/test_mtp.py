@@ -29,9 +29,9 @@ from speculators.layers.target_layer import (
 )
 from speculators.registry import build_config, config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from tests.support.recipes import recipe_of
 from train.pipeline.drafter_stage import make_drafter
 from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import recipe_class
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 QWEN3_NEXT = dict(
@@ -332,15 +332,8 @@ def test_init_from_target(native, architecture: str) -> None:
     folder, target, original = native(architecture)
 
     def recipe(**drafter: Any) -> Any:
-        return recipe_class("mtp").model_validate(
-            {
-                "name": "t",
-                "family": "mtp",
-                "target": {"model": str(folder)},
-                "data": {"train": [{"path": "chats.jsonl"}]},
-                "drafter": {"init_from": "target", **drafter},
-            }
-        )
+        drafter = {"init_from": "target", **drafter}
+        return recipe_of("mtp", target={"model": str(folder)}, drafter=drafter)
 
     config = drafter_config(recipe(), target)
     drafter = make_drafter(recipe(), config, target, None, None, folder)

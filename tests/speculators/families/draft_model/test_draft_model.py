@@ -28,9 +28,9 @@ from tests.support.contract import (
     assert_unroll_equals_draft,
     packed,
 )
+from tests.support.recipes import recipe_of
 from tests.support.tokenizers import byte_level
 from train.recipe.drafter_config import sketch_drafter
-from train.recipe.recipe import recipe_class
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]
@@ -67,21 +67,6 @@ def same_text(llm: LLM, tokens: int = 21, prompts: Any = PROMPTS) -> LLM:
 
 
 # ---------------------------------------------------------------------- cut from the target
-
-
-@pytest.mark.slow
-def test_a_student_of_all_layers_is_the_target(tiny_model, any_architecture: str) -> None:
-    """It drafts everything right, at either temperature."""
-    model = tiny_model(any_architecture)
-    drafter = student(FrozenTarget(model), from_target={"first": 3})
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(drafter.model.state_dict()[name], tensor), name
-    metrics = drafted(model, drafter).get_metrics()
-    assert 1 + metrics.num_accepted_tokens / metrics.num_drafts == 4
-    llm = make_llm(model, drafter=drafter, num_speculative_tokens=3)
-    llm.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=21, ignore_eos=True), False)
-    metrics = llm.get_metrics()
-    assert metrics.num_accepted_tokens == metrics.num_draft_tokens
 
 
 @pytest.mark.parametrize("kept", [[0, 2], [1, 2]])
@@ -162,13 +147,7 @@ def test_wrong_cuts_are_refused(tiny_model, kept) -> None:
 
 
 def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
-    content = {
-        "name": "t",
-        "family": "draft_model",
-        "target": {"model": "x"},
-        "data": {"train": [{"path": "chats.jsonl"}]},
-    }
-    return recipe_class("draft_model").model_validate(content | {"drafter": drafter} | sections)
+    return recipe_of("draft_model", drafter=drafter, **sections)
 
 
 @pytest.mark.parametrize(

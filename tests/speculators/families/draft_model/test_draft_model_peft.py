@@ -110,48 +110,40 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @any_peft
-def test_training_moves_the_adapter_only(target, base, peft, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_drafts_and_is_exported_merged(
+    target, base, peft, tmp_path: Path
+) -> None:
+    """It alone moves; merged for drafting and back; the export is a plain model, for transformers
+    and for us, and exporting changes nothing."""
     original = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    drafter = trained(target, base, peft, tmp_path)
+    drafter = trained(target, base, peft, tmp_path / "run")
     kept = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
         for name, tensor in drafter.model.state_dict().items()
     }
-    assert original.keys() <= kept.keys()
     for name, tensor in original.items():
         assert torch.equal(kept[name], tensor), name
     with drafter.adapter.peft.disable_adapter():
         before = logits(drafter.model)
-    assert not torch.allclose(logits(drafter.model), before, atol=1e-2)
-
-
-@any_peft
-def test_a_merged_export_is_a_plain_model(target, base, peft, tmp_path: Path) -> None:
-    """For transformers, and for us; and exporting changes nothing."""
-    drafter = trained(target, base, peft, tmp_path / "run")
     expected = logits(drafter.model)
+    assert not torch.allclose(expected, before, atol=1e-2)
+
     for name in ("once", "twice"):
         folder = export_drafter(drafter, tmp_path / name, dtype=torch.float32)
     plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
+    assert not any(info.values()) and not (folder / "adapter_config.json").exists()
     torch.testing.assert_close(logits(plain), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits(drafter.model), expected)
     again = load_drafter(folder, target)
     torch.testing.assert_close(logits(again.model), logits(plain))
     assert again.config == read_drafter_config(base)
-    assert not (folder / "adapter_config.json").exists()
 
-
-@any_peft
-def test_an_adapter_drafts_as_it_is_trained(target, base, peft, tmp_path: Path) -> None:
-    """Merged for drafting, beside the weights for training, and back again."""
-    drafter = trained(target, base, peft, tmp_path)
     features = target.features(**packed([9, 6]))
-    before = all_logits(drafter, features)
+    unmerged = all_logits(drafter, features)
     assert_unroll_equals_draft((target, drafter), packed([9, 6]))
     drafted(target.model, drafter)
     drafter.train().eval()
-    for a, b in zip(before, all_logits(drafter, features)):
+    for a, b in zip(unmerged, all_logits(drafter, features)):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
