@@ -94,7 +94,7 @@ def test_a_server_and_its_client(pair, tmp_path):
         client = [*words(CLIENT), "--port", str(port)]
         refused = Forked(client)
         said, _ = refused.communicate()
-        assert refused.returncode == 2 and "the context is 2048" in said
+        assert refused.returncode == 2 and "max_model_len is 2048" in said
         shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
         saved = ["--save-result", "--result-dir", str(tmp_path)]
         answered = Forked([*client, *shorter, *saved])
