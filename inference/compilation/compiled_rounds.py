@@ -111,9 +111,7 @@ class CachedStep(nn.Module):
                 " enforce_eager=True (in speculative_config: for the drafter alone)"
             ) from error
         self.shapes.add(shape)
-        return (
-            tuple(None if x is None else x.clone() for x in outputs) if self._replays else outputs
-        )
+        return tuple(None if x is None else x.clone() for x in outputs)
 
 
 class CompiledRounds:

@@ -232,7 +232,6 @@ def test_on_a_cpu_a_backend_is_named():
     ("config", "named"),
     [
         ({"mode": 7}, "mode"),
-        ({"modes": 3}, "modes"),
         ({"cudagraph_capture_sizes": [0]}, "cudagraph_capture_sizes"),
     ],
 )
