@@ -1,10 +1,12 @@
 """Reads rows from files and data sets, each with its place.
 
-JSON is read here, a line at a time, so that a damaged line is named and harms no other. Everything
-else goes through the `datasets` library, whose names of splits and slices are used throughout."""
+JSON and CSV are read here, a line at a time, so that a damaged line is named and harms no other,
+and text stays text. Everything else goes through the `datasets` library, whose names of splits and
+slices are used throughout."""
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -16,8 +18,10 @@ from train.data.bad_rows import BadRow
 from train.recipe.data_sections import Source
 
 Row = tuple[str, Any]  # its place, and the row or a BadRow
-JSON, TABLES = (".jsonl", ".json"), (".parquet", ".csv")
+TEXT, TABLE = (".jsonl", ".json", ".csv"), ".parquet"
+KINDS = ", ".join((*TEXT, TABLE))
 COMPRESSED = (".gz", ".bz2", ".zst")
+BOM = b"\xef\xbb\xbf"
 SAVED = ("state.json", "dataset_dict.json")  # a folder that `save_to_disk` wrote has one
 SHUFFLED_ROWS = 10_000  # of a stream, among which the next one is drawn
 
@@ -46,10 +50,8 @@ def rows_of(source: Source, *, seed: int = 0) -> Iterator[Row]:
 
 def kind_of(path: Path) -> str | None:
     """The kind of file by its name, compressed or not; None if it is none that is read here."""
-    if path.suffix in TABLES:
-        return path.suffix
     suffix = Path(path.stem if path.suffix in COMPRESSED else path.name).suffix
-    return suffix if suffix in JSON else None
+    return suffix if suffix in TEXT or path.suffix == TABLE else None
 
 
 def _files(path: Path, split: str) -> list[Path]:
@@ -58,13 +60,12 @@ def _files(path: Path, split: str) -> list[Path]:
 
     if path.is_file():
         if kind_of(path) is None:
-            kinds = ", ".join((*JSON, *TABLES))
-            raise DataError(f"{path}: expected one of {kinds}, or a dataset directory")
+            raise DataError(f"{path}: expected one of {KINDS}, or a dataset directory")
         if split != "train":
             raise DataError(f"{path}: split {split!r}: a single file has the split train alone")
         return [path]
     if not any(kind_of(file) for file in path.rglob("*")):
-        raise DataError(f"{path}: the directory holds no {', '.join((*JSON, *TABLES))} file")
+        raise DataError(f"{path}: the directory holds no file of {KINDS}")
     splits = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
     found = {str(name): [f for f in files if kind_of(Path(f))] for name, files in splits.items()}
     if not found.get(split):
@@ -74,29 +75,20 @@ def _files(path: Path, split: str) -> list[Path]:
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
-    if path.suffix in TABLES:
+    """The rows of a file; where it breaks off (a torn archive), the last row says so."""
+    if path.suffix == TABLE:
         import datasets
 
-        kind, files = path.suffix.removeprefix("."), str(path)
-        yield from _table_rows(
-            str(path),
-            lambda: datasets.load_dataset(kind, data_files=files, split="train", streaming=True),
-        )
+        options: dict[str, Any] = {"data_files": str(path), "split": "train", "streaming": True}
+        yield from _table_rows(str(path), lambda: datasets.load_dataset("parquet", **options))
         return
-    number = 0
+    number, read = 0, {".jsonl": _lines, ".json": _list_or_lines, ".csv": _csv}[kind_of(path) or ""]
     try:
         with _opened(path) as file:
-            if path.name.split(".")[-1 - (path.suffix in COMPRESSED)] == "json":
-                start = file.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-                if start.startswith(b"["):
-                    yield from _list_rows(path, file.read())
-                    return
-            for number, line in enumerate(file, 1):
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
-                    place = f"{path}:{number}"
-                    yield place, _decoded(line, place)
-    except (OSError, EOFError) as error:
+            for number, row in read(file, path):
+                place = f"{path}:{number}"
+                yield place, BadRow(place, row.what) if isinstance(row, BadRow) else row
+    except (OSError, EOFError, ValueError, csv.Error) as error:
         if not number:
             raise DataError(f"{path}: cannot be read: {error}") from error
         place = f"{path}:{number + 1}"
@@ -110,20 +102,33 @@ def _opened(path: Path) -> io.BufferedReader:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="detect"))
 
 
-def _decoded(line: bytes, place: str) -> Any:
-    """One line as JSON, or the BadRow that says why it is none."""
-    try:
-        return json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # of decoding as well
-        return BadRow(place, f"not JSON: {error}")
+def _lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
+    """A row of JSON per line that is not blank; lines count from 1, as editors do."""
+    for number, line in enumerate(file, 1):
+        if line := line.removeprefix(BOM if number == 1 else b"").strip():
+            try:
+                yield number, json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:  # of decoding as well
+                yield number, BadRow("", f"not JSON: {error}")
 
 
-def _list_rows(path: Path, data: bytes) -> Iterator[Row]:
+def _list_or_lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
+    """A list in one document, whose items count from 1; or lines, often called .json too."""
+    if file.peek(4096).removeprefix(BOM).lstrip()[:1] != b"[":
+        yield from _lines(file, path)
+        return
     try:
-        rows = json.loads(data.decode("utf-8-sig"))
+        rows = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: expected a list of rows as JSON: {error}") from None
-    yield from ((f"{path}[{number}]", row) for number, row in enumerate(rows))
+    yield from enumerate(rows, 1)
+
+
+def _csv(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, Any]]:
+    """A row per record, all of its values text; its number is that of its last line."""
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""))
+    for row in reader:
+        yield reader.line_num, row
 
 
 def _slice(split: str, count: int) -> range:

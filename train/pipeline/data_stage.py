@@ -115,11 +115,8 @@ class DataStage:
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
         batch = recipe.regenerate.batch_size
-        writes = (
-            target is not None
-            and target.supports_rollback
-            and not waits_on_host(recipe, accelerator)
-        )
+        writes = target is not None and target.supports_rollback
+        writes = writes and not waits_on_host(recipe, accelerator)
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
         self.llm = LLM(target, tokenizer, **limits) if writes else None
         self.facts = facts_of(recipe, tokenizer)
@@ -140,7 +137,7 @@ class DataStage:
                     bad=self.bad,
                     progress=lambda done, total: advance(done),
                 )
-            self._report_bad()
+            self._say(str(self.bad))
         if not rows:
             raise DataError("data.train: no row with a supervised token is left")
         packed = pack(rows, data.max_length)
@@ -169,7 +166,7 @@ class DataStage:
         """The target's own responses to every training example that has a prompt; DataError if too
         many have none."""
         examples = self._prompted
-        self._report_bad()
+        self._say(str(self.bad))
         return self._responses("regenerate", examples)
 
     @cached_property
@@ -183,25 +180,21 @@ class DataStage:
         examples, self.bad.use = self._examples, "train"
         return askable(examples, self.tokenizer, self.bad)
 
-    def _report_bad(self) -> None:
-        """Says which rows were bad."""
-        self._say(str(self.bad))
-
     def _say(self, text: str) -> None:
         if text:
             self.stages.say(f"      {escape(text)}")
 
-    def held_out(self, prompts: int | None = None) -> dict[float, list[Response]]:
-        """Texts the target wrote at each evaluated temperature to `prompts` validation prompts
-        (None: as many as the recipe says), workloads in turn. They are sampled with the filters of
+    def held_out(self) -> dict[float, list[Response]]:
+        """Texts the target wrote at each evaluated temperature to validation prompts, workloads in
+        turn. They are sampled with the filters of
         `evaluation`, under which drafts are verified, not with those of `regenerate`."""
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
         examples = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
         examples = askable(examples, self.tokenizer, self.bad)
-        examples = workloads_in_turn(examples, prompts or self.recipe.held_out_prompts)
-        self._report_bad()
+        examples = workloads_in_turn(examples, self.recipe.held_out_prompts)
+        self._say(str(self.bad))
         chosen = [(example, t) for t in e.temperatures for example in examples]
         responses = self._responses(
             "held-out responses",
@@ -261,17 +254,11 @@ def write_in_parts(
 def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
     """True if the target stays in the host's memory until it is sharded, and is never whole on a
     device: it writes no texts before, and no start is fitted to its features."""
-    writes = (
-        bool(recipe.regenerate.enabled or recipe.data.validation)
-        and not recipe.regenerate.endpoints
-    )
+    writes = bool(recipe.regenerate.enabled or recipe.data.validation)
+    writes = writes and not recipe.regenerate.endpoints
     fitted = getattr(recipe.drafter, "init", None) == "least_squares"
-    return (
-        recipe.target.sharding == "fsdp"
-        and accelerator.num_processes > 1
-        and not writes
-        and not fitted
-    )
+    sharded = recipe.target.sharding == "fsdp" and accelerator.num_processes > 1
+    return sharded and not writes and not fitted
 
 
 def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:

@@ -90,8 +90,8 @@ class Source(Section):
     path: Text | None = Field(
         None,
         description=(
-            "a .jsonl, .json, .parquet or .csv file, a folder of them, or a saved dataset; .jsonl"
-            " and .json may be compressed (.gz, .bz2, .zst)"
+            "a .jsonl, .json, .csv (or .gz, .bz2, .zst) or .parquet file, a folder of them, or a"
+            " saved dataset"
         ),
     )
     name: Text | None = Field(

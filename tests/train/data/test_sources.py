@@ -183,20 +183,21 @@ def test_slices_count_the_rows_of_a_file(tmp_path):
         first_texts(path=path, split="test")
 
 
-def test_tables_are_read_by_datasets(tmp_path):
-    """Parquet, whose nulls are those that Arrow adds; CSV; what `save_to_disk` wrote."""
+def test_tables_are_read(tmp_path):
+    """Parquet, whose nulls are those that Arrow adds; CSV, all text; what `save_to_disk` wrote."""
     turns = [{"role": "user", "content": "a", "name": "me"}, {"role": "assistant", "content": "b"}]
     table = datasets.Dataset.from_list([{"messages": turns}, chat("c", "d")])
     table.to_parquet(tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
-    (tmp_path / "rows.csv").write_text('ask,say\nQ,"A, b"\n')
+    (tmp_path / "rows.csv").write_text('ask,say\nQ,"A,\nb"\n1 + 1?,2\n')
     first, _ = load_sources([Source(path=str(tmp_path / "rows.parquet"))])
     assert list(first.messages) == turns and first.workload == "rows"
     assert first.origin == f"{tmp_path / 'rows.parquet'} #0"
     assert first_texts(path=str(tmp_path / "saved"), split="train[1:]") == ["c"]
     columns = {"user": "ask", "assistant": "say"}
-    (row,) = load_sources([Source(path=str(tmp_path / "rows.csv"), columns=columns)])
-    assert said(row) == [("user", "Q"), ("assistant", "A, b")]
+    row, number = load_sources([Source(path=str(tmp_path / "rows.csv"), columns=columns)])
+    assert said(row) == [("user", "Q"), ("assistant", "A,\nb")]
+    assert said(number)[1] == ("assistant", "2") and number.origin.endswith("rows.csv:4")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="torn.parquet: cannot be read after 0 rows"):
         first_texts(path=str(tmp_path / "torn.parquet"))

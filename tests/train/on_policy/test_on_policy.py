@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from pydantic import ValidationError
 
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.forked import Forked
+from tests.conftest import make_tiny_model
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
+from tests.train.worlds import Scenario, in_worlds
 from train.on_policy.refresh import FOLDER, OnPolicy
 from train.recipe.recipe import recipe_class
 from train.trainer.trainer import Trainer
@@ -178,49 +178,21 @@ def test_every_kind_of_head_learns_from_its_texts(tiny_model, tmp_path, family) 
     assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
 
 
-TWO = """
-import json, sys
-from pathlib import Path
-import torch
-from tests import conftest
-from tests.train.on_policy import test_on_policy as tests
-torch.set_num_threads(1)
-recipe = tests.make_recipe(on_policy={"share": 0.6}, steps=6)
-trainer = tests.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
-state = trainer.run()
-total = sum(float(p.double().sum()) for p in trainer.parameters)
-records = [[r["on_policy"], r["loss"]] for r in state.history]
-print(json.dumps([total, records]), flush=True)
-trainer.accelerator.wait_for_everyone()
-trainer.accelerator.end_training()
-"""
+def two_job(folder: Path) -> list:
+    """What the processes of this world hold after a training."""
+    recipe = make_recipe(on_policy={"share": 0.6}, steps=6)
+    trainer = make_trainer(make_tiny_model, folder, recipe)
+    history = trainer.run().history
+    total = sum(float(p.double().sum()) for p in trainer.parameters)
+    return gather_object([(total, [(r["on_policy"], r["loss"]) for r in history])])
 
 
 @pytest.mark.slow
 def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
-    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    pair = [
-        Forked(["-c", TWO, tmp_path], base | world | {"RANK": rank, "LOCAL_RANK": rank})
-        for rank in "01"
-    ]
-    printed = [process.communicate(timeout=240)[0] for process in pair]
-    assert all(process.returncode == 0 for process in pair)
-    a, b = (json.loads(each.splitlines()[-1]) for each in printed)
-    assert a == b and 0 < sum(record[0] for record in a[1]) < 6
-    written = {path.name for path in (tmp_path / FOLDER).iterdir()}
-    texts = [
-        json.loads((tmp_path / FOLDER / name).read_text())["rollouts"] for name in sorted(written)
-    ]
-    assert texts and all(len(each) == 5 for each in texts)
+    a, b = in_worlds(two_job, [Scenario("two", 2)], tmp_path)["two"]
+    assert a == b and 0 < sum(share for share, _ in a[1]) < 6
+    texts = [json.loads(path.read_text())["rollouts"] for path in (tmp_path / FOLDER).iterdir()]
+    assert texts and all(len(rollouts) == 5 for rollouts in texts)
 
 
 # ---------------------------------------------------------------------- the recipe

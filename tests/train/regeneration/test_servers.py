@@ -242,21 +242,16 @@ def test_each_turn_follows_those_written_before_it(write, fakes, tokenizer):
             assert before.output_ids[-1] in ENDS and answer in tokenizer.decode(after.prompt_ids)
 
 
-def test_a_torn_line_is_cut_and_processes_share_no_file(write, fakes, tmp_path):
-    first, second = (ResponseStore(tmp_path / "y", "n") for _ in range(2))
-    first.add("a", [1], "e")
-    second.add("b", [2], "e")
-    path, _ = (tmp_path / "y").iterdir()
-    first.close()
-    second.close()
-    path.write_text(path.read_text() + '{"key": "c", "tok')
-    third = ResponseStore(tmp_path / "y", "n")
-    third.add("d", [3], "e")
-    third.close()
-    assert ResponseStore(tmp_path / "y", "n").known == {"a": [1], "b": [2], "d": [3]}
+def test_processes_share_no_file_and_nonsense_is_named(tmp_path):
+    first, second = (ResponseStore(tmp_path, "n") for _ in range(2))
+    for store, key in ((first, "a"), (second, "b")):
+        store.add(key, [1], "e")
+        store.close()
+    path, _ = tmp_path.iterdir()
+    assert ResponseStore(tmp_path, "n").known == {"a": [1], "b": [1]}
     path.write_text("nonsense\n")
     with pytest.raises(DataError, match=r"n\..*\.jsonl:1"):
-        ResponseStore(tmp_path / "y", "n")
+        ResponseStore(tmp_path, "n")
 
 
 @pytest.mark.slow
