@@ -110,32 +110,25 @@ class LLM:
         proposer: Proposer | None = None,
         tokenizer: Any = None,
         options: EngineOptions | None = None,
-        **engine: Any,
+        **others: Any,
     ) -> LLM:
         """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a
         proposer.
 
         `drafting`: how the drafter drafts. `options`: those of the engine; nothing is loaded by
-        them. `engine`: further arguments of Engine. For measurements during training and tests;
+        them. `others`: further arguments of Engine. For measurements during training and tests;
         what is reported is measured on an export."""
-        taps = (
-            tuple(drafter.config.tap_layers) if drafter is not None and drafter.reads_taps else ()
-        )
-        target, options = load_target(target, taps), options or EngineOptions()
-        length_given = options.max_model_len is not None
-        limit = model_limit(target, options.max_model_len, drafter)
-        options = options.model_copy(update={"max_model_len": limit})
+        taps = drafter.config.tap_layers if drafter is not None and drafter.reads_taps else ()
+        target = load_target(target, taps)
+        given = options or EngineOptions()
+        limit = model_limit(target, given.max_model_len, drafter)
+        options = given.model_copy(update={"max_model_len": limit})
         if drafter is not None:
-            sizes = options.max_num_seqs, limit
-            proposer = HeadProposer(
-                drafter.attach(target), target, drafting or DraftOptions(), *sizes
-            )
+            head, how = drafter.attach(target), drafting or DraftOptions()
+            proposer = HeadProposer(head, target, how, options.max_num_seqs, limit)
         llm = cls.__new__(cls)
-        llm._set_up(
-            Engine(target, options, proposer=proposer, **engine),
-            tokenizer,
-            length_given=length_given,
-        )
+        engine = Engine(target, options, proposer=proposer, **others)
+        llm._set_up(engine, tokenizer, length_given=given.max_model_len is not None)
         return llm
 
     def _set_up(self, engine: Engine, tokenizer: Any, *, length_given: bool) -> None:
@@ -233,38 +226,25 @@ class LLM:
         goes by, so that neither stalls a request later. Returns how many graphs there are, 0 where
         rounds run eager. From the thread that will run the rounds, before any request. `report` and
         `limit_s`: as for `CompiledRounds.warm_up`."""
-        graphs = 0
+        graphs, sizes = 0, {2**i for i in range(self.engine.scheduler.max_num_seqs.bit_length())}
         if (compiled := self.engine.compiled) is not None:
-            most = min(4, self.engine.max_model_len - 1)
-            drafted = isinstance(self.engine.proposer, HeadProposer)  # others compile nothing
-            for speculate, temperature in (
-                ((True, 0), (True, 1), (False, 0)) if drafted else ((False, 0),)
-            ):
-                # what each step is given
-                self._write_dummies(1, most, 1, speculate=speculate, temperature=temperature)
+            for speculate in (True, False):  # what each step is given
+                self._write_dummies(1, speculate)
             with torch.inference_mode():
                 graphs = compiled.warm_up(report, limit_s)
         if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
             length.forget(costs=True)  # compiling took part of the time
-            self._measure_costs()
+            for rows in sorted(sizes | {self.engine.scheduler.max_num_seqs}):
+                self._write_dummies(rows)
             length.forget()  # what became of the drafts of dummies says nothing about texts
         self.reset_metrics()
         return graphs
 
-    def _measure_costs(self) -> None:
-        """Runs rounds of 1, 2, 4, ... and of all rows, the first of which measures the costs of its
-        size."""
-        limit, most_rows = self.engine.max_model_len, self.engine.scheduler.max_num_seqs
-        prompt = min(DUMMY_TOKENS, limit // 2)
-        for rows in sorted({*(2**i for i in range(most_rows.bit_length())), most_rows}):
-            self._write_dummies(rows, min(DUMMY_TOKENS, limit - prompt), prompt)
-
-    def _write_dummies(
-        self, rows: int, tokens: int, prompt_tokens: int, *, speculate: bool = True, **params: Any
-    ) -> None:
-        few = SamplingParams(**{"temperature": 0, **params}, max_tokens=tokens, ignore_eos=True)
-        prompts = [{"prompt_token_ids": [0] * prompt_tokens}] * rows
-        self.generate(prompts, few, False, speculate=speculate)
+    def _write_dummies(self, rows: int, speculate: bool = True) -> None:
+        prompt = [0] * min(DUMMY_TOKENS, self.engine.max_model_len // 2)
+        tokens = min(DUMMY_TOKENS, self.engine.max_model_len - len(prompt))
+        few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
+        self.generate([{"prompt_token_ids": prompt}] * rows, few, False, speculate=speculate)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New sampling parameters, as `generate` takes them where none are given."""
@@ -292,10 +272,8 @@ class LLM:
     ) -> list[RequestOutput]:
         responses = self._submit(prompts, sampling_params, speculate)
         unfinished = {id(request) for response in responses for request in response.requests}
-        bar, tokens = (
-            tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm),
-            0,
-        )
+        bar = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm)
+        tokens = 0
         try:
             while unfinished:
                 for request in self.engine.step():
@@ -306,9 +284,8 @@ class LLM:
                         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                         bar.update()
         finally:
-            for response in (
-                responses if unfinished else ()
-            ):  # an error or an interrupt: leave the engine usable
+            # after an error or an interrupt the engine is left usable
+            for response in responses if unfinished else ():
                 self.engine.abort(response.request_id)
             bar.close()
         return [response.output() for response in responses]
