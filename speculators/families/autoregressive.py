@@ -25,7 +25,7 @@ from speculators.drafter import (
 )
 from speculators.layers.attention import Pair, attention
 from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.layers.decoder import Attend, Rotary, RotaryTable
+from speculators.layers.decoder import Asked, Attends, Rotary, RotaryTable
 from speculators.layers.grouped_attention import cached_attends
 from speculators.layers.queries import PackedQueries, in_window
 from speculators.precision import on_device, on_host, to_device
@@ -72,12 +72,7 @@ class ChainDrafter(Drafter):
         return self.positions.lookup(position_ids, length, like)
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        queries: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
         """All layers: embeds, state [B, T, H] -> what `head` reads and the next depth gets [B, T,
         H], or [B, M, H]."""
@@ -168,12 +163,7 @@ class ChainDrafter(Drafter):
         return attend
 
     def _depth(
-        self,
-        tokens: Tensor,
-        places: Tensor,
-        state: Tensor,
-        attends: Sequence[Attend],
-        queries: Tensor | None,
+        self, tokens: Tensor, places: Tensor, state: Tensor, attends: Attends, queries: Asked
     ) -> Tensor:
         embeds = self.embed(tokens, places)
         return self.run(embeds, state, self.rotary(places, state), attends, queries)
@@ -217,7 +207,7 @@ class ChainDrafter(Drafter):
         for row, length in enumerate(base, start):
             cache.truncate(row, length)
 
-    def _append(self, inputs: DraftInput, queries: Tensor | None = None) -> Tensor:
+    def _append(self, inputs: DraftInput, queries: Asked = None) -> Tensor:
         """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is
         empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
@@ -237,7 +227,7 @@ class ChainDrafter(Drafter):
         stop: int,
         token_ids: Tensor,
         state: Tensor,
-        queries: Tensor | None = None,
+        queries: Asked = None,
         placed=None,
     ) -> Tensor:
         """One pass over M new slots per row, written at each row's own length: states [b, M, H], or

@@ -21,7 +21,7 @@ from speculators.drafter import DraftStep, Samples, valid_terms
 from speculators.errors import ConfigError
 from speculators.families.autoregressive import DecoderChain
 from speculators.families.least_squares import ridge, terms_for
-from speculators.layers.decoder import Attend, DecoderLayer, Rotary, RotaryTable
+from speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
 from speculators.options import DecoderOptions
 from speculators.precision import on_host
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -194,12 +194,7 @@ class Eagle(DecoderChain):
         return last_hidden.to(self.fc.weight.dtype)
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        queries: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
         """The guess of the target's next state."""
         state = self.fc(torch.cat([embeds.to(state.dtype), state], dim=-1))

@@ -7,7 +7,6 @@ those of vLLM's EAGLE-3 loader, so an export is this module's state under its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -19,7 +18,15 @@ from speculators.drafter import Samples
 from speculators.families.autoregressive import DecoderChain
 from speculators.families.eagle3_init import SHARPNESS, start_from_least_squares, start_from_taps
 from speculators.families.least_squares import terms_for
-from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from speculators.layers.decoder import (
+    Asked,
+    Attend,
+    Attends,
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    RotaryTable,
+)
 from speculators.options import DecoderOptions, PositiveInt, TapOptions
 from speculators.target.frozen_target import FrozenTarget
 
@@ -91,12 +98,7 @@ class FirstLayer(DecoderLayer):
         self.norm_before_residual = config.norm_before_residual
 
     def read(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attend: Attend,
-        queries: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
     ) -> Tensor:
         """embeds, state [B, T, H] -> [B, T, H], or of `queries`."""
         normed = self.hidden_norm(state)
@@ -183,12 +185,7 @@ class Eagle3(DecoderChain):
         return taps
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        queries: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
         """The state that is fed back and, after `norm` unless it is already normed, read by the
         head."""

@@ -10,7 +10,6 @@ target's own kind (speculators/layers/target_layer.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
@@ -21,7 +20,14 @@ from speculators.config import DecoderConfig, TargetShape
 from speculators.drafter import Samples
 from speculators.errors import ConfigError
 from speculators.families.autoregressive import ChainDrafter
-from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from speculators.layers.decoder import (
+    Asked,
+    Attends,
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    RotaryTable,
+)
 from speculators.layers.target_layer import BorrowedLayer, layer_fields
 from speculators.options import DrafterOptions, PositiveInt, Text
 from speculators.target.frozen_target import FrozenTarget
@@ -248,12 +254,7 @@ class Mtp(ChainDrafter):
         return embeds.masked_fill((position_ids == 0)[..., None], 0)
 
     def run(
-        self,
-        embeds: Tensor,
-        state: Tensor,
-        rotary: Rotary,
-        attends: Sequence[Attend],
-        queries: Tensor | None = None,
+        self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
         """The normed state, which is fed back and read by the target's head."""
         parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]

@@ -7,7 +7,7 @@ projections of one input are one product. Knows no family, no cache and no loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from speculators.layers.frozen_linear import FrozenLinear
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 # query, key, value, scale -> [B, h, T, d]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+Attends = Sequence[Attend]  # of each layer
+Asked = Tensor | None  # [B, M] the slots whose output is asked for; None: all
 
 
 class RMSNorm(nn.RMSNorm):
@@ -55,7 +57,7 @@ class Attention(nn.Module):
         self.qk_weight: Tensor | None = None  # of both norms [h + g, d], while frozen
 
     def project(
-        self, x: Tensor, rotary: Rotary, queries: Tensor | None = None
+        self, x: Tensor, rotary: Rotary, queries: Asked = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, inputs] -> query [B, h, T, d], key and value [B, g, T, d], rotated.
 
@@ -72,7 +74,7 @@ class Attention(nn.Module):
         return q, k, v.transpose(1, 2)
 
     def _project_apart(
-        self, x: Tensor, rotary: Rotary, queries: Tensor | None
+        self, x: Tensor, rotary: Rotary, queries: Asked
     ) -> tuple[Tensor, Tensor, Tensor]:
         asking, turned = x, rotary
         if queries is not None:
@@ -143,7 +145,7 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
     ) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H].
 
@@ -153,12 +155,7 @@ class DecoderLayer(nn.Module):
         return self.finish(x, state, rotary, attend, queries)
 
     def finish(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotary: Rotary,
-        attend: Attend,
-        queries: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
     ) -> Tensor:
         """x [B, T, inputs], what the projections read; residual [B, T, H]."""
         projected = self.self_attn.project(x, rotary, queries)

@@ -26,7 +26,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from speculators.errors import ConfigError
-from speculators.layers.decoder import Attend, ExactBuffers, Rotary
+from speculators.layers.decoder import Asked, Attend, ExactBuffers, Rotary
 
 NAME = "draftsmith_attend"
 # Fields of a configuration that say nothing of a layer, and differ between a model, its folder and
@@ -94,7 +94,7 @@ class BorrowedLayer(ExactBuffers):
         return self._rotary(self._config)
 
     def forward(
-        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Tensor | None = None
+        self, state: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
     ) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot
         asks."""
