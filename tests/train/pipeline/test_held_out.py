@@ -103,7 +103,7 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
     data: Any = DataStage.__new__(DataStage)
     data.recipe, data.tokenizer, data.bad = made, None, SimpleNamespace(begin=lambda name: None)
-    data._responses, data._report_bad = responses, lambda: None
+    data._responses, data._say = responses, lambda text: None
     found, section = data.held_out(), asked["section"]
     assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
     assert {t: len(texts) for t, texts in found.items()} == {
