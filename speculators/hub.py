@@ -1,5 +1,4 @@
-"""Hub repository ids, revisions and cache folders, and readable messages for the Hub client's
-exceptions.
+"""Hub repository ids, revisions and cache folders.
 
 The contents of a repository do not belong here.
 """
@@ -7,7 +6,6 @@ The contents of a repository do not belong here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from speculators.errors import ConfigError
@@ -20,7 +18,6 @@ _CACHED = re.compile(
 )
 _IDENTIFIER = re.compile(rf"^{_PART}(?:/{_PART})?$")
 REACHABLE_S = 5.0  # for the first answer of the Hub
-TOKEN_HINT = "HF_TOKEN, or `hf auth login`"
 
 
 def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -84,96 +81,10 @@ def require_reachable(path_or_id: str, revision: str | None = None) -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=REACHABLE_S)
-    except Exception as error:
-        if not is_network_error(error):
-            raise
+    except Exception as error:  # of whichever HTTP library the client uses
         raise ConnectionError(f"{path_or_id}: the Hub could not be reached") from error
 
 
-def hub_trouble(error: BaseException) -> str | None:
-    """Explains an exception of the Hub's client, or one in its chain, with what to do; None if it
-    is not the Hub's."""
-    from huggingface_hub import constants, errors
-
-    seen = list(_chain(error))
-    absent = any(isinstance(each, errors.LocalEntryNotFoundError) for each in seen)
-    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in seen) or (
-        absent and constants.HF_HUB_OFFLINE
-    ):
-        return (
-            "not in the cache, and HF_HUB_OFFLINE forbids asking the Hub; unset it, or fetch it"
-            " with `hf download`"
-        )
-    if words := next((words for each in seen if (words := _words_for(each))), None):
-        return words
-    if status := next((status for each in seen if (status := http_status(each))), None):
-        return f"the Hub answered with status {status}: {' '.join(str(error).split())}"
-    return (
-        "the Hub could not be reached; try again later"
-        if absent or is_network_error(error)
-        else None
-    )
-
-
-def _words_for(error: BaseException) -> str | None:
-    """Explains one exception of the client, without its chain; None if there is nothing to say."""
-    from huggingface_hub import errors
-
-    status = http_status(error)
-    if isinstance(error, errors.HFValidationError):
-        return "no such folder, and not the id of a repository, which is org/name"
-    if isinstance(error, errors.GatedRepoError):
-        return f"access is granted on its page, to the account whose token is used ({TOKEN_HINT})"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "the Hub has no such repository, or it is private and not for this token"
-            f" ({TOKEN_HINT})"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "the repository has no such revision"
-    if isinstance(error, errors.RemoteEntryNotFoundError):
-        return "the repository lacks a file that is needed"
-    if status == 401:
-        return f"the Hub does not accept the token; renew it ({TOKEN_HINT})"
-    if status == 403:
-        return f"the token is not allowed to do this; use one with the permission ({TOKEN_HINT})"
-    if status in TRANSIENT:
-        return f"the Hub answered with status {status}; try again later"
-    return None
-
-
-TRANSIENT = (408, 429, 500, 502, 503, 504)
-
-
-def is_transient(error: BaseException) -> bool:
-    """True if the same request may succeed later."""
-    statuses = [code for each in _chain(error) if (code := http_status(each))]
-    return any(code in TRANSIENT for code in statuses) or (not statuses and is_network_error(error))
-
-
-def is_network_error(error: BaseException) -> bool:
-    """True if the connection failed; an answer with an error status is not a network error."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    return any(
-        isinstance(each, (ConnectionError, TimeoutError))
-        or type(each).__module__.partition(".")[0].startswith("httpx")
-        for each in _chain(error)
-        if not isinstance(each, OfflineModeIsEnabled) and http_status(each) is None
-    )
-
-
-def http_status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields the exception and its causes."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or (
-            None if current.__suppress_context__ else current.__context__
-        )
+def one_line(error: BaseException) -> str:
+    """The message of an exception; those of the Hub's client and of transformers are paragraphs."""
+    return " ".join(str(error).split())

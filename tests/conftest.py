@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -257,31 +258,22 @@ def no_pictures(monkeypatch):
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A Hub on loopback (tests/fake_hub.py) that the real client talks to, with an empty cache and
-    no token."""
+def hub_cache(tmp_path, monkeypatch):
+    """hub_cache(name, folder, revision): puts a folder into the Hub's cache, empty before, which is
+    all there is: the client is offline."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import _http
 
-    from tests.fake_hub import FakeHub
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
-    made = FakeHub()
-    template = made.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    for name, value in {
-        "ENDPOINT": made.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": template,
-        "HUGGINGFACE_CO_URL_HOME": made.endpoint + "/",
-        "HF_HUB_CACHE": str(tmp_path / "hub-cache"),
-        "HF_TOKEN_PATH": str(tmp_path / "no-token"),
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_http.time, "sleep", lambda _: None)  # between the client's own attempts
-    yield made
-    made.close()
+    def hold(name: str, folder: Path, revision: str = "main") -> None:
+        repository = tmp_path / "hub-cache" / f"models--{name.replace('/', '--')}"
+        commit = hashlib.sha1(f"{name}@{revision}".encode()).hexdigest()
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+
+    return hold
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from inference.spec_decode.proposers.options import MethodOptions
 from speculators.errors import CheckpointError, ConfigError
-from speculators.hub import hub_trouble, require_reachable, split_revision
+from speculators.hub import one_line, require_reachable, split_revision
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.longrope import original_length
 
@@ -75,9 +75,8 @@ def whole_config(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
     except (OSError, ValueError) as error:
-        why = hub_trouble(error) or error
         raise CheckpointError(
-            f"target {model}: its config.json could not be read: {why}"
+            f"target {model}: its config.json could not be read: {one_line(error)}"
         ) from error
 
 
@@ -165,9 +164,8 @@ def load_tokenizer(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
     except (OSError, ValueError) as error:
-        why = hub_trouble(error) or error
         raise CheckpointError(
-            f"tokenizer {source}: could not be loaded: {why}; {advice}"
+            f"tokenizer {source}: could not be loaded: {one_line(error)}; {advice}"
         ) from error
     if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
         raise CheckpointError(

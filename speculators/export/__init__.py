@@ -22,7 +22,7 @@ from speculators.errors import CheckpointError
 from speculators.export.formats import NATIVE, layout_for, layout_of
 from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
 from speculators.export.layouts.base import changed_fields
-from speculators.hub import hub_trouble, require_reachable, split_revision
+from speculators.hub import one_line, require_reachable, split_revision
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
 
@@ -109,7 +109,7 @@ def resolve(
     except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
         raise CheckpointError(
             f"{what} {path_or_id}: no such folder, and the Hub did not give it:"
-            f" {hub_trouble(error) or error}; give a folder that holds it, or a repository id"
+            f" {one_line(error)}; give a folder that holds it, or a repository id"
         ) from error
 
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from speculators.hub import hub_trouble, require_reachable, split_revision
+from speculators.hub import one_line, require_reachable, split_revision
 from speculators.layers.grouped_attention import decoding, worthwhile
 from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
 from speculators.target import longrope, probe
@@ -146,7 +146,7 @@ class FrozenTarget(nn.Module):
                 output_loading_info=True,
             )
         except (OSError, RuntimeError) as error:
-            why = hub_trouble(error) or error
+            why = one_line(error)
             raise CheckpointError(f"target {path_or_id}: cannot load the weights: {why}") from error
         except (ValueError, KeyError, ImportError) as error:
             why = f"transformers cannot build it: {error}"

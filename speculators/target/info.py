@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from speculators.errors import CheckpointError, UnsupportedTarget
-from speculators.hub import hub_trouble, require_reachable
+from speculators.hub import one_line, require_reachable
 from speculators.precision import as_dtype, own_device, running_dtype
 
 
@@ -76,10 +76,10 @@ def sketch_target(
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         whole = AutoConfig.from_pretrained(model, **source)
     except (OSError, ValueError, KeyError) as error:
-        first = hub_trouble(error) or str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"target.model: {model} has no config.json that transformers can read ({first}); give a"
-            " folder that holds a causal language model, or a repository id"
+            f"target.model: {model} has no config.json that transformers can read"
+            f" ({one_line(error)}); give a folder that holds a causal language model, or a"
+            " repository id"
         ) from error
     config = whole.get_text_config()
     try:

@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from speculators.errors import ConfigError
-
 
 def push(
     folder: Annotated[
@@ -38,11 +36,7 @@ def push(
         typer.Option(help="Layers of the target, for heads that do not say which they tap."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write what would be sent, and contact nobody.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="With --dry-run: the folder to write.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Send a drafter that does not load.")
+        bool, typer.Option("--dry-run", help="List what would be sent and print the card.")
     ] = False,
     token: Annotated[
         str,
@@ -52,23 +46,22 @@ def push(
     """Upload a drafter with a card written from its acceptance report; again, it sends only what is
     missing."""
     from speculators.export.upload import Destination
-    from train.pipeline.publish import PushOptions, listing, stage
-    from train.pipeline.publish import push as send
+    from train.pipeline.publish import CARD, PushOptions, stage
+    from train.pipeline.publish import push as upload
 
-    if out is not None and not dry_run:
-        raise ConfigError("push: --out belongs to --dry-run")
-    options = PushOptions(base_model or None, license_ or None, report, target_layers, force)
-    if dry_run:
-        where = out or Path(tempfile.mkdtemp(prefix="draftsmith-push-"))
-        files = listing(stage(folder, repository, where, options, say=_note))
-        width = max(len(name) for name, _ in files)
-        for name, size in files:
-            typer.echo(f"{name:<{width}}  {size:>13,} bytes")
-        visibility = "public" if public else "private"
-        typer.echo(f"{where}: what would go to {repository} ({visibility}); nothing was sent")
-        return
+    options = PushOptions(base_model or None, license_ or None, report, target_layers)
     to = Destination(repository, not public, token or None)
-    typer.echo(send(folder, to, options, message=commit_message, say=_note).describe(repository))
+    if not dry_run:
+        url = upload(folder, to, options, message=commit_message, say=_note)
+        typer.echo(f"{to}: {url}")
+        return
+    with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:
+        staged = stage(folder, repository, Path(scratch), options, say=_note)
+        typer.echo((staged / CARD).read_text(encoding="utf-8"))
+        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
+            size = path.stat().st_size
+            typer.echo(f"{size:>15,} bytes  {path.relative_to(staged).as_posix()}")
+    typer.echo(f"This would go to {to}; nothing was sent")
 
 
 def _note(text: str) -> None:

@@ -287,43 +287,20 @@ class ExportSection(Section):
     dtype: Dtype = Field(
         "auto", description="precision of the exported weights; auto: the target checkpoint's"
     )
-    push_to_hub: bool = Field(
-        False, description="upload once the gates are passed; org/name sets hub_model_id as well"
+    push_to_hub: Text | None = Field(
+        None,
+        description="org/name of the repository to upload to once the gates are passed; null: none",
     )
-    hub_model_id: Text | None = Field(None, description="org/name of the repository to upload to")
     hub_private_repo: bool = Field(
         True, description="make that repository private, if it is not there yet"
     )
-    hub_license: Text | None = Field(
-        None, description="license the card states, such as apache-2.0; null: none"
-    )
-    hub_base_model: Text | None = Field(
-        None, description="the target's id on the card; null: target.model, if it is one"
-    )
 
-    @model_validator(mode="before")
+    @field_validator("push_to_hub")
     @classmethod
-    def _id_alone(cls, value: Any) -> Any:
-        """`push_to_hub: org/name`; null is false."""
-        if isinstance(value, dict) and isinstance(value.get("push_to_hub", ""), str | None):
-            given = value.get("push_to_hub")
-            own = {"hub_model_id": given} if given else {}
-            value = {**value, "push_to_hub": bool(given), **own}
+    def _is_an_id(cls, value: str | None) -> str | None:
+        if value is not None and not is_repository_id(value):
+            raise ValueError(f"expected the id of a repository, org/name, got {value!r}")
         return value
-
-    @model_validator(mode="after")
-    def _somewhere(self) -> ExportSection:
-        for name in ("hub_model_id", "hub_base_model"):
-            given = getattr(self, name)
-            if given is not None and not is_repository_id(given):
-                raise ValueError(
-                    f"{name}: expected the id of a repository, org/name, got {given!r}"
-                )
-        if self.push_to_hub and self.hub_model_id is None:
-            raise ValueError(
-                "push_to_hub: true, but hub_model_id does not say where to; give org/name"
-            )
-        return self
 
     @field_validator("formats")
     @classmethod

@@ -21,6 +21,7 @@ from speculators.export.layouts import base
 from speculators.export.layouts.base import Fault, Fields, Layout
 from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from speculators.families.draft_model.student import plain_fields
+from speculators.hub import one_line
 from speculators.layers.peft_adapter import CONFIG
 from speculators.precision import in_dtype
 from speculators.registry import build_config
@@ -122,7 +123,7 @@ class DraftModelLayout(Layout):
             )
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"drafter {path}: transformers cannot load it: {error}"
+                f"drafter {path}: transformers cannot load it: {one_line(error)}"
             ) from error
         model, info = loaded
         faults = [self.missing(name) for name in sorted(info.get("missing_keys") or ())]
