@@ -24,7 +24,7 @@ from speculators.target.frozen_target import FrozenTarget
 from tests.conftest import make_tiny_model
 from tests.support.recipes import recipe_of
 from train.pipeline.run import make_accelerator
-from train.planner.outline import outline
+from train.planner.plan import make_stage
 from train.recipe.sections import TargetSection
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
@@ -128,9 +128,9 @@ def test_training_and_its_plan_agree(cpu, folder, tmp_path, name, precision):
         training={"steps": 2},
         output_dir=str(tmp_path / "run"),
     )
-    plan = outline(recipe, counted=([], []), device="cpu")
+    plan = make_stage(recipe, device=torch.device("cpu"))
     assert plan.autocast == (torch.bfloat16 if precision == "bf16" else torch.float32)
-    assert outline(recipe, counted=([], []), device="cuda").autocast == torch.bfloat16
+    assert make_stage(recipe, device=torch.device("cuda")).autocast == torch.bfloat16
     if not torch.accelerator.is_available():
         assert make_accelerator(recipe).mixed_precision == precision
 

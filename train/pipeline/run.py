@@ -65,10 +65,11 @@ def run(
             f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}"
         )
     if dry_run:
-        from train.planner.dry_run import describe
-        from train.planner.outline import outline
+        from train.planner.describe import describe
+        from train.planner.plan import make_plan
 
-        describe(outline(recipe))
+        print(recipe.resolved_yaml())
+        describe(make_plan(recipe))
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training
@@ -97,7 +98,7 @@ def run(
         from train.pipeline.acceptance_stage import accept
 
         code = accept(recipe, stages=stages, history=history)
-        trackers.attach_report(recipe, accelerator, steps)
+        trackers.log_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
             from train.pipeline.publish import push_run
 
@@ -163,7 +164,7 @@ def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: str = "") -> Trained:
     """Every stage of the training, one after the other. `as_given`: the recipe's YAML, which is
-    written beside the checkpoints once no checkpoint is left that could refuse it."""
+    written beside the checkpoints once none of any stage is left that could refuse it."""
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
@@ -193,9 +194,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         newest = checkpoint.latest(folder)
         if newest is not None:
             checkpoint.load(newest, previous)
-        if as_given and accelerator.is_main_process and (newest is None or number == len(every)):
-            Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
-            (Path(recipe.output_dir) / RECIPE).write_text(as_given)
+        later = any(checkpoint.latest(checkpoints(recipe, after)) for after, _ in every[number:])
         trainer = Trainer(
             part,
             target,
@@ -220,6 +219,9 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
                 else None
             ),
         )
+        if as_given and accelerator.is_main_process and not later:
+            Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+            (Path(recipe.output_dir) / RECIPE).write_text(as_given)
         state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
         history += state.history
     return Trained(

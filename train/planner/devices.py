@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from speculators.errors import ConfigError
 
-
-class Range(NamedTuple):
-    """An estimate and what it may as well be."""
-
-    low: float
-    likely: float
-    high: float
-
-
-SHARE_OF_PEAK = Range(0.25, 0.40, 0.55)  # of products and of memory bandwidth; an assumption
+SHARE_OF_PEAK = 0.4  # of products and of memory bandwidth; an assumption
 CONTEXT = 1.5e9  # bytes that the runtime and its libraries take on a device
 
 
@@ -41,7 +31,6 @@ DEVICES = {  # TFLOP/s in bfloat16 and float32, GB, GB/s
     key: Device(name, bf16 * 1e12, fp32 * 1e12, gb * 1e9, bandwidth * 1e9)
     for key, name, bf16, fp32, gb, bandwidth in (
         ("h100", "NVIDIA H100 SXM 80 GB", 989.4, 66.9, 80, 3350),
-        ("h100-pcie", "NVIDIA H100 PCIe 80 GB", 756, 51.2, 80, 2000),
         ("h200", "NVIDIA H200 SXM 141 GB", 989.4, 66.9, 141, 4800),
         ("b200", "NVIDIA B200 SXM 179 GB", 2250, 80, 179, 8000),
         ("a100-80", "NVIDIA A100 SXM 80 GB", 312, 19.5, 80, 2039),

@@ -1,6 +1,6 @@
-"""What a recipe takes: FLOPs and bytes by formula, and time and cost on given devices.
+"""What a recipe takes: shapes and tokens, FLOPs and bytes by formula, time on given devices.
 
-Nothing is loaded or run. The formulas:
+Nothing is loaded or run: the target and the drafter are modules without memory. The formulas:
 
 - a token's forward through the target: 2 FLOPs for each active parameter, and 2·T·L·h·d for
   attention over half of a row of T tokens;
@@ -13,18 +13,23 @@ Nothing is loaded or run. The formulas:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
-from speculators.precision import as_dtype
+from speculators.precision import as_dtype, autocast_dtype, own_device
 from speculators.target.info import TargetSketch
-from train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device, Range
-from train.planner.outline import Outline, outline
-from train.planner.token_counts import assumed, counter
+from train.features.encodings import bytes_per_token
+from train.losses.chunked import default_chunk_size
+from train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device
+from train.planner.token_counts import TokenCount, count_tokens
+from train.recipe.drafter_config import drafter_config, sketch_drafter
 from train.recipe.recipe import Recipe
+from train.trainer.batches import StepRows
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
 Parts = dict[str, int]  # bytes, by what takes them
@@ -40,35 +45,162 @@ class Phase:
     dtype: torch.dtype
     read: float = 0.0
 
-    def seconds(self, device: Device, count: int) -> Range:
-        peak, bandwidth = device.peak(self.dtype), device.bandwidth
-        best = max(self.flops / peak, self.read / bandwidth) / count
-        return Range(*(best / share for share in reversed(SHARE_OF_PEAK)))
+    def seconds(self, device: Device, count: int) -> float:
+        best = max(self.flops / device.peak(self.dtype), self.read / device.bandwidth)
+        return best / count / SHARE_OF_PEAK
 
 
 @dataclass
 class Stage:
-    """One stage of the training. `steps`: None if not known."""
+    """One stage of a training: the facts that its target's config, its data and its recipe give."""
 
-    name: str
-    outline: Outline
-    steps: int | None
-    phases: list[Phase]  # of one step where `steps` is None
-    memory: Parts
+    recipe: Recipe
+    target: TargetSketch
+    drafter: DrafterConfig
+    head: Drafter  # without memory for its weights
+    sources: list[TokenCount] = field(default_factory=list)
+    device: torch.device = field(default_factory=own_device)  # that it is to run on
+    count: int = 1  # processes, each with a device
+    name: str = ""
 
-    def seconds(self, device: Device, count: int) -> Range | None:
-        """None if neither steps nor minutes bound the training."""
-        minutes = self.outline.recipe.training.max_minutes
-        times = [phase.seconds(device, count) for phase in self.phases]
-        before, training = times[:-2], times[-2:]
-        if self.steps is None and minutes is None:
+    @property
+    def autocast(self) -> torch.dtype:
+        """The dtype that the head's layers compute in."""
+        return autocast_dtype(self.recipe.training.mixed_precision, self.device)
+
+    @property
+    def trainable(self) -> int:
+        return sum(p.numel() for p in self.head.trainable_parameters())
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes per token of the taps and the last hidden state, in the target's dtype."""
+        states = len(self.drafter.tap_layers) + 1
+        return states * self.target.hidden_size * self.target.dtype.itemsize
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes per token on disk, with features.mode: cache."""
+        t, taps = self.target, len(self.drafter.tap_layers)
+        return bytes_per_token(self.recipe.features.encoding, taps, t.hidden_size, t.dtype)
+
+    @property
+    def depths(self) -> int:
+        """Depths of an unroll."""
+        asked = self.recipe.drafter.unroll_steps
+        return min(asked, self.head.max_depth or asked)
+
+    @property
+    def tokens(self) -> int:
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def supervised(self) -> int:
+        return sum(source.supervised for source in self.sources)
+
+    @property
+    def step_rows(self) -> StepRows:
+        """The rows and micro-steps of an optimizer step on each process."""
+        return StepRows(self.recipe.training, processes=self.count)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps; None: the budget is minutes, or epochs of data that nobody counted."""
+        t = self.recipe.training
+        if t.steps is not None:
+            return t.steps
+        if t.epochs is None or not self.tokens:
             return None
-        trained = [sum(column) for column in zip(*training, strict=True)]
+        rows = self.tokens / self.recipe.data.max_length  # packed rows are nearly full
+        return math.ceil(rows * t.epochs / self.step_rows.rows_per_step)
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The work of the stage, or of one step where the number of steps is not known."""
+        recipe, target, phases = self.recipe, self.target, list[Phase]()
+        length = recipe.data.max_length
+        forward = forward_flops(target, length)
+        tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
+        if recipe.regenerate.enabled and not recipe.regenerate.endpoints and self.tokens:
+            weights = target.num_parameters * target.dtype.itemsize
+            read = weights * self.supervised / recipe.regenerate.batch_size
+            work = self.tokens * forward
+            phases.append(Phase("responses of the target", work, target.dtype, read))
+        seen = min(tokens, self.tokens or tokens) if recipe.features.mode == "cache" else tokens
+        trained = self.trainable
+        names = [name for name, p in self.head.named_parameters() if p.requires_grad]
+        if not any("lm_head" in name for name in names):
+            trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
+        phases.append(Phase("features of the target", seen * forward, target.dtype))
+        drafted = 6.0 * tokens * self.depths * trained
+        return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
+
+    def seconds(self, device: Device) -> float | None:
+        """None if neither steps nor minutes bound the training."""
+        minutes = self.recipe.training.max_minutes
+        times = [phase.seconds(device, self.count) for phase in self.phases]
+        training = sum(times[-2:])
+        if self.steps is None:
+            if minutes is None:
+                return None
+            training = math.inf
         if minutes is not None:
-            trained = [
-                60 * minutes if self.steps is None else min(t, 60 * minutes) for t in trained
-            ]
-        return Range(*(sum(column) for column in zip(*before, trained, strict=True)))
+            training = min(training, 60 * minutes)
+        return sum(times[:-2]) + training
+
+    @property
+    def held(self) -> Parts:
+        """Bytes of one device that are exact: weights, gradients and optimizer states."""
+        whole = self.target.num_parameters * self.target.dtype.itemsize
+        sharded = self.recipe.target.sharding != "none"
+        return {
+            "target's weights": whole // self.count if sharded else whole,
+            "drafter's weights": state_bytes(self.head),
+            "gradients": 4 * self.trainable,
+            f"states of {self.recipe.training.optimizer}": self.optimizer_bytes,
+        }
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
+        matrices: Sequence[torch.nn.Parameter] = ()
+        if self.recipe.training.optimizer == "muon":
+            matrices = [p for p in self.head.weight_matrices() if p.ndim == 2 and p.requires_grad]
+        return 8 * self.trainable - 4 * sum(p.numel() for p in matrices)
+
+    @property
+    def memory(self) -> Parts:
+        """Bytes of one device while it trains."""
+        recipe, target, drafter = self.recipe, self.target, self.drafter
+        rows = self.step_rows.rows * recipe.data.max_length
+        layers = getattr(drafter, "num_layers", 1) * self.depths
+        if recipe.training.activation_checkpointing:
+            layers = max(layers // self.depths, 1)  # those of one depth
+        unit = rows * ACTIVATIONS * self.autocast.itemsize * drafter.hidden_size
+        vocabulary = max(target.vocab_size, drafter.draft_vocab_size)
+        chunk = default_chunk_size(vocabulary, self.device)
+        return self.held | {
+            "features": rows * self.feature_bytes,
+            "activations": unit * layers,
+            "logits of a loss chunk": 3 * 4 * chunk * vocabulary,
+            "features kept between epochs": int(recipe.training.keep_features_gb * 2**30),
+            "runtime and libraries": round(CONTEXT) if self.device.type == "cuda" else 0,
+        }
+
+    @property
+    def disk(self) -> Parts:
+        """Bytes of the tensors below the run's folder at its end; headers of files add some kB."""
+        recipe, dtype = self.recipe, self.recipe.export.dtype
+        exported = self.target.checkpoint_dtype if dtype == "auto" else as_dtype(dtype)
+        state, config = state_bytes(self.head), self.drafter
+        maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0
+        parameters = sum(p.numel() for p in self.head.parameters())
+        return {
+            "checkpoints": 3 * state + 2 * self.optimizer_bytes,  # newest, next and best weights
+            "export": parameters * exported.itemsize + maps,
+            "responses": 7 * self.supervised if recipe.regenerate.enabled else 0,  # ids as text
+            "features": self.cached_bytes * self.tokens if recipe.features.mode == "cache" else 0,
+        }
 
 
 @dataclass
@@ -79,33 +211,15 @@ class Plan:
     device: Device | None
     count: int
     stages: list[Stage]
-    price_per_hour: float | None = None  # of one device
-    assumptions: list[str] = field(default_factory=list)
 
     @property
-    def phases(self) -> list[tuple[str, Phase]]:
-        return [
-            (f"{stage.name}: {phase.name}" if stage.name else phase.name, phase)
-            for stage in self.stages
-            for phase in stage.phases
-        ]
-
-    @property
-    def seconds(self) -> Range | None:
+    def seconds(self) -> float | None:
         """None without a device, or if nothing bounds the training."""
         if self.device is None:
             return None
-        times = [stage.seconds(self.device, self.count) for stage in self.stages]
-        if None in times:
-            return None
-        return Range(*(sum(column) for column in zip(*filter(None, times), strict=True)))
-
-    @property
-    def cost(self) -> Range | None:
-        """In the currency of the price."""
-        if self.price_per_hour is None or self.seconds is None:
-            return None
-        return Range(*(s / 3600 * self.count * self.price_per_hour for s in self.seconds))
+        times = [stage.seconds(self.device) for stage in self.stages]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if len(known) == len(times) else None
 
     @property
     def memory(self) -> Parts:
@@ -116,49 +230,53 @@ class Plan:
     def fits(self) -> bool:
         """False only if the target's weights and the drafter's weights, gradients and optimizer
         states, all of them exact, exceed the device's memory."""
-        held = max(sum(held_bytes(s.outline, self.count).values()) for s in self.stages)
+        held = max(sum(stage.held.values()) for stage in self.stages)
         return self.device is None or held <= self.device.memory
 
     @property
     def disk(self) -> Parts:
-        """Bytes below the run's folder; every stage keeps its own checkpoints."""
-        parts: Parts = {}
-        for stage in self.stages:
-            for name, size in disk(stage.outline).items():
-                parts[name] = size if name == "export" else size + parts.get(name, 0)
+        """Bytes below the run's folder: one export, and the checkpoints of every stage."""
+        parts = self.stages[-1].disk
+        for stage in self.stages[:-1]:
+            parts["checkpoints"] += stage.disk["checkpoints"]
         return parts
+
+    @property
+    def assumptions(self) -> list[str]:
+        return [
+            *(f"{s.label}: {s.note}" for s in self.stages[0].sources if s.note),
+            f"{SHARE_OF_PEAK:.0%} of the peak rates; not measured, often 25 to 55 %",
+            "responses as long as those in the data; every source whole, whatever its share",
+            "not counted: loading, held-out evaluations, the final measurement, and traffic between"
+            " devices",
+        ]
 
 
 def make_plan(
-    recipe: Recipe,
-    device: Device | None = None,
-    count: int = 1,
-    *,
-    price_per_hour: float | None = None,
-    examples: int | None = None,
-    tokens: int | None = None,
+    recipe: Recipe, device: Device | None = None, count: int = 1, *, examples: int | None = None
 ) -> Plan:
-    """`examples`: of each training source that cannot be counted; `tokens`: of one example."""
-    stages = []
-    for name, part in recipe.training_stages():
-        count_source = counter(part)
-        sources = [
-            assumed(count_source(s), s, part, examples if s.resolved().name else None, tokens)
-            for s in part.data.train
-        ]
-        facts = outline(part, (sources, []), "cuda" if device else None)
-        steps = facts.steps(count)
-        phases = estimate_phases(facts, steps or 1, count)
-        stages.append(Stage(name, facts, steps, phases, training_memory(facts, count)))
-    assumptions = [f"{s.label}: {s.note}" for s in stages[0].outline.sources if s.note]
-    low, likely, high = (f"{100 * share:.0f}" for share in SHARE_OF_PEAK)
-    assumptions += [
-        f"{low} to {high} % (likely {likely}) of the peak rates; not measured",
-        "responses as long as those in the data; every source whole, whatever its share",
-        "not counted: loading, held-out evaluations, the final measurement, and traffic between"
-        " devices",
+    """`examples`: of each training source that cannot be counted."""
+    runs_on = torch.device("cuda") if device else own_device()
+    stages = [
+        make_stage(part, count_tokens(part, examples), runs_on, count, name)
+        for name, part in recipe.training_stages()
     ]
-    return Plan(recipe, device, count, stages, price_per_hour, assumptions)
+    return Plan(recipe, device, count, stages)
+
+
+def make_stage(
+    recipe: Recipe,
+    sources: Sequence[TokenCount] = (),
+    device: torch.device | None = None,
+    count: int = 1,
+    name: str = "",
+) -> Stage:
+    """Reads the configs of target and student. ConfigError as the run itself would raise it."""
+    device = device or own_device()
+    target = recipe.target.sketch(device)
+    config = drafter_config(recipe, target, planning=True)
+    head = sketch_drafter(recipe, config).prepare_training(recipe.drafter)
+    return Stage(recipe, target, head.config, head, list(sources), device, count, name)
 
 
 def active_parameters(target: TargetSketch) -> float:
@@ -185,92 +303,9 @@ def forward_flops(target: TargetSketch, length: int) -> float:
     return 2 * active_parameters(target) + 2 * length * target.num_layers * width
 
 
-def estimate_phases(plan: Outline, steps: int, count: int = 1) -> list[Phase]:
-    """The work of `steps` optimizer steps on `count` devices, and of the responses before them."""
-    recipe, target, phases = plan.recipe, plan.target, list[Phase]()
-    length = recipe.data.max_length
-    forward = forward_flops(target, length)
-    tokens = steps * plan.step_rows(count).rows_per_step * length
-    if recipe.regenerate.enabled and not recipe.regenerate.endpoints and plan.tokens:
-        weights = target.num_parameters * target.dtype.itemsize
-        rounds = plan.supervised / recipe.regenerate.batch_size
-        work = plan.tokens * forward
-        phases.append(Phase("responses of the target", work, target.dtype, rounds * weights))
-    cached = recipe.features.mode == "cache" and plan.tokens
-    seen = min(tokens, plan.tokens) if cached else tokens
-    trained = plan.trainable
-    if not any("lm_head" in name and p.requires_grad for name, p in plan.head.named_parameters()):
-        trained += plan.drafter.hidden_size * plan.drafter.draft_vocab_size
-    phases.append(Phase("features of the target", seen * forward, target.dtype))
-    drafted = 6.0 * tokens * plan.depths * trained
-    return [*phases, Phase("drafter, forward and backward", drafted, plan.autocast)]
-
-
 def state_bytes(drafter: Drafter) -> int:
     """Bytes of its tensors as training holds and saves them, in float32."""
     return sum(
         t.numel() * (4 if t.is_floating_point() else t.element_size())
         for t in drafter.state_dict().values()
     )
-
-
-def optimizer_bytes(plan: Outline) -> int:
-    """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
-    matrices: Sequence[torch.nn.Parameter] = ()
-    if plan.recipe.training.optimizer == "muon":
-        matrices = [p for p in plan.head.weight_matrices() if p.ndim == 2 and p.requires_grad]
-    return 8 * plan.trainable - 4 * sum(p.numel() for p in matrices)
-
-
-def held_bytes(plan: Outline, count: int = 1) -> Parts:
-    """Bytes of one device that are exact: weights, gradients and optimizer states."""
-    whole = plan.target.num_parameters * plan.target.dtype.itemsize
-    return {
-        "target's weights": whole if plan.recipe.target.sharding == "none" else whole // count,
-        "drafter's weights": state_bytes(plan.head),
-        "gradients": 4 * plan.trainable,
-        f"states of {plan.recipe.training.optimizer}": optimizer_bytes(plan),
-    }
-
-
-def training_memory(plan: Outline, count: int = 1) -> Parts:
-    """Bytes of one device while it trains."""
-    recipe, target, drafter = plan.recipe, plan.target, plan.drafter
-    rows = plan.step_rows(count).rows * recipe.data.max_length
-    layers = getattr(drafter, "num_layers", 1) * plan.depths
-    kept = rows * ACTIVATIONS * plan.autocast.itemsize * drafter.hidden_size
-    if recipe.training.activation_checkpointing:
-        layers = max(layers // plan.depths, 1)  # those of one depth, and the inputs of every one
-    parts = held_bytes(plan, count) | {
-        "features": rows * plan.feature_bytes,
-        "activations": kept * layers,
-        "logits of a loss chunk": 3
-        * 4
-        * plan.chunk_size
-        * max(target.vocab_size, drafter.draft_vocab_size),
-        "features kept between epochs": int(recipe.training.keep_features_gb * 2**30),
-        "runtime and libraries": round(CONTEXT) if plan.device.type == "cuda" else 0,
-    }
-    if recipe.joint is not None:
-        parts["activations of the target"] = (
-            rows * ACTIVATIONS * target.dtype.itemsize * target.hidden_size * target.num_layers
-        )
-    return {name: size for name, size in parts.items() if size}
-
-
-def disk(plan: Outline) -> Parts:
-    """Bytes of the tensors below the run's folder at its end; headers of files add some kB."""
-    recipe, config = plan.recipe, plan.drafter
-    dtype = recipe.export.dtype
-    exported = plan.target.checkpoint_dtype if dtype == "auto" else as_dtype(dtype)
-    maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0
-    parts = {
-        "checkpoints (one kept, one being written)": 2
-        * (state_bytes(plan.head) + optimizer_bytes(plan)),
-        "best weights": state_bytes(plan.head),
-        "export": plan.parameters * exported.itemsize + maps,
-        "responses": 7 * plan.supervised if recipe.regenerate.enabled else 0,  # ids as text
-    }
-    if recipe.features.mode == "cache":
-        parts["features"] = plan.cached_bytes * plan.tokens
-    return parts

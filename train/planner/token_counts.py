@@ -1,12 +1,12 @@
-"""The tokens in the sources of a recipe, counted on a sample or as the user says.
+"""The tokens in the training sources of a recipe, counted on a sample.
 
-Local data and the target's tokenizer are read; datasets of the hub are not.
-"""
+Local data and the target's tokenizer are read; datasets of the Hub are not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from inference.entrypoints.loading import load_tokenizer
 from speculators.errors import CheckpointError
@@ -19,43 +19,72 @@ from train.recipe.data_sections import Source
 from train.recipe.recipe import Recipe
 
 SAMPLE = 200  # examples of each source that are tokenised
-ASSUMED_SHARE = 0.6  # of a conversation's tokens that are its responses
 ASSUMED_TOKENS = 800  # of a conversation, where nothing can be counted
+ASSUMED_SHARE = 0.6  # of a conversation's tokens that are its responses
 
 
 @dataclass
 class TokenCount:
-    """The counts of one source. Estimates are the sample's means times the number of examples."""
+    """The tokens of one source: the sample's means times the number of examples."""
 
     label: str
-    examples: int | None = None  # None: not read
-    rows: int = 0
+    examples: int | None = None  # None: not known
     tokens: int = 0
     supervised: int = 0
     note: str = ""  # what is missing, or was assumed
 
 
-def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
-    """Counts the tokens of a source with the target's tokenizer, loaded once; without one, examples
-    only."""
-    t = recipe.target
+def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount]:
+    """The counts of `data.train`. `examples`: of each source that cannot be read."""
+    tokenise = _tokeniser(recipe)
+    return [_count(recipe, source, tokenise, examples) for source in recipe.data.train]
+
+
+def _count(
+    recipe: Recipe,
+    source: Source,
+    tokenise: Callable[[Example], list[TokenRow]] | None,
+    examples: int | None,
+) -> TokenCount:
+    if source.resolved().name is not None:
+        return _assumed(recipe, source, examples or source.limit, "a dataset of the Hub, not read")
+    found = list(load_source(source, bad=BadRows()))[: source.limit]
+    number = round(source.weight * len(found))
+    if tokenise is None:
+        return _assumed(recipe, source, number, "the target's tokenizer is not on this machine")
+    sample = found[:: max(len(found) // SAMPLE, 1)][:SAMPLE]
+    rows = [row for example in sample for row in tokenise(example)]
+    _, statistics = fit_rows(rows, recipe.data.max_length)
+    scale = number / max(len(sample), 1)
+    tokens, supervised = round(scale * statistics.tokens), round(scale * statistics.supervised)
+    return TokenCount(source.label, number, tokens, supervised)
+
+
+def _assumed(recipe: Recipe, source: Source, examples: int | None, note: str) -> TokenCount:
+    if examples is None:
+        return TokenCount(source.label, note=f"{note}; give --examples for an estimate of time")
+    length = min(ASSUMED_TOKENS, recipe.data.max_length)
+    note += f"; assumed: {examples:,} examples of {length} tokens, {ASSUMED_SHARE:.0%} supervised"
+    tokens = examples * length
+    return TokenCount(source.label, examples, tokens, round(tokens * ASSUMED_SHARE), note)
+
+
+def _tokeniser(recipe: Recipe) -> Callable[[Example], list[TokenRow]] | None:
+    """Makes the rows of an example; a response still to be written is as long as the one in the
+    data. None without a tokenizer."""
+    t, r = recipe.target, recipe.regenerate
+    tokenizer: Any = None
     try:
         tokenizer = load_tokenizer(
             t.model, None, trust_remote_code=t.trust_remote_code, revision=t.revision
         )
-        known = bool(
-            tokenizer("a").input_ids
-        )  # from config.json alone transformers makes one that knows no text
     except CheckpointError:
-        known = False
-    if not known:
-        note = "not counted: the target's tokenizer is not on this machine"
-        return lambda source: TokenCount(source.label, note=note)
+        return None
+    if not tokenizer("a").input_ids:  # of config.json alone: it knows no text
+        return None
     conversations = conversation_tokenizer(recipe.data, tokenizer)
 
     def tokenise(example: Example) -> list[TokenRow]:
-        """Its rows; a response still to be written is as long as the one in the data."""
-        r = recipe.regenerate
         rows, prompt = list[TokenRow](), list[int]()
         try:
             prompt = conversations.prompt_ids(example)
@@ -70,52 +99,4 @@ def counter(recipe: Recipe) -> Callable[[Source], TokenCount]:
         written = [0] * max(min(response, r.max_new_tokens), 1)
         return [TokenRow.from_response(prompt, written, example.workload)]
 
-    def count(source: Source) -> TokenCount:
-        if source.resolved().name is not None:
-            return TokenCount(source.label, note="a hub dataset, not read in a dry run")
-        examples = list(load_source(source, bad=BadRows()))[: source.limit]
-        sample = examples[:: max(len(examples) // SAMPLE, 1)][:SAMPLE]
-        found = [tokenise(example) for example in sample]
-        _, statistics = fit_rows([row for rows in found for row in rows], recipe.data.max_length)
-        scale = source.weight * len(examples) / max(len(sample), 1)
-        return TokenCount(
-            source.label,
-            round(source.weight * len(examples)),
-            rows=round(scale * statistics.rows),
-            tokens=round(scale * statistics.tokens),
-            supervised=round(scale * statistics.supervised),
-        )
-
-    return count
-
-
-def assumed(
-    count: TokenCount, source: Source, recipe: Recipe, examples: int | None, tokens: int | None
-) -> TokenCount:
-    """`count` with what could not be counted filled in: `examples` of this source (None: its limit,
-    or those of the file), `tokens` of one example (None: assumed). Its note says what was assumed;
-    it stays as it is if it was counted and nobody says otherwise, or if nobody knows how many
-    examples there are."""
-    if count.tokens and examples is None and tokens is None:
-        return count
-    known = examples or count.examples or source.limit
-    if known is None and source.resolved().name is None:
-        known = round(source.weight * len(list(load_source(source, bad=BadRows()))[: source.limit]))
-    if known is None:
-        note = f"{count.note}; give --examples for an estimate of time"
-        return TokenCount(count.label, None, note=note)
-    share = count.supervised / count.tokens if count.tokens else ASSUMED_SHARE
-    each = tokens or (count.tokens / max(count.rows, 1) if count.tokens else ASSUMED_TOKENS)
-    each = min(each, recipe.data.max_length)
-    asked = each * share
-    if recipe.regenerate.enabled:
-        asked = min(asked, recipe.regenerate.max_new_tokens)
-        each = min(each - each * share + asked, recipe.data.max_length)
-    facts = [f"{known:,} examples of {each:.0f} tokens"]
-    if not count.tokens:
-        facts.append(f"{share:.0%} of the tokens supervised")
-    note = "; ".join(filter(None, [count.note, f"assumed: {', '.join(facts)}"]))
-    tokens_there, supervised = round(known * each), round(known * asked)
-    return replace(
-        count, examples=known, rows=known, tokens=tokens_there, supervised=supervised, note=note
-    )
+    return tokenise

@@ -3,7 +3,6 @@ only what cannot fit is refused."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,7 @@ from tests.train.recipe.test_real_recipes import RECIPES, local_recipe
 from tests.train.test_cli import TOKENIZER, call, refused
 from train.planner import devices
 from train.planner.devices import DEVICES
-from train.planner.outline import Outline, outline
-from train.planner.plan import (
-    active_parameters,
-    disk,
-    forward_flops,
-    held_bytes,
-    make_plan,
-    optimizer_bytes,
-    state_bytes,
-)
+from train.planner.plan import Stage, active_parameters, forward_flops, make_plan, make_stage
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 from train.trainer import checkpoint
@@ -83,7 +73,7 @@ def recipe_file(tmp_path, folder) -> Path:
     return path
 
 
-def drafter_of(plan: Outline, folder: Path, family: str):
+def drafter_of(plan: Stage, folder: Path, family: str):
     """The drafter with weights, ready to train, and its target."""
     target = FrozenTarget.from_pretrained(str(folder), tap_layers=plan.drafter.tap_layers)
     drafter = family_class(family)(plan.drafter).attach(target)
@@ -101,7 +91,7 @@ def tensor_bytes(path: Path) -> int:
     "family, optimizer", [("eagle3", "adamw"), *((family, "muon") for family in FAMILIES)]
 )
 def test_bytes_held_and_written_are_exact(family, optimizer, folder, tmp_path):
-    plan = outline(make_recipe(tree(folder, family, optimizer=optimizer)))
+    plan = make_stage(make_recipe(tree(folder, family, optimizer=optimizer)))
     drafter, target = drafter_of(plan, folder, family)
     parameters = drafter.trainable_parameters()
     stepped = make_optimizer(drafter, plan.recipe.training)
@@ -115,19 +105,19 @@ def test_bytes_held_and_written_are_exact(family, optimizer, folder, tmp_path):
         for t in values.values()
         if torch.is_tensor(t) and t.ndim  # AdamW's step counts aside
     ]
-    held = held_bytes(plan)
+    held = plan.held
     assert held["target's weights"] == sum(p.nbytes for p in target.parameters())
     assert held["gradients"] == sum(p.grad.nbytes for p in parameters)
-    assert optimizer_bytes(plan) == sum(t.nbytes for t in states)
+    assert plan.optimizer_bytes == sum(t.nbytes for t in states)
     checkpoint.save_best(tmp_path, drafter)
-    assert state_bytes(plan.head) == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
+    assert held["drafter's weights"] == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
     exported = export_drafter(drafter, tmp_path / "export", dtype=plan.target.dtype)
     written = sum(tensor_bytes(path) for path in exported.glob("*.safetensors"))
-    assert disk(plan)["export"] == pytest.approx(written, rel=0.02)
+    assert plan.disk["export"] == pytest.approx(written, rel=0.02)
 
 
 def test_forward_flops_are_those_that_torch_counts(folder):
-    plan = outline(make_recipe(tree(folder)), counted=([], []))
+    plan = make_stage(make_recipe(tree(folder)))
     target = FrozenTarget.from_pretrained(str(folder))
     target.model.set_attn_implementation("eager")  # whose products the counter knows
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -139,30 +129,27 @@ def test_forward_flops_are_those_that_torch_counts(folder):
 
 def test_active_parameters_of_a_mixture(tmp_path):
     """Qwen3-30B-A3B: 3.3 billion active with both embeddings, by its model card."""
-    plan = outline(local_recipe(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path))
+    plan = make_stage(local_recipe(RECIPES / "qwen3-30b-a3b" / "eagle3.yaml", tmp_path))
     embedding = plan.target.vocab_size * plan.target.hidden_size
     assert (active_parameters(plan.target) + embedding) / 1e9 == pytest.approx(3.35, abs=0.05)
 
 
 def test_only_what_cannot_fit_is_refused(monkeypatch, recipe_file):
-    held = sum(held_bytes(outline(load_recipe(recipe_file), device="cuda")).values())
+    held = sum(make_stage(load_recipe(recipe_file), device=torch.device("cuda")).held.values())
     for memory, code, word in ((held - 1, 1, "does not fit"), (held + 1, 0, "may not fit")):
         tiny = replace(DEVICES["l4"], memory=memory)
         monkeypatch.setitem(devices.DEVICES, "pocket", tiny)
         found, output = call("plan", recipe_file, "--gpu", "pocket")
         assert (found, word in output) == (code, True), output
-    code, output = call("plan", recipe_file, "--gpu", "l4", "--price-per-hour", "3", "--json")
-    facts = json.loads(output)
-    assert code == 0 and facts["fits"] and facts["verdict"].startswith("fits")
-    low, likely, high = facts["seconds"].values()
-    assert low < likely < high and facts["cost"]["likely"] == pytest.approx(3 * likely / 3600)
+    code, output = call("plan", recipe_file, "--gpu", "l4")
+    assert code == 0 and "\nfits" in output
     assert not (recipe_file.parent / "run").exists()
 
 
 def test_time_grows_with_steps_and_falls_with_devices(folder):
     def likely(count: int = 1, **training) -> float:
         recipe = make_recipe(tree(folder, **training) | {"regenerate": {"enabled": False}})
-        return make_plan(recipe, DEVICES["l4"], count).seconds.likely
+        return make_plan(recipe, DEVICES["l4"], count).seconds
 
     assert likely(steps=20) == pytest.approx(2 * likely(steps=10))
     # rows are given to each device
@@ -182,8 +169,8 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     recipe_file.write_text(yaml.safe_dump(hub))
     code, output = call("plan", recipe_file, "--gpu", "l4")
     assert code == 0 and "--examples" in output
-    code, output = call("plan", recipe_file, "--gpu", "l4", "--examples", "1000", "--json")
-    assert code == 0 and json.loads(output)["seconds"]["likely"] > 0
+    plan = make_plan(load_recipe(recipe_file), DEVICES["l4"], examples=1000)
+    assert plan.seconds > 0 and "1,000 examples" in plan.assumptions[0]
 
 
 def test_stages_add_up(folder):
@@ -191,6 +178,6 @@ def test_stages_add_up(folder):
     one = make_plan(make_recipe(recipe), DEVICES["l4"])
     stages = [{"name": "a"}, {"name": "b", "training": {"steps": 30}}]
     both = make_plan(make_recipe(recipe | {"stages": stages}), DEVICES["l4"])
-    assert both.seconds.likely == pytest.approx(4 * one.seconds.likely)
+    assert both.seconds == pytest.approx(4 * one.seconds)
     assert both.disk["export"] == one.disk["export"]
-    assert both.disk["best weights"] == 2 * one.disk["best weights"]
+    assert both.disk["checkpoints"] == 2 * one.disk["checkpoints"]

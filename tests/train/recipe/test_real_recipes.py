@@ -140,7 +140,7 @@ def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path
     assert count == (launched.group(1) or "1")
     plan = make_plan(local_recipe(path, tmp_path), find_device(gpu), int(count))
     assert plan.fits
-    first = plan.stages[0].outline
+    first = plan.stages[0]
     assert first.target.num_parameters / 1e9 == pytest.approx(
         TARGETS[load_recipe(path).target.model][0], abs=0.01
     )
