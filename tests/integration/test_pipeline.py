@@ -259,9 +259,14 @@ def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, staged) == 0
     assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() == weights
-    second["training"]["learning_rate"] = 1e-3  # only the second is another
-    with pytest.raises(CheckpointError, match="sampled.*another recipe"):
-        run(recipe, [f"stages={json.dumps([first, second])}"])
+    # only the second is another, whether or not the first is trained anew: nothing is overwritten
+    given = (tmp_path / "run" / "recipe.yaml").read_text()
+    second["training"]["learning_rate"] = 1e-3
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="sampled"):
+            run(recipe, [f"stages={json.dumps([first, second])}"])
+        assert (tmp_path / "run" / "recipe.yaml").read_text() == given
+        shutil.rmtree(root / "corpus")
 
 
 @pytest.mark.integration

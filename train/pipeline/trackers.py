@@ -1,15 +1,13 @@
 """Trackers besides the run's folder: wandb, trackio and tensorboard, through accelerate.
 
-A run that is continued goes on under the same id, which is kept in the run's folder. At the end the
-acceptance report is attached: figures as a summary, the page and its data as files, a table and a
-chart, as far as each tracker has them."""
+A run that is continued goes on under the same id, which is kept in the run's folder. At the end it
+gets the figures of the acceptance report, and the path of its page."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,7 +15,6 @@ from uuid import uuid4
 from accelerate import Accelerator
 
 from inference.report.schema import AcceptanceReport, load_report
-from inference.report.table import TERMINAL, table_of
 from speculators.errors import ConfigError
 from train.recipe.recipe import Recipe
 from train.recipe.run_folder import PAGE, REPORT
@@ -62,21 +59,15 @@ def offline_without_a_key() -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
 
 
-def attach_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
-    """The acceptance report of a run that is done, to all trackers of the main process."""
+def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
+    """The acceptance report of a run that is done: its figures, and the path of its page."""
     folder = Path(recipe.output_dir)
-    if (
-        not accelerator.trackers
-        or not accelerator.is_main_process
-        or not (folder / REPORT).is_file()
-    ):
-        return
-    report = load_report(folder / REPORT)
-    for tracker in accelerator.trackers:
-        _ATTACH[tracker.name](tracker.tracker, report, [folder / PAGE, folder / REPORT], step)
+    if accelerator.is_main_process and accelerator.trackers and (folder / REPORT).is_file():
+        page = {f"{PREFIX}report": str((folder / PAGE).resolve())}
+        accelerator.log(summary_of(load_report(folder / REPORT)) | page, step=step)
 
 
-def summary_of(report: AcceptanceReport) -> dict[str, float]:
+def summary_of(report: AcceptanceReport) -> dict[str, Any]:
     """The report's summary, and the acceptance length of every workload: names that all trackers
     take."""
     figures = {
@@ -85,49 +76,6 @@ def summary_of(report: AcceptanceReport) -> dict[str, float]:
     for cell in report.own_cells():
         figures[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
     return figures
-
-
-# --------------------------------------------------- each tracker; `files`: the page and its data
-
-
-def _to_wandb(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
-    import wandb
-
-    figures = summary_of(report)
-    run.summary.update(figures)
-    run.log(
-        {"acceptance/report": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)},
-        step=step,
-    )
-    artifact = wandb.Artifact(f"acceptance-{run.id}", type="acceptance-report", metadata=figures)
-    for path in files:
-        artifact.add_file(str(path))
-    run.log_artifact(artifact)
-
-
-def _to_tensorboard(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
-    for name, value in summary_of(report).items():
-        run.add_scalar(name, value, step)
-    run.add_text("acceptance/report", as_markdown(report), step)
-    run.flush()
-
-
-def _to_trackio(run: Any, report: AcceptanceReport, files: Sequence[Path], step: int) -> None:
-    import trackio
-
-    run.log(
-        {**summary_of(report), "acceptance/report": trackio.Markdown(as_markdown(report))},
-        step=step,
-    )
-
-
-_ATTACH = {"wandb": _to_wandb, "tensorboard": _to_tensorboard, "trackio": _to_trackio}
-
-
-def as_markdown(report: AcceptanceReport) -> str:
-    """A line per workload and temperature, and the gates."""
-    gates = [f"- {'passed' if gate.passed else '**missed**'}: {gate.name}" for gate in report.gates]
-    return "\n".join([table_of(report.own_cells(), TERMINAL), "", *gates])
 
 
 def _flat(recipe: Recipe) -> dict[str, int | float | str | bool]:

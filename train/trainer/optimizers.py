@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter
 from speculators.errors import CheckpointError
@@ -93,6 +94,38 @@ def make_optimizer(
     for group in optimizer.param_groups:
         group["peak_lr"] = group["lr"]
     return optimizer
+
+
+def step_if_finite(optimizer: Any, norm: Tensor) -> None:
+    """One step, or none if `norm` [], that of all gradients, is not finite: weights, moments and
+    step counts then stay as they are. Nothing waits for the device unless parameters are
+    sharded."""
+    finite = norm.isfinite()
+    for part in optimizers_in(optimizer):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        sharded = any(isinstance(p, DTensor) for p in parameters)
+        if all(group.get("fused") for group in part.param_groups) and not sharded:
+            part.found_inf = (~finite).float()  # its kernel looks at it
+            part.step()
+        elif isinstance(part, torch.optim.Muon) and not sharded:
+            _step_or_undo(part, parameters, finite)
+        elif finite:
+            part.step()
+
+
+def _step_or_undo(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], finite: Tensor
+) -> None:
+    """A step that is undone on the device where `finite` [] is false."""
+    weights = [p.detach().clone() for p in parameters]
+    moments = [{name: t.clone() for name, t in optimizer.state[p].items()} for p in parameters]
+    optimizer.step()
+    with torch.no_grad():
+        for p, weight, before in zip(parameters, weights, moments, strict=True):
+            p.copy_(torch.where(finite, p, weight))
+            for name, moment in optimizer.state[p].items():
+                old = before.get(name, torch.zeros_like(moment))
+                moment.copy_(torch.where(finite, moment, old))
 
 
 def implementation(parameters: Sequence[Tensor]) -> dict[str, bool]:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from speculators.drafter import Drafter, DraftStep, host_batch
 from speculators.errors import DraftsmithError
@@ -45,7 +44,12 @@ from train.recipe.recipe import Recipe
 from train.trainer import checkpoint
 from train.trainer.batches import MicroStep, StepRows
 from train.trainer.joint_target import JointTarget
-from train.trainer.optimizers import learning_rate, make_optimizer, optimizer_state
+from train.trainer.optimizers import (
+    learning_rate,
+    make_optimizer,
+    optimizer_state,
+    step_if_finite,
+)
 from train.trainer.parallel import spread, whole
 from train.trainer.telemetry import Telemetry
 
@@ -260,12 +264,14 @@ class Trainer:
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
         with self.telemetry.phase("optimizer"):
             self.replica.sum_gradients(self.parameters)
-        norm = clip_gradients(self.parameters, self.recipe.training.max_grad_norm)
+        norm = whole(
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
+        )
         rate = learning_rate(self.recipe.training, share, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
         with self.telemetry.phase("optimizer"):
-            self.optimizer.step()
+            step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
@@ -559,21 +565,6 @@ def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:
     """Optimizer steps of a run over `rows` packed rows; None: its budget is minutes alone."""
     t = recipe.training
     return t.steps or (math.ceil(rows * t.epochs / rows_per_step) if t.epochs else None)
-
-
-def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> Tensor:
-    """Clips the gradients to a total norm of `max_norm`; returns the norm before, [] and waits for
-    no device.
-
-    Where that norm is not finite every gradient becomes zero: a step that overflowed moves the
-    weights by the optimizer's momentum and decay alone. (Clipping multiplies by 0 or NaN then, so
-    that every element is 0 or NaN, and NaN is what is replaced.)"""
-    norm = whole(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            own.nan_to_num_(nan=0.0)
-    return norm
 
 
 def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
