@@ -4,7 +4,6 @@ command runs."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +13,13 @@ from rich.text import Text
 
 from inference.spec_decode.proposers.methods import TRAINING_FREE
 from speculators.errors import CheckpointError, ConfigError
+from speculators.hub import repository_id
 
 if TYPE_CHECKING:
     from speculators.export.inspection import Inspection
     from speculators.export.serving_commands import ServingCommand
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hub
 
 
 def export(
@@ -55,22 +54,21 @@ def export(
     from speculators.export.convert import convert, write_back
     from train.pipeline.export_stage import reexport
 
-    console = Console()
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    console = Console()
     if into is not None:
         write_back(source, into, out)
         console.print(f"{out}: {into} with the module of {source}", highlight=False)
         return
-    on_hub = not source.exists() and REPOSITORY.fullmatch(str(source))
-    if any((source / name).is_file() for name in ("config.json", "adapter_config.json")) or on_hub:
-        target: dict[str, Any] = {"target": {"name_or_path": model}} if model else {}
+    is_drafter = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if is_drafter or repository_id(str(source)):
         convert(
             source,
             out,
             format=format,
             dtype=dtype,
-            provenance=target,
+            provenance={"target": {"name_or_path": model}} if model else {},
             num_target_layers=target_layers,
         )
         console.print(f"{out}: {source} in the format {format}", highlight=False)
@@ -99,21 +97,11 @@ def inspect(
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
     are faults."""
-    from inference.entrypoints.speculative_config import parse_speculative_config
     from speculators.export.inspection import inspect_folder
-    from speculators.export.serving_commands import serving
     from train.recipe.sections import TargetSection
 
-    console = Console()
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
-        options = parse_speculative_config({"method": drafter})
-        commands = serving(drafter, target=model, training_free=options)
-        if as_json:
-            typer.echo(
-                json.dumps({"method": drafter, "serving": [vars(c) for c in commands]}, indent=2)
-            )
-        else:
-            _print_commands(console, commands)
+        _inspect_method(drafter, model, as_json)
         return
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(
@@ -121,20 +109,40 @@ def inspect(
             " prepare"
         )
     result = inspect_folder(drafter, num_target_layers=target_layers)
-    held_to = model or (result.target_name or "" if Path(result.target_name or "").is_dir() else "")
-    if held_to:
-        target, tokenizer = TargetSection(model=held_to).sketch(), _tokenizer(held_to)
+    named = result.target_name or ""
+    if held_to := model or (named if Path(named).is_dir() else ""):
+        tokenizer = _tokenizer(held_to)
         result = inspect_folder(
-            drafter, target, num_target_layers=target_layers, tokenizer=tokenizer
+            drafter,
+            TargetSection(model=held_to).sketch(),
+            num_target_layers=target_layers,
+            tokenizer=tokenizer,
         )
         if tokenizer is None and hasattr(result.config, "mask_token_id"):
             text = "not held to texts, as the target's tokenizer could not be loaded"
             result.add("mask_token_id", text, warning=True)
+    commands = []
+    if result.config is not None:
+        commands = _commands(result.config, result.fields, drafter, model)
     if as_json:
-        typer.echo(json.dumps(_as_data(result, drafter, model), indent=2))
+        typer.echo(json.dumps(_as_data(result, commands), indent=2))
     else:
-        _print(console, result, drafter, model, tensors)
+        _print(Console(), result, commands, tensors)
     raise typer.Exit(0 if result.sound else 1)
+
+
+def _inspect_method(method: str, model: str, as_json: bool) -> None:
+    """How to serve a method that has no folder."""
+    from inference.entrypoints.speculative_config import parse_speculative_config
+    from speculators.export.serving_commands import serving
+
+    options = parse_speculative_config({"method": method})
+    commands = serving(method, target=model, training_free=options)
+    if as_json:
+        data = {"method": method, "serving": [vars(command) for command in commands]}
+        typer.echo(json.dumps(data, indent=2))
+    else:
+        _print_commands(Console(), commands)
 
 
 def _tokenizer(model: str) -> Any:
@@ -188,33 +196,32 @@ def _facts(result: Inspection) -> dict[str, Any]:
     return facts | {"parameters": result.parameters, "dtype": ", ".join(result.dtypes)}
 
 
-def _as_data(result: Inspection, drafter: str, model: str) -> dict[str, Any]:
-    commands = (
-        [] if result.config is None else _commands(result.config, result.fields, drafter, model)
-    )
+def _as_data(result: Inspection, commands: list[ServingCommand]) -> dict[str, Any]:
+    tensors = {
+        name: {"shape": list(header.shape), "dtype": header.dtype}
+        for name, header in sorted(result.headers.items())
+    }
     return {
         "folder": str(result.folder),
         "sound": result.sound,
         **_facts(result),
         "faults": [vars(fault) for fault in result.faults],
         "serving": [vars(command) for command in commands],
-        "tensors": {
-            name: {"shape": list(h.shape), "dtype": h.dtype}
-            for name, h in sorted(result.headers.items())
-        },
+        "tensors": tensors,
     }
 
 
-def _print(console: Console, result: Inspection, drafter: str, model: str, tensors: bool) -> None:
+def _print(
+    console: Console, result: Inspection, commands: list[ServingCommand], tensors: bool
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table("", "", box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     for name, value in _facts(result).items():
         if value not in (None, "", [], {}):
-            table.add_row(
-                name.replace("_", " "), Text(f"{value:,}" if isinstance(value, int) else str(value))
-            )
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+            table.add_row(name.replace("_", " "), Text(text))
     console.print(table)
     if tensors:
         table = Table("tensor", "shape", "dtype", box=SIMPLE_HEAD, pad_edge=False)
@@ -227,8 +234,7 @@ def _print(console: Console, result: Inspection, drafter: str, model: str, tenso
             where = Text(fault.where, style="yellow" if fault.warning else "bold red")
             table.add_row(where, Text(fault.text), Text(fault.engines))
         console.print(table)
-    if result.config is not None:
-        _print_commands(console, _commands(result.config, result.fields, drafter, model))
+    _print_commands(console, commands)
     if result.sound:
         console.print("every tensor is there and has its shape", style="green")
 

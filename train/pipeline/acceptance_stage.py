@@ -47,6 +47,8 @@ from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
 from train.recipe.sections import split_gate
 from train.trainer.joint_target import change_of
 
+SEED = 0  # of the choice of prompts
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -54,13 +56,11 @@ class Engines:
 
     ours           measures this runtime
     vllm           makes vLLM; None: vLLM is not measured
-    temperatures   temperatures to measure vLLM at; None: all
     enforce_eager  False: rounds of this runtime are compiled, at the batch size that is timed
     """
 
     ours: bool = True
     vllm: EngineMaker | None = None
-    temperatures: Sequence[float] | None = None
     enforce_eager: bool | None = None
 
 
@@ -96,7 +96,7 @@ def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -
         say(f"acceptance: not measured in vLLM. {error}")
         return Engines()
     vllm = VllmOptions(python, e.vllm.options, e.vllm.speculative_config)
-    return Engines(OUR_ENGINE in e.engines, vllm, e.vllm_temperatures)
+    return Engines(OUR_ENGINE in e.engines, vllm)
 
 
 def accept(
@@ -208,7 +208,7 @@ def measure(
             return run_ours(part(0.0, 1.0))
         half = 0.5 if engines.ours else 1.0
         theirs = run(
-            replace(settings, temperatures=engines.temperatures or settings.temperatures),
+            settings,
             engine=engines.vllm,
             progress=part(0.0, half, "vllm: "),
         )
@@ -260,7 +260,7 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
     workload has no other."""
-    sources, seed = recipe.evaluation.prompts or recipe.data.validation, recipe.evaluation.seed
+    sources, seed = recipe.evaluation.prompts or recipe.data.validation, SEED
     if not sources:
         return {}
     tokenizer, limit = _tokenizer_and_limit(recipe)
@@ -324,7 +324,7 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
                 f" {settings.max_tokens}; lower max_tokens"
             )
         chosen = {
-            category: _sample(chats, e.suite_prompts, f"{e.seed}/{name}/{category}")
+            category: _sample(chats, e.suite_prompts, f"{SEED}/{name}/{category}")
             for category, chats in by_category.items()
         }
         files = suite_files(name, path)

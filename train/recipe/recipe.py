@@ -162,60 +162,59 @@ class Recipe(Section):
         return [] if value in ("none", ["none"], None) else value
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Recipe:
+    def _losses_are_known(self) -> Recipe:
         try:
             Mix.parse(self.loss)
             PositionWeights.parse(self.position_weights)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        for name in self.gates:
-            try:
-                temperature, _ = split_gate(name)
-            except ValueError as error:
-                raise ValueError(f"gates.{name}: {error}") from None
-            if temperature is not None and temperature not in self.evaluation.temperatures:
-                raise ValueError(
-                    f"gates.{name}: nothing is measured at temperature {temperature:g}; "
-                    f"evaluation.temperatures is {self.evaluation.temperatures}"
-                )
-        if self.joint is not None and self.target.adapter is not None:
-            raise ValueError(
-                "target.adapter: joint trains a LoRA of its own; merge the adapter into the model"
-                " first"
-            )
-        if self.joint is not None and self.training.keep_features_gb:
-            raise ValueError(
-                "training.keep_features_gb: a trained target's features change at every step"
-            )
-        if self.joint is not None and self.features.mode == "cache":
-            raise ValueError(
-                "features.mode: a trained target's features change at every step; needs online"
-            )
-        if self.joint is not None and self.on_policy is not None and not self.stages:
-            raise ValueError(
-                "on_policy: a target that is trained along is no longer the one that accepted and"
-                " rejected the drafts; give joint and on_policy stages of their own"
-            )
-        compared = [
-            temperature
-            for temperature, figure in map(split_gate, self.gates)
-            if figure == "vllm_gap"
-        ]
-        if compared and len(self.evaluation.engines) < 2:
-            raise ValueError(
-                "gates: vllm_gap compares two engines; needs evaluation.engines: [draftsmith, vllm]"
-            )
-        if missing := set(compared) - {None, *self.evaluation.vllm_temperatures}:
-            raise ValueError(
-                f"gates: vllm_gap at temperature {missing.pop():g} needs it in"
-                " evaluation.vllm.temperatures"
-            )
-        if "lossless_mismatches" in self.gates and not self.evaluation.lossless_check:
-            raise ValueError("gates.lossless_mismatches: needs evaluation.lossless_check: true")
+        return self
+
+    @model_validator(mode="after")
+    def _gates_are_measured(self) -> Recipe:
+        e = self.evaluation
         if self.gates and not self.measured:
             raise ValueError(
                 "gates: there is nothing to measure on; give evaluation.prompts, data.validation or"
                 " evaluation.suites"
+            )
+        for name in self.gates:
+            try:
+                temperature, figure = split_gate(name)
+            except ValueError as error:
+                raise ValueError(f"gates.{name}: {error}") from None
+            if temperature not in (None, *e.temperatures):
+                raise ValueError(
+                    f"gates.{name}: nothing is measured at temperature {temperature:g}; "
+                    f"evaluation.temperatures is {e.temperatures}"
+                )
+            if figure == "vllm_gap" and len(e.engines) < 2:
+                raise ValueError(f"gates.{name}: needs evaluation.engines: [draftsmith, vllm]")
+            if figure == "lossless_mismatches" and not e.lossless_check:
+                raise ValueError(f"gates.{name}: needs evaluation.lossless_check: true")
+        return self
+
+    @model_validator(mode="after")
+    def _joint_changes_the_target(self) -> Recipe:
+        if self.joint is None:
+            return self
+        if self.target.adapter is not None:
+            raise ValueError(
+                "target.adapter: joint trains a LoRA of its own; merge the adapter into the model"
+                " first"
+            )
+        if self.training.keep_features_gb:
+            raise ValueError(
+                "training.keep_features_gb: a trained target's features change at every step"
+            )
+        if self.features.mode == "cache":
+            raise ValueError(
+                "features.mode: a trained target's features change at every step; needs online"
+            )
+        if self.on_policy is not None and not self.stages:
+            raise ValueError(
+                "on_policy: a target that is trained along is no longer the one that accepted and"
+                " rejected the drafts; give joint and on_policy stages of their own"
             )
         return self
 

@@ -313,9 +313,6 @@ class ExportSection(Section):
 class VllmSection(Section):
     """How vLLM is run for the acceptance report."""
 
-    temperatures: list[Annotated[float, Field(ge=0)]] | None = Field(
-        None, min_length=1, description="those of evaluation.temperatures to measure at; null: all"
-    )
     options: dict[str, Any] = Field(
         {}, description="options of its LLM, such as tensor_parallel_size"
     )
@@ -367,7 +364,6 @@ class EvaluationSection(Section):
     batch_size: PositiveInt = Field(
         1, description="requests in flight; one shows latency, more show throughput"
     )
-    seed: Count = Field(0, description="seed of the sampled runs and of the choice of prompts")
     baseline_transformers: bool = Field(
         True, description="time transformers.generate as well, for reference"
     )
@@ -401,19 +397,6 @@ class EvaluationSection(Section):
         if len(set(value)) != len(value):
             raise ValueError(f"each temperature may be given once, got {value}")
         return value
-
-    @model_validator(mode="after")
-    def _vllm_is_measured_within(self) -> EvaluationSection:
-        if extra := sorted(set(self.vllm.temperatures or ()) - set(self.temperatures)):
-            raise ValueError(
-                f"vllm.temperatures: {extra} are not among evaluation.temperatures,"
-                f" {self.temperatures}"
-            )
-        return self
-
-    @property
-    def vllm_temperatures(self) -> list[float]:
-        return self.temperatures if self.vllm.temperatures is None else self.vllm.temperatures
 
 
 class Gate(Section):

@@ -74,30 +74,18 @@ def test_the_gap_is_gated_over_the_temperatures_of_both() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("gates", "evaluation", "field"),
-    [
-        ({"vllm_gap": {"max": 0.02}}, {}, "evaluation.engines"),
-        ({"vllm_gap": {"max": 0.02}}, {"engines": ["vllm"]}, "evaluation.engines"),
-        ({"t1.vllm_gap": {"max": 0.02}}, {**BOTH, "vllm": {"temperatures": [0]}}, "temperature 1"),
-        ({}, {**BOTH, "vllm": {"temperatures": [0.5]}}, "evaluation.temperatures"),
-    ],
-)
-def test_contradictions_are_named(gates, evaluation, field) -> None:
-    with pytest.raises(ValueError, match=field):
-        recipe(gates, **evaluation)
+@pytest.mark.parametrize("engine", ["draftsmith", "vllm"])
+def test_a_gap_between_engines_needs_two(engine) -> None:
+    with pytest.raises(ValueError, match=r"gates\.vllm_gap: needs evaluation\.engines"):
+        recipe({"vllm_gap": {"max": 0.02}}, engines=[engine])
 
 
 def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
     monkeypatch.setattr("train.pipeline.acceptance_stage.vllm_python", lambda: "python of vLLM")
-    section = {
-        "temperatures": [0],
-        "options": {"tensor_parallel_size": 2},
-        "speculative_config": {"x": 1},
-    }
+    section = {"options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
     engines = engines_of(recipe(**BOTH, vllm=section))
     assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
-    assert engines.ours and engines.temperatures == [0]
+    assert engines.ours
     assert not engines_of(recipe(engines=["vllm"])).ours
 
 
