@@ -15,6 +15,7 @@ it is launched), memory."""
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -145,6 +146,12 @@ FREE = {
     Tensor.__repr__,
 }
 FACTORIES_FROM_HOST = {torch.tensor, torch.as_tensor}
+
+
+def _of_an_optimizer() -> bool:
+    """True in a move that torch's fused optimizers ask for: they group tensors by their device in
+    C++, which sees the host, and move nothing on a GPU."""
+    return sys._getframe(4).f_code.co_filename.endswith("torch/optim/adam.py")
 
 
 class _Emulation:
@@ -292,7 +299,7 @@ class _Emulation:
         was = isinstance(tensor, _Claiming)
         if target is not None and target.type == "meta":
             return _bare(tensor).to("meta")
-        now = was if target is None else target.type == "cuda"
+        now = was if target is None or _of_an_optimizer() else target.type == "cuda"
         with torch._C.DisableTorchFunctionSubclass():
             bare = _bare(tensor)
             out = bare.to(*rest, **kept) if rest or kept else bare

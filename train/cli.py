@@ -163,9 +163,6 @@ def compare(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
     ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table as Markdown.")
-    ] = False,
 ) -> None:
     """Train several recipes for the same time, measure each, and put them side by side."""
     from rich.table import Table
@@ -173,11 +170,6 @@ def compare(
     from train.pipeline.compare import FILE, compare_recipes, rows
 
     heads, *lines = rows(compare_recipes(recipes, minutes, out, override or ()))
-    if as_markdown:
-        rule = ["---", *["---:"] * (len(heads) - 1)]
-        for line in (heads, rule, *lines):
-            typer.echo(f"| {' | '.join(line)} |")
-        return
     table = Table(*heads, title=f"{minutes:g} minutes of training each")
     for line in lines:
         table.add_row(*line)

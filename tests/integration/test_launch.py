@@ -1,5 +1,5 @@
 """`accelerate launch` with the shipped configurations: the same run on one process, two, two
-sharded, two machines."""
+sharded."""
 
 from __future__ import annotations
 
@@ -37,27 +37,13 @@ def _forked(interpreter, monkeypatch):
     monkeypatch.setattr(sys, "executable", interpreter)
 
 
-def launch(
-    path: Path, out: Path, config: str | None, *options: str, overrides: tuple[str, ...] = ()
-):
+def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = ()):
     """A process of `accelerate launch` that trains the recipe into `out`."""
     command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--num_cpu_threads_per_process",
-        "1",
-    ]
-    if config is not None:
-        command += ["--config_file", str(CONFIGS / config)]
-    if "--main_process_port" not in options:
-        command += ["--main_process_port", str(free_port())]
-    command += [
-        *options,
-        str(ROOT / "train" / "eagle.py"),
-        str(path),
-        f"output_dir={out}",
-        *overrides,
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--num_cpu_threads_per_process", "1", "--config_file", str(CONFIGS / config)),
+        *("--main_process_port", str(free_port())),
+        *(str(ROOT / "train" / "eagle.py"), str(path), f"output_dir={out}", *overrides),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -118,31 +104,20 @@ def short_recipe(recipe: Path) -> Path:
 
 @pytest.mark.integration
 def test_shipped_configurations_train_alike(short_recipe, tmp_path):
-    """One process; two, whole and sharded; two machines that are one; killed on two and continued
-    on one."""
-    runs = {name: tmp_path / name for name in ("one", "two", "sharded", "machines", "killed")}
-    finished(launch(short_recipe, runs["one"], None, "--num_processes", "1"))
+    """One process; two, whole and sharded; killed on two and continued on one."""
+    runs = {name: tmp_path / name for name in ("one", "two", "sharded", "killed")}
+    finished(alone(short_recipe, runs["one"]))
     finished(launch(short_recipe, runs["two"], "cpu_ddp.yaml"))
     finished(
         launch(short_recipe, runs["sharded"], "cpu_fsdp2.yaml", overrides=("target.sharding=fsdp",))
     )
-    port = str(free_port())
-    where = ("--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
-    pair = [
-        launch(
-            short_recipe, runs["machines"], "multi_node_ddp.yaml", "--machine_rank", rank, *where
-        )
-        for rank in "01"
-    ]
-    for process in pair:
-        finished(process)
     killed = launch(short_recipe, runs["killed"], "cpu_ddp.yaml")
     while not list((runs["killed"] / "checkpoints").glob("step-*")) and killed.poll() is None:
         time.sleep(0.2)
     killed.kill()  # and with it what it started
     killed.communicate()
     finished(alone(short_recipe, runs["killed"]))
-    for name in ("two", "sharded", "machines", "killed"):
+    for name in ("two", "sharded", "killed"):
         assert_same(runs["one"], runs[name])
 
 

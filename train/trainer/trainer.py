@@ -82,13 +82,13 @@ class Unread:
     """A step whose results are still on the device."""
 
     known: dict[str, Any]  # of its record, known to the host
-    # float64: `Trainer._micro_step`'s sums [2K + 3], what `Telemetry.saw` counted [3], terms [K],
-    # the norm of the gradient
+    # float64: `Trainer._micro_step`'s sums [2K + 3], tokens (no padding, with a loss) [2], terms
+    # [K], the norm of the gradient
     numbers: Tensor
 
     def read(self, depths: int) -> tuple[dict[str, Any], list[float]]:
-        """(the record of the step, tokens [3]). Waits for the device. `depths`: K."""
-        sizes = [depths, depths, 2, 1, 3, depths, 1]
+        """(the record of the step, tokens [2]). Waits for the device. `depths`: K."""
+        sizes = [depths, depths, 2, 1, 2, depths, 1]
         accepted, agreed, lengths, loss, tokens, terms, norm = self.numbers.cpu().split(sizes)
         known, count = dict(self.known), terms.clamp(min=1)
         record = {
@@ -274,7 +274,8 @@ class Trainer:
             step_if_finite(self.optimizer, norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
-        seen = to_device(self.telemetry.saw(hosts), self.accelerator.device)
+        tokens = [[(b.segment_ids >= 0).sum(), b.loss_mask.sum()] for b in hosts]
+        seen = to_device(torch.tensor(tokens).sum(0), self.accelerator.device)
         sums = self._sum(torch.cat([torch.stack(measured).sum(0), seen]))
         known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:

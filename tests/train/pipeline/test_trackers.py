@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from accelerate import Accelerator
 from inference.report.schema import save_report
 from speculators.errors import ConfigError
 from tests.inference.report.test_report import make_report
-from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
+from tests.train.trainer.test_loop import make_recipe, make_trainer
 from train.pipeline import trackers
 from train.recipe.recipe import recipe_class
 from train.trainer.telemetry import PHASES, Telemetry
@@ -23,11 +22,10 @@ from train.trainer.telemetry import PHASES, Telemetry
 COSTS = {
     "step_seconds",
     "tokens_per_second",
-    "valid_tokens_per_second",
     "supervised_tokens_per_second",
     "memory_gib",
 }
-COSTS |= {f"time/{name}" for name in (*PHASES, "other")}
+COSTS |= {f"time/{name}" for name in PHASES}
 CURVES = {"loss", "grad_norm", "learning_rate", "acceptance_rate/0", "in_loop_acceptance_length"}
 FIGURES = {"acceptance/t0.acceptance_length", "acceptance/t0/all", "acceptance/t1/all"}
 
@@ -86,11 +84,8 @@ def test_curves_costs_and_the_report_arrive(run):
     events = EventAccumulator(str(folder / "draftsmith"), size_guidance={"tensors": 0}).Reload()
     assert set(events.Tags()["scalars"]) >= CURVES | COSTS | FIGURES
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
-    shares = [
-        sum(events.Scalars(f"time/{name}")[i].value for name in (*PHASES, "other"))
-        for i in range(8)
-    ]
-    assert shares == pytest.approx([1.0] * 8, abs=1e-5)
+    shares = [sum(events.Scalars(f"time/{name}")[i].value for name in PHASES) for i in range(8)]
+    assert all(0 < share <= 1 for share in shares)
     (page,) = events.Tensors("acceptance/report/text_summary")
     assert str(folder / "report.html").encode() in page.tensor_proto.string_val[0]
 
@@ -105,28 +100,15 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch):
 # ------------------------------------------------------------------ what a step cost
 
 
-def test_tokens_are_counted_for_what_they_are(monkeypatch):
-    """All slots, those that are no padding, those with a loss; over all processes."""
-    rows = make_rows(4)
-    from train.data.packing import collate
-
+def test_time_is_shared_by_phases(monkeypatch):
     telemetry, clock = Telemetry(torch.device("cpu")), [0.0]
     monkeypatch.setattr("train.trainer.telemetry.time.perf_counter", lambda: clock[0])
     telemetry.begin()
-    batch = collate(rows, length=64)
-    counts = telemetry.saw([SimpleNamespace(**batch)])
     for name, seconds in {"data": 1.0, "target": 4.0, "drafter": 2.0, "optimizer": 0.5}.items():
         with telemetry.phase(name):
             clock[0] += seconds
     clock[0] = 10.0
-    found = telemetry.finish((2 * counts).tolist(), 1)
-    real, supervised = sum(len(row) for row in rows), sum(int(row.loss_mask.sum()) for row in rows)
-    assert found["tokens_per_second"] == 2 * len(rows) * 64 / 10
-    assert (found["valid_tokens_per_second"], found["supervised_tokens_per_second"]) == (
-        real / 5,
-        supervised / 5,
-    )
-    assert [found[f"time/{name}"] for name in (*PHASES, "other")] == pytest.approx(
-        [0.1, 0.4, 0.2, 0.05, 0.25]
-    )
-    assert found["memory_gib"] > 0.05
+    costs = telemetry.finish([500.0, 300.0], 4)
+    assert costs["step_seconds"] == 2.5 and costs["memory_gib"] > 0.05
+    assert (costs["tokens_per_second"], costs["supervised_tokens_per_second"]) == (50, 30)
+    assert [costs[f"time/{name}"] for name in PHASES] == pytest.approx([0.1, 0.4, 0.2, 0.05])

@@ -173,6 +173,12 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert plan.seconds > 0 and "1,000 examples" in plan.assumptions[0]
 
 
+def test_cached_features_take_their_bytes_for_every_token(folder):
+    recipe = tree(folder) | {"features": {"mode": "cache"}}
+    stage = make_plan(make_recipe(recipe)).stages[0]
+    assert stage.disk["features"] == stage.cached_bytes * stage.tokens > 0
+
+
 def test_stages_add_up(folder):
     recipe = tree(folder) | {"regenerate": {"enabled": False}}
     one = make_plan(make_recipe(recipe), DEVICES["l4"])

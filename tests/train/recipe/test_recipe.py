@@ -276,6 +276,7 @@ MALFORMED = {
     "target: {model: }": "target.model",
     "export: {formats: [vllm, vllm]}": "export.formats",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
+    "joint: {}\ntraining: {keep_features_gb: 1.0}": "training.keep_features_gb",
     "position_weights: {gamma: 0}": "position_weights.gamma",
     "name: ../escape": "name",
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from speculators.families.medusa import Medusa
@@ -136,14 +135,13 @@ def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_pat
     assert 0.1 < joint.heads_weight(0.5) < 0.2
 
 
-@pytest.mark.parametrize("stop_after", [1, 5])
-def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
+def test_a_killed_run_ends_with_the_same_weights(tiny_model, tmp_path):
     whole = make_trainer(tiny_model, tmp_path / "whole", dropout=0.1)
     whole.run()
     broken = make_trainer(tiny_model, tmp_path / "broken", dropout=0.1)
 
     def die(share, note):
-        if broken.state.step == stop_after:
+        if broken.state.step == 5:
             raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
@@ -177,10 +175,3 @@ def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
         return torch.cat([p.detach().flatten() for p in joint.trainable_parameters()])
 
     assert torch.equal(drawn(1, 0), drawn(2, 0)) and not torch.equal(drawn(1, 0), drawn(1, 1))
-
-
-def test_features_cannot_be_kept(tiny_model):
-    tree = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
-    tree |= {"joint": {}, "training": {"steps": 1, "keep_features_gb": 1.0}}
-    with pytest.raises(ValidationError, match="keep_features_gb"):
-        recipe_class().model_validate(tree)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,15 +104,15 @@ def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
     assert state.step == 25 and [r["step"] for r in state.history] == list(range(1, 26))
 
 
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 7])
+@pytest.mark.parametrize("optimizer, stop_after", [("adamw", 1), ("adamw", 4), ("muon", 5)])
 @pytest.mark.slow
-def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_after):
+def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, optimizer, stop_after):
     """A run that dies after any step and is started again ends bit for bit like one that was left
     alone."""
-    whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe())
+    whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe(optimizer=optimizer))
     whole.run()
 
-    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe(optimizer=optimizer))
 
     def die(share, note):
         if broken.state.step == stop_after:
@@ -122,7 +120,7 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
 
     with pytest.raises(RuntimeError, match="power cut"):
         broken.run(die)
-    again = make_trainer(tiny_model, tmp_path / "broken", make_recipe())
+    again = make_trainer(tiny_model, tmp_path / "broken", make_recipe(optimizer=optimizer))
     state = again.run()
     assert_equal(weights(whole), weights(again))
     assert [r["step"] for r in state.history] == list(range(1, 9))
@@ -218,51 +216,6 @@ def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
 
 
-TWO = """
-import json, sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-from tests import conftest
-from tests.train.trainer import test_loop
-torch.set_num_threads(1)
-recipe = test_loop.make_recipe(steps=2, batch_size=int(sys.argv[2]))
-trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
-state = trainer.run()
-if trainer.accelerator.is_main_process:
-    kept = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
-    print(json.dumps([[r[k] for k in kept] for r in state.history]), flush=True)
-trainer.accelerator.end_training()
-"""
-
-
-def test_two_processes_train_like_one(tmp_path):
-    """The same global batch gives the same loss, gradient norm and metrics whatever the number of
-    processes."""
-    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-
-    def spawn(folder: Path, rows: int, extra: dict[str, str]) -> Forked:
-        return Forked(["-c", TWO, folder, rows], base | extra)
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    pair = [spawn(tmp_path / "two", 2, world | {"RANK": r, "LOCAL_RANK": r}) for r in "01"]
-    printed = [process.communicate(timeout=240)[0] for process in pair]
-    alone = spawn(tmp_path / "one", 4, {}).communicate(timeout=240)[0]
-    assert all(process.returncode == 0 for process in pair)
-    two, one = json.loads(printed[0].splitlines()[-1]), json.loads(alone.splitlines()[-1])
-    torch.testing.assert_close(
-        torch.tensor(two)[:, [0, 1, 3]], torch.tensor(one)[:, [0, 1, 3]], atol=1e-5, rtol=1e-4
-    )
-
-
 def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
     """Changing tokens that are not supervised at the end of a row, or padding, changes no loss."""
     trainer = make_trainer(tiny_model, tmp_path, make_recipe())
@@ -323,19 +276,18 @@ def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-@pytest.mark.parametrize("warmup_ratio", [0.02, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("total_steps", [1, 3, 10, 1000, None])
-def test_the_warm_up_rises_and_never_passes_the_peak(total_steps, warmup_ratio):
+@pytest.mark.parametrize("total_steps", [1, 10, None])
+def test_the_warm_up_rises_and_never_passes_the_peak(total_steps):
     """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large
     part of a run."""
-    training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
-    shares = [s / 1000 for s in range(1001)]
-    rates = [learning_rate(training, share, total_steps) for share in shares]
-    assert 0 < rates[0] and max(rates) <= 1.0
-    warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
-    assert warm == sorted(warm) and rates[1 + len(warm) :] == sorted(
-        rates[1 + len(warm) :], reverse=True
-    )
+    for warmup_ratio in (0.02, 0.5, 1.0):
+        training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
+        shares = [s / 1000 for s in range(1001)]
+        rates = [learning_rate(training, share, total_steps) for share in shares]
+        assert 0 < rates[0] and max(rates) <= 1.0
+        warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
+        assert warm == sorted(warm)
+        assert rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)
 
 
 def overflow(trainer: Trainer, monkeypatch, *steps: int) -> None:

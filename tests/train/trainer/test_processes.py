@@ -270,42 +270,34 @@ def test_a_target_that_is_asked_for_nothing_waits_on_the_host(
     assert waits_on_host(recipe, accelerator) is waits
 
 
-EVERYWHERE = [(1, False), (2, False), (4, False), (2, True), (4, True)]
-WORLDS = {
-    family: EVERYWHERE if family == "eagle3" else [(1, False), (2, False), (2, True)]
-    for family in FAMILIES
+WORLDS = {  # beside one process
+    family: [(2, False), (4, True)] if family == "eagle3" else [(2, True)] for family in FAMILIES
 }
-MOVES = [
-    ((4, True), (2, False)),
-    ((1, False), (4, True)),
-    ((2, False), (1, False)),
-]  # killed there, continued here
-MOVES_OF = {"adamw": MOVES, "muon": MOVES[:1]}
+MOVES = {  # killed there, continued here
+    "adamw": [((4, True), (2, False)), ((1, False), (4, True))],
+    "muon": [((2, True), (1, False))],
+}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Every run of this file, in one set of processes."""
-    scenarios = [scenario(family, *world) for family in FAMILIES for world in WORLDS[family]]
-    for optimizer, moves in MOVES_OF.items():
+    scenarios = [
+        scenario(family, *world) for family in FAMILIES for world in [(1, False), *WORLDS[family]]
+    ]
+    for optimizer, moves in MOVES.items():
         for number, (before, after) in enumerate(moves):
-            run = f"{optimizer}-{number}"
-            scenarios.append(
-                scenario("eagle3", *before, run=run, stop_after=3, optimizer=optimizer)
-            )
-            scenarios.append(scenario("eagle3", *after, run=run, optimizer=optimizer))
-    scenarios += [
-        scenario("eagle3", *world, optimizer="muon") for world in EVERYWHERE[:1] + EVERYWHERE[3:]
-    ]
-    scenarios += [scenario("eagle3", *world, sharding="fsdp") for world in ((4, False), (2, True))]
-    scenarios += [
-        scenario("eagle3", *world, on_policy=True) for world in (EVERYWHERE[0], EVERYWHERE[3])
-    ]
-    scenarios += [scenario("medusa-2", *world) for world in EVERYWHERE[:2]]
-    scenarios.append(
-        scenario("medusa-2", 1, run="medusa-2-cut", stop_after=1)
-    )  # before its first checkpoint
-    scenarios.append(scenario("medusa-2", 1, run="medusa-2-cut", draws=7))
+            named = {"run": f"{optimizer}-{number}", "optimizer": optimizer}
+            scenarios.append(scenario("eagle3", *before, stop_after=3, **named))
+            scenarios.append(scenario("eagle3", *after, **named))
+    scenarios.append(scenario("eagle3", 2, True, sharding="fsdp"))
+    for world in ((1, False), (2, True)):
+        scenarios.append(scenario("eagle3", *world, optimizer="muon"))
+        scenarios.append(scenario("eagle3", *world, on_policy=True))
+    scenarios += [scenario("medusa-2", processes) for processes in (1, 2)]
+    cut = {"run": "medusa-2-cut"}
+    scenarios.append(scenario("medusa-2", 1, **cut, stop_after=1))  # before its first checkpoint
+    scenarios.append(scenario("medusa-2", 1, **cut, draws=7))
     return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
 
 
@@ -328,16 +320,16 @@ def assert_same(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_number_of_processes_trains_the_same_head(found, family):
     """Whole and sharded, one family on 4 processes too: losses, metrics and weights."""
-    for world in WORLDS[family][1:]:
+    for world in WORLDS[family]:
         name = scenario(family, *world).name
         assert_same(found[f"{family}, 1 whole"], found[name], name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", MOVES_OF)
+@pytest.mark.parametrize("optimizer", MOVES)
 def test_a_killed_run_continues_on_another_number_of_processes(found, optimizer):
     alone = found["eagle3, 1 whole" + (", optimizer=muon" if optimizer == "muon" else "")]
-    for number, (_, after) in enumerate(MOVES_OF[optimizer]):
+    for number, (_, after) in enumerate(MOVES[optimizer]):
         name = scenario("eagle3", *after, run=f"{optimizer}-{number}", optimizer=optimizer).name
         assert_same(alone, found[name], name, atol=1e-5 if optimizer == "adamw" else 1e-3)
 
@@ -345,16 +337,13 @@ def test_a_killed_run_continues_on_another_number_of_processes(found, optimizer)
 @pytest.mark.slow
 def test_muon_of_shards_is_muon(found):
     """Its products are bfloat16: a last bit of a gradient may become one of those."""
-    for world in EVERYWHERE[3:]:
-        name = scenario("eagle3", *world, optimizer="muon").name
-        assert_same(found["eagle3, 1 whole, optimizer=muon"], found[name], name, atol=1e-3)
+    alone = found["eagle3, 1 whole, optimizer=muon"]
+    assert_same(alone, found["eagle3, 2 sharded, optimizer=muon"], "muon", atol=1e-3)
 
 
 @pytest.mark.slow
 def test_a_sharded_target_says_the_same(found):
-    for world in ((4, False), (2, True)):
-        name = scenario("eagle3", *world, sharding="fsdp").name
-        assert_same(found["eagle3, 1 whole"], found[name], name)
+    assert_same(found["eagle3, 1 whole"], found["eagle3, 2 sharded, sharding=fsdp"], "target")
 
 
 @pytest.mark.slow
@@ -417,8 +406,6 @@ def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path,
 
 @pytest.mark.slow
 def test_on_policy_texts_are_those_of_one_process(found):
-    names = [
-        scenario("eagle3", *world, on_policy=True).name for world in (EVERYWHERE[0], EVERYWHERE[3])
-    ]
-    assert any(record["on_policy"] > 0 for record in found[names[0]][0])
-    assert_same(found[names[0]], found[names[1]], names[1])
+    alone = found["eagle3, 1 whole, on_policy=True"]
+    assert any(record["on_policy"] > 0 for record in alone[0])
+    assert_same(alone, found["eagle3, 2 sharded, on_policy=True"], "on-policy")
