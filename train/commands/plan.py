@@ -1,4 +1,4 @@
-"""`draftsmith plan`: time, memory and disk of a recipe on given devices, by train/planner."""
+"""`draftsmith plan`: time and memory of a recipe on given devices, by train/planner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Estimate time, memory and disk of a recipe on given devices. Exit code 1: target and drafter
+    """Estimate time and memory of a recipe on given devices. Exit code 1: target and drafter
     do not fit."""
     from train.planner.describe import describe
     from train.planner.devices import find_device

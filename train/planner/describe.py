@@ -23,7 +23,6 @@ def describe(plan: Plan, console: Console | None = None) -> None:
         title = f"Training: {stage.name}" if stage.name else "Training"
         _print(console, title, _training(stage) + _work(stage, plan))
     _print(console, "Memory of one device while it trains, about", _bytes(plan.memory))
-    _print(console, "Disk, about", _bytes(plan.disk))
     _print(console, "Assumed", [("", text) for text in plan.assumptions])
     console.print(escape(verdict(plan)), style="green" if plan.fits else "red", soft_wrap=True)
 
@@ -48,7 +47,9 @@ def _models(stage: Stage) -> Rows:
     t, d, recipe = stage.target, stage.drafter, stage.recipe
     features = f"{size_text(stage.feature_bytes)} per token, made online and never stored"
     if recipe.features.mode == "cache":
-        features = f"{size_text(stage.cached_bytes)} per token on disk"
+        per_token = stage.cached_bytes
+        features = f"{size_text(per_token)} per token on disk, about"
+        features += f" {size_text(per_token * stage.tokens)} in all"
     shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
     size = f"{in_count(t.num_parameters)} parameters, {t.dtype}"
     start = recipe.drafter.init_from or f"{recipe.drafter.start} (docs/{recipe.family}.md)"

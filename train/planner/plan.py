@@ -21,7 +21,7 @@ import torch
 
 from speculators.config import DrafterConfig
 from speculators.drafter import Drafter
-from speculators.precision import as_dtype, autocast_dtype, own_device
+from speculators.precision import autocast_dtype, own_device
 from speculators.target.info import TargetSketch
 from train.features.encodings import bytes_per_token
 from train.losses.chunked import default_chunk_size
@@ -187,21 +187,6 @@ class Stage:
             "runtime and libraries": round(CONTEXT) if self.device.type == "cuda" else 0,
         }
 
-    @property
-    def disk(self) -> Parts:
-        """Bytes of the tensors below the run's folder at its end; headers of files add some kB."""
-        recipe, dtype = self.recipe, self.recipe.export.dtype
-        exported = self.target.checkpoint_dtype if dtype == "auto" else as_dtype(dtype)
-        state, config = state_bytes(self.head), self.drafter
-        maps = 8 * config.draft_vocab_size + config.vocab_size if config.reduced_vocabulary else 0
-        parameters = sum(p.numel() for p in self.head.parameters())
-        return {
-            "checkpoints": 3 * state + 2 * self.optimizer_bytes,  # newest, next and best weights
-            "export": parameters * exported.itemsize + maps,
-            "responses": 7 * self.supervised if recipe.regenerate.enabled else 0,  # ids as text
-            "features": self.cached_bytes * self.tokens if recipe.features.mode == "cache" else 0,
-        }
-
 
 @dataclass
 class Plan:
@@ -232,14 +217,6 @@ class Plan:
         states, all of them exact, exceed the device's memory."""
         held = max(sum(stage.held.values()) for stage in self.stages)
         return self.device is None or held <= self.device.memory
-
-    @property
-    def disk(self) -> Parts:
-        """Bytes below the run's folder: one export, and the checkpoints of every stage."""
-        parts = self.stages[-1].disk
-        for stage in self.stages[:-1]:
-            parts["checkpoints"] += stage.disk["checkpoints"]
-        return parts
 
     @property
     def assumptions(self) -> list[str]:
