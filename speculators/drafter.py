@@ -76,16 +76,6 @@ class DraftLogits(NamedTuple):
 DraftSteps = Generator[DraftLogits, Tensor | None, None]
 
 
-def take_drafts(steps: DraftSteps, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
-    """Drafts `k` >= 1 tokens by `sample` (draft logits [b, V_draft] -> target token ids [b]): [b,
-    k]."""
-    drafted: list[Tensor] = []
-    with closing(steps):
-        for _ in range(k):
-            drafted.append(sample(steps.send(drafted[-1] if drafted else None).logits))
-    return torch.stack(drafted, dim=1)
-
-
 @dataclass
 class TreeLevel:
     """One level of a draft tree that is expanded next, w drafts per row: a step of
@@ -406,7 +396,11 @@ class Drafter(nn.Module):
     def draft(self, inputs: DraftInput, k: int, sample: Callable[[Tensor], Tensor]) -> Tensor:
         """Runs all `k` >= 1 of `draft_steps`; `sample` maps draft logits [b, V_draft] to target
         token ids [b]. Returns target token ids [b, k]."""
-        return take_drafts(self.draft_steps(inputs, k), k, sample)
+        drafted: list[Tensor] = []
+        with closing(self.draft_steps(inputs, k)) as steps:
+            for _ in range(k):
+                drafted.append(sample(steps.send(drafted[-1] if drafted else None).logits))
+        return torch.stack(drafted, dim=1)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """As `draft`, but a tree of at most `k` levels below the newest slot of each row: `grow`

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.vocab import draft_vocab as vocab
 from speculators.vocab.token_bytes import TokenBytes, token_bytes
 
 # in a folder of its own: engines take every *.safetensors beside config.json for weights
@@ -46,7 +45,7 @@ class TokenMap:
     spellings.
 
     q is the draft model's distribution over `draft_ids`, renormalised, and
-    `vocab.scatter_to_target` with `target_ids` takes it to the target's vocabulary. A shared token
+    `scatter_to_target` with `target_ids` takes it to the target's vocabulary. A shared token
     is spelt by its counterpart, any other text by the longest matching draft tokens from the left;
     bytes that no draft token covers are left out. Special tokens without a counterpart have no
     spelling, since '<|im_start|>' as text would mean that someone typed it. Nor have ids without a
@@ -114,17 +113,6 @@ class TokenMap:
     def longest_row(self, tokens: int) -> int:
         """The most draft ids for this number of target tokens, with the opening."""
         return tokens * max(int(self.spelling_offsets.diff().max()), 1) + len(self.opening_ids)
-
-    def coverage(self, counts: Tensor) -> float:
-        """counts [V] of the target's tokens -> the fraction of its text that can be drafted."""
-        return vocab.coverage(counts, self.target_ids)
-
-    def spell(self, token_ids: list[int]) -> list[int]:
-        """Spells target ids in draft ids, without an opening."""
-        ids = torch.tensor(token_ids, dtype=torch.long, device=self.spelling_offsets.device)
-        bounds = torch.stack([self.spelling_offsets[ids], self.spelling_offsets[ids + 1]], dim=1)
-        pieces = [self.spelling_ids[start:end].tolist() for start, end in bounds.tolist()]
-        return [id for piece in pieces for id in piece]
 
     def spell_rows(
         self, token_ids: Tensor, counts: Tensor, begins: Tensor | None = None

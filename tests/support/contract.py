@@ -19,6 +19,7 @@ from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.draft_vocab import to_target_ids
 from tests.inference.modules import make_llm
 from tests.support.recipes import recipe_of
+from tests.support.tokenizers import spell
 from train.data.loss_mask import TokenRow
 from train.data.packing import pack
 from train.trainer.trainer import Trainer
@@ -76,7 +77,7 @@ def draft_logits(
             drafter.draft(inputs, depth, sample) if depth else drafter.append(inputs)
     spelt = getattr(drafter, "token_map", None)
     held = (
-        slots if spelt is None else len(spelt.opening_ids) + len(spelt.spell(ids[:slots].tolist()))
+        slots if spelt is None else len(spelt.opening_ids) + len(spell(spelt, ids[:slots].tolist()))
     )
     assert cache.lengths[0] == held  # speculative slots are rolled back
     return torch.stack(seen)

@@ -16,6 +16,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from speculators.vocab.token_map import TokenMap
+
 CORPUS = [
     (
         "The quick brown fox jumps over the lazy dog, and the other dogs jump after it: 0123456789"
@@ -92,3 +94,12 @@ def sentencepiece(kind="bpe", fallback=True, bos=False):
             "<s> $A", special_tokens=[("<s>", 1)]
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def spell(made: TokenMap, token_ids: list[int]) -> list[int]:
+    """Target ids in draft ids, one after the other, without an opening."""
+    found = []
+    for id in token_ids:
+        start, end = made.spelling_offsets[id : id + 2].tolist()
+        found += made.spelling_ids[start:end].tolist()
+    return found
