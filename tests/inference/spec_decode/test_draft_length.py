@@ -22,7 +22,7 @@ from inference.spec_decode.draft_length import (
 )
 from inference.spec_decode.proposal import Proposal
 from speculators.errors import ConfigError
-from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, HOPELESS, K, adaptive, stop_early
+from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.cases import make
 from tests.support.drafters import FakeHead, random_eagle3
 from tests.support.engines import ids_of, make_llm
@@ -171,16 +171,6 @@ def test_all_confidences_give_the_length_of_most_tokens_per_price():
     assert len(lengths) > 2
 
 
-def test_a_block_is_drafted_whole():
-    """Its first draft costs all of it, the others little."""
-    rows = Rows(adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}))
-    assert rows.length.limits(rows.requests) == [K]
-    hopeless = Rows(adaptive(HOPELESS))
-    for _ in range(600):
-        hopeless.round([0.3] * K, [0.5] * K, foreseen=True)
-    assert 0 < np.mean(np.array(hopeless.widths) > 0) < 0.05
-
-
 # ---------------------------------------------------------------------- in the engine
 
 
@@ -205,14 +195,6 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
             torch.testing.assert_close(proposal.confidence[:, depth], expected)
         assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
     assert len(told) > 2
-
-
-def test_a_draft_changes_the_confidence_of_those_behind_it(model):
-    """Why a DSpark block is judged depth by depth."""
-    _, drafter = make(BLOCKS["dspark"], model)
-    state = torch.randn(1, drafter.config.hidden_size)
-    told = [drafter.confidence(drafter.read(state, torch.tensor([token]))[0]) for token in (5, 6)]
-    assert not torch.allclose(*told, atol=1e-3)
 
 
 def test_the_first_draft_is_charged_with_the_whole_block(model, monkeypatch):
