@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 LARGEST_BATCH = 512  # end of the last range; both engines go on with its K above it
 
 
-def best(gains: Mapping[int, Sequence[float]]) -> int:
-    """The K of the largest median gain; of equal ones the smallest. 0 gains nothing, unless a
-    drafter that waits was measured."""
-    medians = {0: 1.0} | {tokens: median(values) for tokens, values in gains.items()}
-    return max(sorted(medians), key=lambda tokens: medians[tokens])
+def best(gains: Mapping[int, float]) -> int:
+    """The K of the largest gain; of equal ones the smallest. 0 gains nothing, unless a drafter that
+    waits was measured."""
+    known = {0: 1.0, **gains}
+    return max(sorted(known), key=lambda tokens: known[tokens])
 
 
 def schedule(chosen: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -35,9 +34,10 @@ def schedule(chosen: Sequence[tuple[int, int]]) -> list[list[int]]:
     return ranges
 
 
-def advised_lengths(gains: Mapping[int, Mapping[int, Sequence[float]]]) -> dict[str, Any] | None:
+def advised_lengths(gains: Mapping[int, Mapping[int, float]]) -> dict[str, Any] | None:
     """`num_speculative_tokens`, and with it SCHEDULE where not all batch sizes have the same K;
-    None: serve without a drafter. `gains`: of every repeat, by concurrency and K."""
+    None: serve without a drafter. `gains`: tokens/s ÷ those without a drafter, by concurrency and
+    K."""
     ranges = schedule([(level, best(gains[level])) for level in sorted(gains)])
     most = max(tokens for *_, tokens in ranges)
     if not most:

@@ -102,7 +102,9 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
     rows = []
     for level in comparison["levels"]:
         for mode, result in level["modes"].items():
-            gain = "{:.2f} ({:.2f}–{:.2f})".format(*result["gain"]) if "gain" in result else ""
+            gain = ""
+            if "gain" in result:
+                gain = "{:.2f} ({:.2f}–{:.2f})".format(result["gain"], *result["gain_range"])
             times = [_cell(result[f"median_{name}_ms"]) for name in ("ttft", "tpot")]
             length = result.get("spec_decode_acceptance_length", "")
             same = str(result.get("identical_outputs", ""))
@@ -112,12 +114,14 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
     title = f"{comparison['model_id']}, {comparison['dataset_name']}: drafting off and on"
     _print_table(console, title, columns, rows)
     if comparison["failed"]:
-        console.print(Text(f"{comparison['failed']} requests failed", style="red"))
+        console.print(Text(f"{comparison['failed']} requests failed: no advice", style="red"))
     if comparison["repeats"] == 1:
         console.print(Text("one repeat tells no spread; give --repeats 3", "yellow"))
     advice = comparison["advice"]
-    gained = f"--speculative-config: {json.dumps(advice)}" if advice else "no gain; do not draft"
-    console.print(Text(f"advice: {gained}"))
+    if advice is not None:
+        console.print(f"advice: -sc '{json.dumps(advice)}'", markup=False, soft_wrap=True)
+    elif not comparison["failed"]:
+        console.print("advice: serve without a drafter; no K gains at any concurrency")
 
 
 def _print_table(

@@ -1,12 +1,13 @@
 """Drafting beside no drafting under the same load, at rising concurrency, and which K pays.
 
-All servers run already and take turns, so that what slows the machine slows all. A gain is tokens/s
-÷ those of the server without drafting in the same repeat."""
+All servers run already and take turns, so that what slows the machine slows all. A figure is the
+median over the repeats, and a gain the quotient of two tokens/s; its range is that of the quotients
+within one repeat."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -47,13 +48,19 @@ def compare(options: BenchOptions, work: Work) -> dict[str, Any]:
                 result = measure(options.model_copy(update=changes | {"extra_body": body}), work)
                 results[tokens, level].append(result)
     failed = sum(result["failed"] for repeats in results.values() for result in repeats)
-    gains = {level: _gains(results, level) for level in levels}
+    rows = {level: _level(results, level, [*modes]) for level in levels}
+    gains = {
+        level: {
+            tokens: rows[level][f"K={tokens}"]["gain"] for tokens in modes if tokens is not None
+        }
+        for level in levels
+    }
     return {
         "model_id": work.model_id,
         "dataset_name": options.dataset_name,
         "repeats": options.repeats,
         "failed": failed,
-        "levels": [_level(results, level, gains[level]) for level in levels],
+        "levels": [{"max_concurrency": level, "modes": rows[level]} for level in levels],
         "advice": None if failed else advised_lengths(gains),
     }
 
@@ -78,35 +85,26 @@ async def serving_modes(options: BenchOptions) -> dict[int | None, Mode]:
     return modes
 
 
-def _gains(results: Results, level: int) -> dict[int, list[float]]:
-    """Of every repeat, by K."""
-    speeds = {
-        tokens: [result["output_throughput"] for result in repeats]
-        for (tokens, at), repeats in results.items()
-        if at == level
-    }
-    return {
-        tokens: [on / off if off else 0.0 for on, off in zip(values, speeds[None])]
-        for tokens, values in speeds.items()
-        if tokens is not None
-    }
-
-
-def _level(results: Results, level: int, gains: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-    """The figures of every K at a concurrency, each of the repeat with the median speed; with
-    temperature 0, how many of its answers are the text that is written without drafting."""
-    off = _median(results[None, level])
-    modes: dict[str, Any] = {"off": without_details(off)}
-    for tokens, values in gains.items():
-        result = _median(results[tokens, level])
-        mode = modes[f"K={tokens}"] = without_details(result)
-        mode["gain"] = [median(values), min(values), max(values)]
-        if result["request_parameters"].get("temperature") == 0:
-            pairs = zip(result["generated_texts"], off["generated_texts"])
-            mode["identical_outputs"] = sum(on == alone for on, alone in pairs)
-    return {"max_concurrency": level, "modes": modes}
-
-
-def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The repeat with the median speed; of an even number the slower of the two."""
-    return sorted(repeats, key=lambda result: result["output_throughput"])[(len(repeats) - 1) // 2]
+def _level(results: Results, level: int, modes: Sequence[int | None]) -> dict[str, dict[str, Any]]:
+    """The figures of every way of serving at a concurrency, by name; with temperature 0, how many
+    answers are the text that is written without drafting."""
+    off, rows = results[None, level], dict[str, dict[str, Any]]()
+    for tokens in modes:
+        repeats = results[tokens, level]
+        row = without_details(repeats[0])
+        for name, value in row.items():
+            values = [result[name] for result in repeats]
+            if isinstance(value, float) and None not in values:
+                row[name] = median(values)
+        rows["off" if tokens is None else f"K={tokens}"] = row
+        if tokens is None:
+            continue
+        speeds = [[one["output_throughput"] for one in side] for side in (repeats, off)]
+        ratios = [on / alone if alone else 0.0 for on, alone in zip(*speeds)]
+        alone = median(speeds[1])
+        row["gain"] = median(speeds[0]) / alone if alone else 0.0
+        row["gain_range"] = [min(ratios), max(ratios)]
+        if row["request_parameters"].get("temperature") == 0:
+            pairs = zip(repeats[0]["generated_texts"], off[0]["generated_texts"])
+            row["identical_outputs"] = sum(on == alone for on, alone in pairs)
+    return rows

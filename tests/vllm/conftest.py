@@ -24,6 +24,8 @@ from inference.metrics import SpecDecodeCounters
 from speculators.drafter import Drafter
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.export.serving_commands import vllm_method
+from speculators.families.draft_model.model import DraftModel, DraftModelOptions
+from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.inference.modules import make_llm
 from tests.vllm.process import VLLMProcess
@@ -167,6 +169,20 @@ def own_texts():
         return found
 
     return of
+
+
+def student(model: Any, noise: float, **options: Any) -> DraftModel:
+    """A draft model that is disturbed, so that some of its drafts are accepted and some are not."""
+    target, chosen = FrozenTarget(model), DraftModelOptions.model_validate(options)
+    torch.manual_seed(1)
+    drafter = DraftModel(
+        config_for_target(target, "draft_model", **chosen.shape({}, target))
+    ).attach(target)
+    drafter.initialise_from(target, chosen)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return drafter.prepare_training(chosen).eval()
 
 
 # -------------------------------------------------------------------- the comparison

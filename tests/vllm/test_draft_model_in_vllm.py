@@ -12,11 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from inference import LLM, SamplingParams
 from speculators.export import export_drafter
-from speculators.families.draft_model.model import DraftModel, DraftModelOptions
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
-from tests.vllm.conftest import PROMPTS, WRITTEN
+from tests.vllm.conftest import PROMPTS, WRITTEN, student
 
 LORA = {"peft_type": "LORA", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
 OPT = dict(
@@ -41,20 +38,6 @@ def opt():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **OPT)).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def student(model: Any, noise: float, **options: Any) -> DraftModel:
-    """A draft model that is disturbed, so that some of its drafts are accepted and some are not."""
-    target, chosen = FrozenTarget(model), DraftModelOptions.model_validate(options)
-    torch.manual_seed(1)
-    drafter = DraftModel(
-        config_for_target(target, "draft_model", **chosen.shape({}, target))
-    ).attach(target)
-    drafter.initialise_from(target, chosen)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return drafter.prepare_training(chosen).eval()
 
 
 def some_accepted(counters: Any) -> bool:

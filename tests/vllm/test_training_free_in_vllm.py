@@ -108,7 +108,7 @@ def test_ngram_drafts_the_same(drafted) -> None:
 def test_vllm_follows_the_advice(drafted) -> None:
     """What `bench` advises is taken as it is: none of four requests has more drafts than its K for
     them."""
-    gains = {4: {4: [0.8], 2: [1.1]}, 16: {4: [2.0], 2: [1.5]}}
+    gains = {4: {4: 0.8, 2: 1.1}, 16: {4: 2.0, 2: 1.5}}
     config = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
     config |= advised_lengths(gains)
     assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 8, 2], [9, 512, 4]]

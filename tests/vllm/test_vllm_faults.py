@@ -20,11 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from speculators.errors import DraftsmithError
 from speculators.export import export_drafter, load_drafter
 from speculators.export.layouts.base import WEIGHTS
-from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.vllm.conftest import PROMPTS
+from tests.vllm.conftest import PROMPTS, student
 from tests.vllm.process import VLLMError
 
 HEAD, LAYERS = 32, 2  # of the DFlash drafter
@@ -59,21 +58,9 @@ def job(target: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def student(servable_model, target: Path, tmp_path: Path) -> dict[str, Any]:
+def drafting(servable_model, tmp_path: Path) -> dict[str, Any]:
     """The configuration of a draft model that is now right, now wrong: the target, disturbed."""
-    model = servable_model("llama")
-    frozen, options = (
-        FrozenTarget(model),
-        DraftModelOptions.model_validate({"from_target": [0, 1, 2]}),
-    )
-    drafter = DraftModel(
-        config_for_target(frozen, "draft_model", **options.shape({}, frozen))
-    ).attach(frozen)
-    drafter.initialise_from(frozen, options)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+    drafter = student(servable_model("llama"), 0.02, from_target=[0, 1, 2])
     folder = export_drafter(drafter, tmp_path / "student", dtype=torch.float32)
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
 
@@ -92,7 +79,7 @@ def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
 
 
 def test_fault_2_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve, job) -> None:
-    answer = serve(job | {"probe": "normed_keys", "speculative_config": dflash()})
+    answer = serve(job | {"probe": "normed_keys", "speculative_config": dflash})
     first, second = (torch.tensor(row) for row in answer["normed"])
     weights = [torch.tensor(row) for row in answer["weights"]]
     torch.testing.assert_close(first, weights[0])
@@ -118,17 +105,17 @@ def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> 
     )
 
 
-def test_fault_5_block_verification_is_the_standard_rule(serve, job, student) -> None:
+def test_fault_5_block_verification_is_the_standard_rule(serve, job, drafting) -> None:
     """The same seeds give the same texts under both; under another rule for sampled drafts they
     would not."""
-    sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": student}
+    sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": drafting}
     texts = serve(job | sampled | {"probe": "by_rule"})
     assert texts["standard"] == texts["block"], gone("5", "docs/vllm-faults.md")
 
 
-def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
+def test_fault_5_synthetic_acceptance_is_refused(serve, job, drafting) -> None:
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
-    said = refusal(serve, job | {"speculative_config": student | synthetic})
+    said = refusal(serve, job | {"speculative_config": drafting | synthetic})
     assert said, gone("5", "docs/vllm-faults.md")
     assert "Synthetic acceptance not supported" in said
 
@@ -136,8 +123,10 @@ def test_fault_5_synthetic_acceptance_is_refused(serve, job, student) -> None:
 @pytest.mark.parametrize(
     "sampling", [{"logit_bias": {"5": -100.0}}, {"temperature": 1.0, "min_p": 0.1}]
 )
-def test_fault_6_these_parameters_are_refused_while_drafting(serve, job, student, sampling) -> None:
-    said = refusal(serve, job | {"speculative_config": student, "sampling": sampling})
+def test_fault_6_these_parameters_are_refused_while_drafting(
+    serve, job, drafting, sampling
+) -> None:
+    said = refusal(serve, job | {"speculative_config": drafting, "sampling": sampling})
     assert said, gone("6", "docs/vllm-faults.md")
     assert "not yet supported with speculative decoding" in said
 
@@ -158,33 +147,6 @@ def head(servable_model, own_texts, tmp_path: Path):
     return folder, load_file(folder / WEIGHTS), frozen
 
 
-def silent(serve, job, head: tuple) -> dict[str, Any]:
-    """vLLM's answer with a head that our loader refuses."""
-    folder, tensors, target = head
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(DraftsmithError):
-        load_drafter(folder, target)
-    return loaded(
-        serve, job, {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
-    )
-
-
-def loaded(serve, job, config: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's answer."""
-    try:
-        return serve(job | {"speculative_config": config})
-    except VLLMError as error:
-        pytest.fail(
-            gone("7", "docs/vllm-faults.md: this vLLM refuses what it loaded before") + f"\n{error}"
-        )
-
-
-@pytest.mark.parametrize("missing", ["d2t", "norm.weight", "fc.weight"])
-def test_fault_7_eagle3_loads_without(serve, job, head, missing: str) -> None:
-    del head[1][missing]
-    assert silent(serve, job, head)["counters"]["vllm:spec_decode_num_drafts"] > 0
-
-
 def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
     """A head 64 wide, whose config says so and which has no embeddings of its own, on a target of
     128."""
@@ -197,10 +159,13 @@ def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
         for name, t in tensors.items()
         if name != "fc.weight"
     }
-    answer = silent(
-        serve, job, (folder, narrow | {"fc.weight": tensors["fc.weight"][:64].contiguous()}, target)
-    )
-    assert answer["counters"]["vllm:spec_decode_num_drafts"] > 0
+    narrow["fc.weight"] = tensors["fc.weight"][:64].contiguous()
+    save_file(narrow, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(DraftsmithError):
+        load_drafter(folder, target)
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
+    said = refusal(serve, job | {"speculative_config": config})
+    assert not said, gone("7", "docs/vllm-faults.md")
 
 
 def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -213,53 +178,35 @@ def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def dflash(tmp_path: Path):
-    """`dflash(without)`: the configuration of a random DFlash drafter of two layers, one of its
-    tensors left out."""
-
-    def make(without: str | None = None) -> dict[str, Any]:
-        folder = tmp_path / "dflash"
-        fields = dict(
-            model_type="qwen3",
-            hidden_size=128,
-            intermediate_size=96,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=HEAD,
-            vocab_size=128,
-            max_position_embeddings=256,
-        )
-        own = {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": 4,
-            "num_target_layers": 3,
-            "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 2]},
-        }
-        torch.manual_seed(0)
-        layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-        tensors = {
-            name: t
-            for name, t in layers.model.state_dict().items()
-            if name != "embed_tokens.weight"
-        }
-        tensors |= {
-            "fc.weight": 0.1 * torch.randn(128, 3 * 128),
-            "hidden_norm.weight": torch.ones(128),
-        }
-        for i in range(LAYERS):
-            tensors[f"layers.{i}.self_attn.k_norm.weight"] = torch.full((HEAD,), i + 1.0)
-        tensors.pop(without or "", None)
-        folder.mkdir()
-        (folder / "config.json").write_text(
-            json.dumps(AutoConfig.for_model(**fields).to_dict() | own)
-        )
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        return {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
-
-    return make
-
-
-@pytest.mark.parametrize("missing", ["fc.weight", "hidden_norm.weight"])
-def test_fault_7_dflash_loads_without(serve, job, dflash, missing: str) -> None:
-    assert loaded(serve, job, dflash(missing))["counters"]["vllm:spec_decode_num_drafts"] > 0
+def dflash(tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a random DFlash drafter of two layers."""
+    folder = tmp_path / "dflash"
+    fields = dict(
+        model_type="qwen3",
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD,
+        vocab_size=128,
+        max_position_embeddings=256,
+    )
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 4,
+        "num_target_layers": 3,
+        "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 2]},
+    }
+    torch.manual_seed(0)
+    layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    tensors = layers.model.state_dict()
+    del tensors["embed_tokens.weight"]
+    tensors["fc.weight"] = 0.1 * torch.randn(128, 3 * 128)
+    tensors["hidden_norm.weight"] = torch.ones(128)
+    for i in range(LAYERS):
+        tensors[f"layers.{i}.self_attn.k_norm.weight"] = torch.full((HEAD,), i + 1.0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(AutoConfig.for_model(**fields).to_dict() | own))
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
