@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_layers import MtpModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -21,7 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
+from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.export.convert import write_back
 from speculators.families.mtp import Mtp, MtpConfig
 from speculators.layers.target_layer import (
@@ -34,13 +34,6 @@ from train.pipeline.drafter_stage import make_drafter
 from train.recipe.drafter_config import drafter_config
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
-QWEN3_NEXT = dict(
-    **dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=4),
-    **dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, moe_intermediate_size=16),
-    **dict(shared_expert_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
-    **dict(linear_num_key_heads=2, linear_num_value_heads=2),
-    **dict(linear_key_head_dim=8, linear_value_head_dim=8),
-)
 
 
 def shaken(module: nn.Module, noise: float = 0.3) -> Any:
@@ -179,67 +172,30 @@ def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> Non
     )
 
 
-class Table(nn.Module):
-    """As much of a target as a module asks for: what it "computes" of a token is a row of a
-    table."""
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__()
-        self.config, self.dtype, self.device = config, torch.float32, torch.device("cpu")
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.states = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.logits = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.hidden_size, self.vocab_size, self.num_layers = (
-            config.hidden_size,
-            config.vocab_size,
-            4,
-        )
-        self.name_or_path = "table"
-
-
-@pytest.fixture
-def qwen3_next(tmp_path: Path) -> tuple[Path, Table, Mtp]:
-    """A folder with config.json and `mtp.*` as published, beside a tensor of the target."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_next", **QWEN3_NEXT)
-    target = Table(config)
-    drafter = shaken(Mtp(build_config("here", **MtpConfig.for_target(target, "mtp"))))
-    folder = export_drafter(drafter, tmp_path / "next", dtype=torch.float32)
-    config.architectures = ["Qwen3NextForCausalLM"]
-    config.save_pretrained(folder)
-    save_file(
-        {"model.layers.0.input_layernorm.weight": torch.zeros(32)}, folder / "model-1.safetensors"
-    )
-    return folder, target, drafter.attach(target)
-
-
 @torch.no_grad()
-def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
+def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) -> None:
     """[norm(embedding); norm(hidden)] through the gated attention layer with experts, then the
-    norm; nothing blind."""
-    folder, target, _ = qwen3_next
-    config = read_drafter_config(folder)
-    assert (config.layout, config.hidden_state, config.num_target_layers) == (
-        "qwen3_next",
-        "normed",
-        4,
-    )
-    drafter = Mtp(config).attach(target).eval()
-    load_weights(drafter, folder)
+    norm; nothing blind. From a folder as published, beside a tensor of the target."""
+    target = FrozenTarget(tiny_model("qwen3_next", decoder_sparse_step=1))
+    own = target.model.config
+    written = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
+    folder = export_drafter(written, tmp_path / "next", dtype=torch.float32)
+    own.save_pretrained(folder)
+    other = {"model.layers.0.input_layernorm.weight": torch.zeros(32)}
+    save_file(other, folder / "model-1.safetensors")
+    config: Any = read_drafter_config(folder)
+    assert (config.layout, config.hidden_state) == ("qwen3_next", "normed")
+    assert config.num_target_layers == target.num_layers
+    drafter = load_drafter(folder, target)
     tensors = load_file(folder / "model.safetensors")
-    assert (
-        "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors
-        and "mtp.layers.0.self_attn.q_norm.weight" in tensors
-    )
+    names = ("mlp.experts.3.up_proj", "self_attn.q_norm")
+    assert all(f"mtp.layers.0.{name}.weight" in tensors for name in names)
 
-    own = AutoConfig.for_model("qwen3_next", **QWEN3_NEXT, layer_types=["full_attention"] * 4)
+    own = copy.deepcopy(own)
+    own.layer_types = ["full_attention"] * target.num_layers
     own._attn_implementation, own._experts_implementation = "sdpa", "eager"
-    layer = Qwen3NextDecoderLayer(own, 0).eval()
-    inside = {
-        n.removeprefix("mtp.layers.0."): t
-        for n, t in tensors.items()
-        if n.startswith("mtp.layers.0.")
-    }
+    layer, prefix = Qwen3NextDecoderLayer(own, 0).eval(), "mtp.layers.0."
+    inside = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     layer.load_state_dict(pack_experts(inside))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -247,29 +203,24 @@ def test_qwen3_next_is_its_own_full_attention_layer(qwen3_next) -> None:
         module.weight.copy_(tensors[f"mtp.{name}.weight"])
         return module(x)
 
-    last = target.states(IDS)
+    last = target(IDS)[1]
     embeds = norm(target.embed_tokens(IDS[:, 1:]), "pre_fc_norm_embedding")
-    x = (
-        torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1)
-        @ tensors["mtp.fc.weight"].T
-    )
+    joined = torch.cat([embeds, norm(last[:, :-1], "pre_fc_norm_hidden")], -1)
+    x = joined @ tensors["mtp.fc.weight"].T
     T = x.shape[1]
     rotary = Qwen3NextRotaryEmbedding(own)(x, torch.arange(T)[None])
     mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
     expected = norm(layer(x, position_embeddings=rotary, attention_mask=mask), "norm")
-    torch.testing.assert_close(
-        depth0(drafter, features(IDS, last)), expected[0, :-1], atol=1e-5, rtol=1e-4
-    )
+    found = depth0(drafter, features(IDS, last))
+    torch.testing.assert_close(found, expected[0, :-1], atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model, qwen3_next) -> None:
+def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model) -> None:
     """The first slot does not see its token; of Qwen3-Next it does."""
-    worlds = [qwen3_next[1:]]
-    for architecture in ("llama", "deepseek_v3"):
+    for architecture in ("llama", "deepseek_v3", "qwen3_next"):
         target = FrozenTarget(tiny_model(architecture))
-        worlds.append((target, shaken(Mtp(config_for_target(target, "mtp")).attach(target))))
-    for _, drafter in worlds:
+        drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
         last = torch.randn(1, IDS.shape[1], 32)
         other = IDS.clone()
         other[0, 1] = 50

@@ -26,32 +26,18 @@ from train.trainer.trainer import Trainer
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]
+LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4}
+SCALED = {"lora_alpha": 16, "use_rslora": True, "target_modules": PROJECTIONS}
+TABLES = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+WHOLE = {"target_modules": PROJECTIONS, "modules_to_save": ["norm", "lm_head"]}
+IA3 = {"target_modules": PROJECTIONS, "feedforward_modules": ["down_proj"]}
 PEFT: dict[str, dict[str, Any]] = {
-    "lora, all linear": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
-    "lora, a list": {
-        "peft_type": "lora",
-        "r": 4,
-        "lora_alpha": 16,
-        "use_rslora": True,
-        "target_modules": PROJECTIONS,
-    },
-    "lora, embeddings and head": {
-        "peft_type": "LORA",
-        "r": 4,
-        "target_modules": ["embed_tokens", "lm_head", "q_proj"],
-    },
-    "lora, a module trained whole": {
-        "peft_type": "LORA",
-        "r": 4,
-        "target_modules": PROJECTIONS,
-        "modules_to_save": ["norm", "lm_head"],
-    },
-    "dora": {"peft_type": "LORA", "r": 4, "use_dora": True, "target_modules": "all-linear"},
-    "ia3": {
-        "peft_type": "IA3",
-        "target_modules": PROJECTIONS,
-        "feedforward_modules": ["down_proj"],
-    },
+    "lora, all linear": {**LORA, "target_modules": "all-linear"},
+    "lora, a list": {**LORA, **SCALED, "peft_type": "lora"},
+    "lora, embeddings and head": {**LORA, **TABLES},
+    "lora, a module trained whole": {**LORA, **WHOLE},
+    "dora": {**LORA, "use_dora": True, "target_modules": "all-linear"},
+    "ia3": {"peft_type": "IA3", **IA3},
     "oft": {"peft_type": "OFT", "oft_block_size": 4, "target_modules": ["q_proj", "v_proj"]},
 }
 any_peft = pytest.mark.parametrize("peft", PEFT.values(), ids=PEFT.keys())
