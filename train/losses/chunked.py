@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,22 @@ from train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
 
-# Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no longer
-# small beside the products, which do more operations per byte on a GPU.
-CHUNK_ROWS = {"cpu": 512, "cuda": 2048}
-CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 5 << 28}  # of its logits in float32, at most ...
-SMALLEST_CHUNK = {"cpu": 128, "cuda": 512}  # ... unless it has no more rows than these
-# Bytes of one block's float32 logits: on a CPU, for each thread, they stay in its cache.
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+
+class Sizes(NamedTuple):
+    """How much of a walk is computed at once on a kind of device."""
+
+    # Rows of a chunk: fewer, and reading the head's weights and adding up their gradient is no
+    # longer small beside the products, which do more operations per byte on a GPU.
+    rows: int
+    bytes: int  # of a chunk's logits in float32, at most ...
+    fewest: int  # ... unless it has no more rows than these
+    block_bytes: int  # of a block's float32 logits: per thread of a CPU, they stay in its cache
+
+
+SIZES = {
+    "cpu": Sizes(rows=512, bytes=96 << 20, fewest=128, block_bytes=2 << 20),
+    "cuda": Sizes(rows=2048, bytes=5 << 28, fewest=512, block_bytes=128 << 20),
+}
 
 
 @dataclass(frozen=True)
@@ -82,16 +92,16 @@ class Target:
 
 def default_chunk_size(vocabulary: int, device: torch.device) -> int:
     """Rows per chunk."""
-    kind = device.type if device.type in CHUNK_ROWS else "cuda"
-    fitting = max(SMALLEST_CHUNK[kind], CHUNK_BYTES[kind] // (4 * vocabulary))
-    return max(min(CHUNK_ROWS[kind], fitting), default_block_size(vocabulary, device))
+    sizes = SIZES.get(device.type, SIZES["cuda"])
+    rows = min(sizes.rows, max(sizes.fewest, sizes.bytes // (4 * vocabulary)))
+    return max(rows, default_block_size(vocabulary, device))
 
 
 def default_block_size(vocabulary: int, device: torch.device) -> int:
     """Rows per block."""
-    size = BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"])
+    sizes = SIZES.get(device.type, SIZES["cuda"])
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    return max(1, threads * size // (4 * vocabulary))
+    return max(1, threads * sizes.block_bytes // (4 * vocabulary))
 
 
 def walk_order(target_index: Tensor, most: int) -> tuple[Tensor, list[Group]]:

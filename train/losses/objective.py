@@ -55,22 +55,16 @@ class StepMetrics:
         return [StepMetrics(*part) for part in zip(*parts, strict=True)]
 
 
-def in_loop_lengths(
-    alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int | None = None
-) -> Tensor:
+def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: int) -> Tensor:
     """[2] float64: 1 + sum_k prod_{j<=k} alpha_j summed over the anchors of depth 0, and their
     number.
 
     Both add up over batches; their ratio is a number to watch, not the runtime's. alphas[k] [N_k]:
-    acceptance at depth k; anchors[k] [N_k] long: the anchor of each, unique within a depth. A chain
-    ends at the first depth where its anchor has no row (its document ended). `size`: all anchors
-    are below it; None looks for the largest, which waits for the device."""
+    acceptance at depth k; anchors[k] [N_k] long below `size`: the anchor of each, unique within a
+    depth. A chain ends at the first depth where its anchor has no row (its document ended)."""
     if not alphas or alphas[0].numel() == 0:
         return torch.zeros(2, dtype=torch.float64, device=alphas[0].device if alphas else None)
-    size = int(torch.cat(list(anchors)).max()) + 1 if size is None else size
-    joint = torch.ones(
-        size, dtype=torch.float64, device=alphas[0].device
-    )  # [anchors], prefix product
+    joint = torch.ones(size, dtype=torch.float64, device=alphas[0].device)  # prefix product
     total = torch.zeros_like(joint)
     for alpha, anchor in zip(alphas, anchors, strict=True):
         accepted = torch.zeros_like(joint)

@@ -30,9 +30,8 @@ class Products(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.gradients: dict[int, Tensor] = {}
-        self._cast: dict[
-            tuple[int, torch.dtype], tuple[Tensor, Tensor]
-        ] = {}  # with the weight, which keeps its id
+        # By the weight's id, which it keeps while it is held here.
+        self._cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._made: Tensor | None = None
 
     def __torch_function__(
@@ -47,27 +46,18 @@ class Products(TorchFunctionMode):
         return logits is last and logits._base is None
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if (
-            not isinstance(weight, nn.Parameter)
-            or weight.ndim != 2
-            or hasattr(weight, "__tensor_flatten__")
-        ):
-            return linear(
-                input, weight, bias
-            )  # computed anew for every chunk, or in a layout of its own
-        kind = input.device.type
-        w: Tensor = weight
-        b = bias
+        plain = isinstance(weight, nn.Parameter) and weight.ndim == 2
+        if not plain or hasattr(weight, "__tensor_flatten__"):
+            # computed anew for every chunk, or in a layout of its own
+            return linear(input, weight, bias)
+        kind, low = input.device.type, weight
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            input, w, b = (
-                _cast(input, dtype),
-                self._cast_once(weight, dtype),
-                None if bias is None else _cast(bias, dtype),
-            )
+            input, low = _cast(input, dtype), self._cast_once(weight, dtype)
+            bias = None if bias is None else _cast(bias, dtype)
         if not torch.is_grad_enabled() or not (input.requires_grad or weight.requires_grad):
-            return linear(input, w, b)
-        self._made = _Linear.apply(input, weight, b, w.detach(), self)
+            return linear(input, low, bias)
+        self._made = _Linear.apply(input, weight, bias, low.detach(), self)
         return self._made
 
     def _cast_once(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,16 +98,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         input, low = ctx.saved_tensors
-        wanted, rows = ctx.needs_input_grad, grad.flatten(0, -2)  # [n, out]
-        if wanted[1]:
+        for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)  # [n, out]
+        if for_weight:
             ctx.products.add(ctx.weight, rows, input.flatten(0, -2))
-        return (
-            grad @ low if wanted[0] else None,
-            None,
-            rows.sum(0) if wanted[2] else None,
-            None,
-            None,
-        )
+        grad_bias = rows.sum(0) if for_bias else None
+        return grad @ low if for_input else None, None, grad_bias, None, None
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

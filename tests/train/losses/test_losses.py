@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from speculators.errors import ConfigError
 from speculators.vocab.draft_vocab import to_draft_ids
-from train.losses.chunked import CHUNK_BYTES, CHUNK_ROWS, in_chunks, walk_order
+from train.losses.chunked import SIZES, in_chunks, walk_order
 from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from train.losses.objective import (
     StepMetrics,
@@ -424,10 +424,10 @@ def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) 
     device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
     rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
     assert (
-        rows == sorted(rows, reverse=True) and rows[2] == CHUNK_ROWS[kind] and rows[-1] == rows[-2]
+        rows == sorted(rows, reverse=True) and rows[2] == SIZES[kind].rows and rows[-1] == rows[-2]
     )
     assert all(
-        4 * v * n <= CHUNK_BYTES[kind] or n == rows[-1]
+        4 * v * n <= SIZES[kind].bytes or n == rows[-1]
         for v, n in zip(vocabularies, rows, strict=True)
     )
     assert default_chunk_size(151_936, torch.device("cuda")) == 2048
@@ -454,5 +454,5 @@ def test_expected_length_from_joint_prefixes() -> None:
     anchors = [torch.tensor([0, 3, 7]), torch.tensor([3, 0]), torch.tensor([3])]
     chains = [1 + 0.5 + 0.5 * 0.25, 1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 1.0, 1 + 1.0]
     torch.testing.assert_close(
-        in_loop_lengths(alphas, anchors), torch.tensor([sum(chains), 3.0]).double()
+        in_loop_lengths(alphas, anchors, 8), torch.tensor([sum(chains), 3.0]).double()
     )
