@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -169,11 +168,6 @@ def test_uses_are_counted_apart_and_an_old_list_goes(tmp_path):
         assert (len(bad.reasons), bad.first()) == (1, "f:1: x")
     uses = [json.loads(line)["use"] for line in (tmp_path / "bad.jsonl").open()]
     assert uses == ["train", "validation"]
-
-
-def test_a_bad_row_survives_the_way_between_processes():
-    error = pickle.loads(pickle.dumps(BadRow("f:1", "no")))
-    assert (str(error), error.origin) == ("f:1: no", "f:1")
 
 
 def test_the_templates_failures_are_bad_rows_too(tokenizer):

@@ -6,7 +6,6 @@ each kept."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -18,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from speculators.errors import DataError
-from train.data.bad_rows import BadRow, BadRows
+from train.data.bad_rows import BadRows
 from train.data.loss_mask import ConversationTokenizer
 from train.data.packing import (
     TokenRow,
@@ -477,32 +476,21 @@ def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
         prepare_rows(examples[2:], converter, max_length=60)
 
 
-def test_bad_rows_stop_the_run_or_are_counted(tokenizer):
-    converter = ConversationTokenizer(tokenizer, chat_template=QWEN3)
-    examples = [chat("hi"), chat("hello", "fine", "bye", "see you")]
-    with pytest.raises(BadRow, match=r"chats.jsonl:7: .*no assistant turn"):
-        prepare_rows(examples, converter, max_length=99)
-    seen: list[tuple[int, ...]] = []
-    rows, statistics = prepare_rows(
-        examples,
-        converter,
-        max_length=99,
-        bad=BadRows(),
-        progress=lambda *counts: seen.append(counts),
-    )
-    assert (len(rows), statistics.dropped_bad) == (2, 1)
-    assert seen == [(1, 2), (2, 2)]
-    assert json.dumps(statistics.to_dict())
-
-
 @pytest.mark.slow
 def test_processes_give_the_same_rows(tokenizer):
+    """And the same bad ones, which travel between them."""
     converter = ConversationTokenizer(tokenizer, chat_template=CHATML_MARKED)
-    examples = [chat("hello", f"answer {i}") for i in range(5)]
-    alone, _ = prepare_rows(examples, converter, max_length=99)
-    shared, _ = prepare_rows(examples, converter, max_length=99, num_proc=2)
-    assert [r.input_ids.tolist() for r in shared] == [r.input_ids.tolist() for r in alone]
-    assert [r.loss_mask.tolist() for r in shared] == [r.loss_mask.tolist() for r in alone]
+    examples = [chat("hello", f"answer {i}") for i in range(5)] + [chat("nobody answers")]
+    found = []
+    for processes in (None, 2):
+        bad = BadRows()
+        rows, statistics = prepare_rows(
+            examples, converter, max_length=99, bad=bad, num_proc=processes
+        )
+        assert statistics.dropped_bad == len(bad.reasons) == 1
+        tokens = [(row.input_ids.tolist(), row.loss_mask.tolist()) for row in rows]
+        found.append((tokens, bad.reasons))
+    assert found[0] == found[1] and len(found[0][0]) == 5
 
 
 def test_section_reads_its_template_file(tokenizer, tmp_path):
