@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -109,112 +109,97 @@ def test_at_least_one_case_of_every_table_is_written(all_cases, make_drafter, ti
 
 # ------------------------------------------------------------------ what each format says
 
-
-def head(make_drafter, case_of, tiny_model, family: str = "eagle3", taps=(1, 2), **shape: Any):
-    return make_drafter(case_of(family, shape, taps=taps), tiny_model("llama", num_hidden_layers=4))
-
-
-def test_taps_are_numbered_as_each_engine_numbers_them(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model)
-    fields = {}
-    for name in ("vllm", "sglang"):
-        folder = export_drafter(drafter, tmp_path / name, dtype=torch.float32, format=name)
-        fields[name] = json.loads((folder / "config.json").read_text())
-    assert fields["vllm"]["eagle_aux_hidden_state_layer_ids"] == [1, 2]
-    assert fields["sglang"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
-    assert "eagle_aux_hidden_state_layer_ids" not in fields["sglang"]
-
-
-def test_sglang_zeros(make_drafter, case_of, tiny_model, tmp_path) -> None:
-    """EAGLE-1's fc has a bias there, which would be random if left out."""
-    target, one = head(make_drafter, case_of, tiny_model, "eagle", taps=())
-    folder = export_drafter(one, tmp_path / "one", dtype=torch.float32, format="sglang")
-    tensors = load_file(folder / "model.safetensors")
-    assert tensors["fc.bias"].abs().sum() == 0
-    save_file(
-        tensors | {"fc.bias": torch.ones_like(tensors["fc.bias"])}, folder / "model.safetensors"
-    )
-    with pytest.raises(CheckpointError, match=r"fc\.bias is not zero"):
-        load_drafter(folder, target)
-
-
-@pytest.mark.parametrize(
-    ("shape", "taps", "named"),
-    [
-        ({"norm_before_residual": True}, (1, 2), "norm_before_residual"),
-        ({"norm_before_fc": True}, (1, 2), "norm_before_fc"),
-        ({"qk_norm": True}, (1, 2), "qk_norm"),
-        ({"own_embeddings": True}, (1, 2), "own_embeddings"),
-        ({"num_layers": 2}, (1, 2), "num_layers 2"),
-        ({}, (0, 2), "tap_layers"),
-        ({}, (2, 4), "tap_layers"),
-    ],
-)
-def test_what_sglang_would_run_as_something_else_is_refused(
-    make_drafter, case_of, tiny_model, tmp_path, shape, taps, named
-) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model, taps=taps, **shape)
-    with pytest.raises(ConfigError, match=f"export format sglang: .*{named}"):
-        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="sglang")
-    assert not (tmp_path / "head").exists()
-
-
-def test_sglang_cannot_tap_the_output_of_the_last_layer(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
-    _, drafter = head(
-        make_drafter, case_of, tiny_model, "dflash", (1, 4), block_size=4, mask_token_id=100
-    )
-    with pytest.raises(
-        ConfigError, match=r"export format sglang: tap_layers \[1, 4\].* last one, 4"
-    ):
-        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="sglang")
-
-
-def test_the_speculators_format_names_its_target(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
-    target, drafter = head(make_drafter, case_of, tiny_model, norm_output=True, fc_norm=True)
-    told = {
-        "target": {"name_or_path": "org/target", "architectures": ["L"]},
-        "num_speculative_tokens": 3,
-    }
-    folder = export_drafter(
-        drafter, tmp_path / "a", dtype=torch.float32, format="speculators", provenance=told
-    )
-    fields = json.loads((folder / "config.json").read_text())
-    own = fields["speculators_config"]
-    assert own["verifier"] == {"name_or_path": "org/target", "architectures": ["L"]}
-    assert own["proposal_methods"][0]["speculative_tokens"] == 3
-    assert "model_type" not in fields  # which is how vLLM knows the format
-    assert fields["norm_output"] is True and "norm_output" not in fields["transformer_layer_config"]
-    del fields["draftsmith"]  # as other tools write it
-    (folder / "config.json").write_text(json.dumps(fields))
-    assert_same(target, folder, drafter)
-    with pytest.raises(ConfigError, match="names the target"):
-        convert(folder, tmp_path / "b", format="speculators", num_target_layers=4)
-
-
-def test_the_speculators_format_takes_the_normed_residual_where_nothing_is_said(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model, norm_before_residual=True)
-    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
-    fields = json.loads((folder / "config.json").read_text())
-    del fields["norm_before_residual"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    assert read_drafter_config(folder).norm_before_residual
-
-
+TAPS = "eagle_aux_hidden_state_layer_ids"
 BLOCK = {"num_layers": 2, "block_size": 5, "mask_token_id": 100}
 SPARK = {**BLOCK, "markov_rank": 8}
 CHAINS = {"num_depths": 4, "mask_token_id": 100}
-
-
 WINDOW, CAUSAL = {"sliding_window": 4}, {"is_causal": True}
 SELECTOR = {"conv_group_size": 8, "selector_rank": 8}
+
+
+class Written(NamedTuple):
+    """A drafter for a target of four layers, and its export."""
+
+    target: FrozenTarget
+    drafter: Any
+    folder: Path
+    fields: dict[str, Any]  # of config.json
+
+    def rewrite(self, **changed: Any) -> None:
+        """config.json with other fields, as other tools write it: without a word of ours. None
+        takes a field away."""
+        fields = self.fields | {"draftsmith": None} | changed
+        kept = {name: value for name, value in fields.items() if value is not None}
+        (self.folder / "config.json").write_text(json.dumps(kept))
+
+
+@pytest.fixture
+def written(make_drafter, case_of, tiny_model, tmp_path):
+    """`written(format, family, taps, **shape)`: an export in that format."""
+
+    def make(format_: str, family: str = "eagle3", taps=(1, 2), **shape: Any) -> Written:
+        case, model = case_of(family, shape, taps=taps), tiny_model("llama", num_hidden_layers=4)
+        target, drafter = make_drafter(case, model)
+        told = {"target": {"name_or_path": "org/target", "architectures": ["L"]}}
+        folder = tmp_path / format_
+        export_drafter(drafter, folder, dtype=torch.float32, format=format_, provenance=told)
+        return Written(target, drafter, folder, json.loads((folder / "config.json").read_text()))
+
+    return make
+
+
+def test_taps_are_numbered_as_each_engine_numbers_them(written) -> None:
+    fields = {name: written(name).fields for name in ("vllm", "sglang")}
+    assert fields["vllm"][TAPS] == [1, 2] and TAPS not in fields["sglang"]
+    assert fields["sglang"]["eagle_config"][TAPS] == [0, 1]
+
+
+def test_sglang_zeros(written) -> None:
+    """EAGLE-1's fc has a bias there, which would be random if left out."""
+    one = written("sglang", "eagle", ())
+    tensors = load_file(one.folder / "model.safetensors")
+    assert tensors["fc.bias"].abs().sum() == 0
+    save_file(tensors | {"fc.bias": torch.ones(32)}, one.folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"fc\.bias is not zero"):
+        load_drafter(one.folder, one.target)
+
+
+@pytest.mark.parametrize(
+    ("format_", "family", "shape", "taps", "named"),
+    [
+        ("sglang", "eagle3", {"norm_before_residual": True}, (1, 2), "norm_before_residual"),
+        ("sglang", "eagle3", {"norm_before_fc": True}, (1, 2), "norm_before_fc"),
+        ("sglang", "eagle3", {"qk_norm": True}, (1, 2), "qk_norm"),
+        ("sglang", "eagle3", {"own_embeddings": True}, (1, 2), "own_embeddings"),
+        ("sglang", "eagle3", {"num_layers": 2}, (1, 2), "num_layers 2"),
+        ("sglang", "eagle3", {}, (0, 2), "tap_layers"),
+        ("sglang", "eagle3", {}, (2, 4), "tap_layers"),
+        ("sglang", "dflash", BLOCK, (1, 4), "tap_layers"),
+        ("speculators", "dspark", {**SPARK, **CAUSAL}, (1, 2), "is_causal"),
+        ("speculators", "dspark", {**SPARK, **WINDOW}, (1, 2), "sliding_window"),
+        ("speculators", "dspark", {**SPARK, "markov_head_type": "rnn"}, (1, 2), "markov_head"),
+        ("speculators", "peagle", {**CHAINS, "fc_norm": True}, (1, 2), "fc_norm"),
+    ],
+)
+def test_what_an_engine_would_run_as_something_else_is_refused(
+    written, tmp_path, format_, family, shape, taps, named
+) -> None:
+    with pytest.raises(ConfigError, match=f"export format {format_}: .*{named}"):
+        written(format_, family, taps, **shape)
+    assert not (tmp_path / format_).exists()
+
+
+def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
+    made = written("speculators", norm_output=True, fc_norm=True)
+    verifier = made.fields["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "org/target", "architectures": ["L"]}
+    assert "model_type" not in made.fields  # which is how vLLM knows the format
+    assert made.fields["norm_output"] is True
+    assert "norm_output" not in made.fields["transformer_layer_config"]
+    made.rewrite()
+    assert_same(made.target, made.folder, made.drafter)
+    with pytest.raises(ConfigError, match="names the target"):
+        convert(made.folder, tmp_path / "b", format="speculators", num_target_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -227,87 +212,46 @@ SELECTOR = {"conv_group_size": 8, "selector_rank": 8}
         ("dspark", {**SPARK, **CAUSAL, **WINDOW, "sample_from_anchor": False}, 4),
         ("peagle", {**CHAINS, "qk_norm": True, "norm_before_residual": True}, 4),
     ],
-    ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )
-def test_the_speculators_format_of_block_drafters(
-    make_drafter, case_of, tiny_model, tmp_path, family, shape, drafts
-) -> None:
+def test_the_speculators_format_of_block_drafters(written, family, shape, drafts) -> None:
     """As vLLM reads it, and read back without a word of ours; the drafts of a round are those that
     were trained."""
-    target, drafter = head(make_drafter, case_of, tiny_model, family, **shape)
-    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
-    fields = json.loads((folder / "config.json").read_text())
-    taps = fields.get(
-        "eagle_aux_hidden_state_layer_ids" if family == "peagle" else "aux_hidden_state_layer_ids"
-    )
-    assert taps == [1, 2] and fields["mask_token_id"] == 100
-    assert fields["speculators_model_type"] == fields["speculators_config"]["algorithm"] == family
-    assert fields["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == drafts
+    made = written("speculators", family, **shape)
+    fields, own = made.fields, made.fields["speculators_config"]
+    assert fields[TAPS if family == "peagle" else "aux_hidden_state_layer_ids"] == [1, 2]
+    assert fields["mask_token_id"] == 100
+    assert fields["speculators_model_type"] == own["algorithm"] == family
+    assert own["proposal_methods"][0]["speculative_tokens"] == drafts
     if family != "peagle":
-        assert fields["sliding_window_non_causal"] is not drafter.config.is_causal
-        assert fields["sample_from_anchor"] is drafter.config.sample_from_anchor
-    del fields["draftsmith"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    found = inspect_folder(folder, target)
-    assert (
-        found.sound and found.config is not None and found.config == read_drafter_config(folder, 4)
-    )
-    assert_same(target, folder, drafter)
+        assert fields["sliding_window_non_causal"] is not made.drafter.config.is_causal
+        assert fields["sample_from_anchor"] is made.drafter.config.sample_from_anchor
+    made.rewrite()
+    found = inspect_folder(made.folder, made.target)
+    assert found.sound and found.config == read_drafter_config(made.folder, 4)
+    assert_same(made.target, made.folder, made.drafter)
 
 
-@pytest.mark.parametrize(
-    ("family", "shape", "named"),
-    [
-        ("dspark", {**SPARK, "is_causal": True}, "is_causal True with sliding_window None"),
-        ("dspark", {**SPARK, "sliding_window": 4}, "is_causal False with sliding_window 4"),
-        ("dspark", {**SPARK, "markov_head_type": "rnn"}, "markov_head_type rnn"),
-        ("peagle", {**CHAINS, "fc_norm": True, "norm_output": True}, "fc_norm, norm_output"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_the_speculators_format_cannot_say_is_refused(
-    make_drafter, case_of, tiny_model, tmp_path, family, shape, named
-) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model, family, **shape)
-    with pytest.raises(ConfigError, match=f"export format speculators: .*{named}"):
-        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="speculators")
-
-
-def test_defaults_of_the_speculators_format_are_vllms(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
-    """Not said: a block is bidirectional and dspark's first slot predicts nothing, unlike in vLLM's
-    own format."""
-    shape = {**SPARK, "sample_from_anchor": False}
-    _, drafter = head(make_drafter, case_of, tiny_model, "dspark", **shape)
-    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
-    fields = json.loads((folder / "config.json").read_text())
-    for name in ("sample_from_anchor", "sliding_window_non_causal"):
-        del fields[name]
-    (folder / "config.json").write_text(json.dumps(fields))
-    config: Any = read_drafter_config(folder)
+def test_defaults_of_the_speculators_format_are_vllms(written) -> None:
+    """Not said: EAGLE-3's residual is normed, a block is bidirectional and dspark's first slot
+    predicts nothing, unlike in vLLM's own format."""
+    plain = written("speculators", norm_before_residual=True)
+    plain.rewrite(norm_before_residual=None)
+    assert read_drafter_config(plain.folder, 4).norm_before_residual
+    made = written("speculators", "dspark", **SPARK, sample_from_anchor=False)
+    made.rewrite(sample_from_anchor=None, sliding_window_non_causal=None)
+    config: Any = read_drafter_config(made.folder, 4)
     assert not config.sample_from_anchor and not config.is_causal
-    fields["speculators_model_type"] = "mtp"
-    del fields["draftsmith"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(
-        CheckpointError,
-        match="speculators_model_type 'mtp'",
-    ):
-        read_drafter_config(folder, 4)
+    made.rewrite(speculators_model_type="mtp")
+    with pytest.raises(CheckpointError, match="speculators_model_type 'mtp'"):
+        read_drafter_config(made.folder, 4)
 
 
-def test_full_layers_that_vllm_makes_causal_are_warned_of(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
+def test_full_layers_that_vllm_makes_causal_are_warned_of(written) -> None:
     """As the speculators library writes a block that it trains bidirectionally."""
-    target, drafter = head(make_drafter, case_of, tiny_model, "dflash", **BLOCK, is_causal=True)
-    folder = export_drafter(drafter, tmp_path / "a", dtype=torch.float32, format="speculators")
-    assert not inspect_folder(folder, target).faults
-    fields = json.loads((folder / "config.json").read_text())
-    del fields["draftsmith"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    (fault,) = inspect_folder(folder, target).faults
+    made = written("speculators", "dflash", **BLOCK, **CAUSAL)
+    assert not inspect_folder(made.folder).faults
+    made.rewrite()
+    (fault,) = inspect_folder(made.folder, num_target_layers=4).faults
     assert fault.where == "sliding_window_non_causal" and fault.warning
 
 
@@ -339,52 +283,37 @@ def test_rotary_scaling_comes_from_the_target_and_back(
     assert_same(target, folder, drafter)
 
 
-def test_a_field_that_was_lost_or_changed_is_named(
-    make_drafter, case_of, tiny_model, tmp_path
-) -> None:
+def test_a_field_that_was_lost_or_changed_is_named(written) -> None:
     """No shape tells of these, and no engine notices."""
-    target, drafter = head(make_drafter, case_of, tiny_model, head_dim=16)
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    fields = json.loads((folder / "config.json").read_text())
-    changes: dict[str, dict[str, Any]] = {
+    made = written("vllm", head_dim=16)
+    own = made.fields["draftsmith"]
+    for name, change in {
         "rope_parameters": {"rope_parameters": None, "rope_theta": 500.0},
         "rms_norm_eps": {"rms_norm_eps": 1e-3},
         "hidden_act": {"hidden_act": "gelu"},
         "head_dim": {"head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 4},
         "partial_rotary_factor": {"partial_rotary_factor": 0.5},
-    }
-    for name, change in changes.items():
-        (folder / "config.json").write_text(json.dumps(fields | change))
+        "dtype is bfloat16": {"dtype": "bfloat16"},
+    }.items():
+        made.rewrite(draftsmith=own, **change)
         with pytest.raises((CheckpointError, ConfigError), match=name):
-            load_drafter(folder, target)
-    (folder / "config.json").write_text(json.dumps(fields | {"dtype": "bfloat16"}))
-    with pytest.raises(CheckpointError, match=r"dtype is bfloat16, but .* is float32"):
-        load_drafter(folder, target)
-    (folder / "config.json").write_text(json.dumps(fields))
-    assert_same(target, folder, drafter)
+            load_drafter(made.folder, made.target)
+    made.rewrite(draftsmith=own)
+    assert_same(made.target, made.folder, made.drafter)
 
 
 @pytest.mark.parametrize("format_", ["vllm", "sglang", "speculators"])
-def test_another_precision_survives_the_way_between_formats(
-    make_drafter, case_of, tiny_model, tmp_path, format_
-) -> None:
-    _, drafter = head(make_drafter, case_of, tiny_model)
-    first = export_drafter(drafter, tmp_path / "first", dtype=torch.bfloat16)
+def test_another_precision_survives_the_way_between_formats(written, tmp_path, format_) -> None:
+    first = convert(written("vllm").folder, tmp_path / "first", dtype="bfloat16")
     again = convert(convert(first, tmp_path / "second", format=format_), tmp_path / "third")
     a, b = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
-    assert a.keys() == b.keys()
+    assert a.keys() == b.keys() and b["fc.weight"].dtype == torch.bfloat16
     assert all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
 
 
-def test_transformers_keeps_a_window(make_drafter, case_of, tiny_model, tmp_path) -> None:
+@pytest.mark.parametrize("window", [None, 8])
+def test_transformers_keeps_a_window(written, window) -> None:
     """Both engines read the fields through transformers' Qwen3Config, which drops a window that is
     not switched on."""
-    shape = {"block_size": 4, "mask_token_id": 100, "num_layers": 2}
-    for window in (None, 8):
-        _, drafter = head(
-            make_drafter, case_of, tiny_model, "dflash", sliding_window=window, **shape
-        )
-        folder = export_drafter(drafter, tmp_path / str(window), dtype=torch.float32)
-        assert (
-            Qwen3Config(**json.loads((folder / "config.json").read_text())).sliding_window == window
-        )
+    fields = written("vllm", "dflash", **BLOCK, sliding_window=window).fields
+    assert Qwen3Config(**fields).sliding_window == window
