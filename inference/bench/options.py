@@ -1,5 +1,6 @@
 """The options of `bench`: each is declared once, as a field whose name is the flag's. They are
-those of `vllm bench serve`; `--compare` and its options are this project's. Imports no torch."""
+those of `vllm bench serve`; `--baseline-url` and what follows are this project's. Imports no
+torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ others that are not known are errors (vllm_options). torch is imported after the
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -141,8 +140,6 @@ def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
     engine.on_failure = lambda: setattr(server, "should_exit", True)
     for number in SIGNALS:  # uvicorn raises the signal again after a clean exit
         signal.signal(number, lambda *_: None)
-    gc.collect()
-    gc.freeze()  # what is there stays: collections between tokens need not walk it
     server.run(sockets=[listening])
     if engine.failure is not None or not server.started:
         sys.exit(1)
