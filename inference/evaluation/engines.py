@@ -142,10 +142,8 @@ class MeasuredEngine(ABC):
         *,
         speculate: bool,
         batch: int,
-        counted: bool = True,
     ) -> list[RequestOutput]:
-        """The responses, with at most `batch` prompts in flight. `counted`: with their
-        `metrics`."""
+        """The responses with their `metrics`, at most `batch` prompts in flight."""
 
     @abstractmethod
     def facts(self) -> EngineFacts:
@@ -255,7 +253,6 @@ class RuntimeEngine(MeasuredEngine):
         *,
         speculate: bool,
         batch: int,
-        counted: bool = True,
     ) -> list[RequestOutput]:
         self.llm.reset_metrics()
         outputs: list[RequestOutput] = []

@@ -116,8 +116,7 @@ class Measurement:
         if not self.requests:
             raise DataError(f"{where}: no request was measured")
         metrics = [request.metrics for request in self.requests]
-        counted = all(len(m.accepted_per_round) >= m.num_drafts for m in metrics)
-        rounds = sum(len(m.accepted_per_round) for m in metrics) if counted else None
+        rounds = sum(len(m.accepted_per_round) for m in metrics)
         total = self.counters
         accepted = total.num_accepted_tokens
         if any(total.num_accepted_tokens_per_pos[self.num_speculative_tokens :]):
@@ -139,7 +138,7 @@ class Measurement:
             **vars(total),
             acceptance_length=total.acceptance_length,
             acceptance_length_macro=sum(of_requests) / len(of_requests) if of_requests else 1.0,
-            tokens_per_forward=None if rounds is None else acceptance_length(accepted, rounds),
+            tokens_per_forward=acceptance_length(accepted, rounds),
             drafted_share=total.num_drafts / rounds if rounds else None,
             joint_acceptance_per_position=_known(total.joint_rates()),
             conditional_acceptance_per_position=_known(total.conditional_rates()),

@@ -187,8 +187,8 @@ class Cell(Record):
     """Prompts in the cell; of a suite, every turn of a conversation is one."""
     output_tokens: int
     """Tokens produced, over all prompts, in one pass."""
-    num_rounds: int | None
-    """Target forwards after the prefills, counted per request; null: not known."""
+    num_rounds: int
+    """Target forwards after the prefills, counted per request."""
     num_drafts: int
     """Those of them that verified a proposal."""
     num_draft_tokens: int
@@ -203,11 +203,11 @@ class Cell(Record):
     acceptance_length_macro: float
     """τ, macro: mean over requests of each request's own acceptance length (requests without a
     draft are left out)."""
-    tokens_per_forward: float | None
+    tokens_per_forward: float
     """1 + num_accepted_tokens ÷ num_rounds: over all rounds, those without a draft too. It is what
     the speedup goes by, and equals τ for drafters that always draft."""
     drafted_share: float | None
-    """num_drafts ÷ num_rounds: share of the rounds with a draft."""
+    """num_drafts ÷ num_rounds: share of the rounds with a draft; null without rounds."""
     joint_acceptance_per_position: list[float | None]
     """P(first k drafts all accepted), k = 1…K; null without rounds."""
     conditional_acceptance_per_position: list[float | None]

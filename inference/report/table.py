@@ -51,7 +51,7 @@ def row(cell: Cell) -> Row:
             else NONE
         ),
         "drafted": NONE if cell.drafted_share is None else f"{100 * cell.drafted_share:.0f}%",
-        "/fwd": NONE if cell.tokens_per_forward is None else f"{cell.tokens_per_forward:.2f}",
+        "/fwd": f"{cell.tokens_per_forward:.2f}",
         "tok/s": rates.get(SPECULATIVE, NONE),
         "off": rates.get(AUTOREGRESSIVE, NONE),
         "speedup": (

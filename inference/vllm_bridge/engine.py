@@ -195,7 +195,6 @@ class VllmEngine(MeasuredEngine):
         *,
         speculate: bool,
         batch: int,
-        counted: bool = True,
     ) -> list[RequestOutput]:
         outputs = []
         size = len(prompts) if batch >= self.drafting.rows else batch

@@ -153,7 +153,6 @@ class VllmServer(MeasuredEngine):
         *,
         speculate: bool,
         batch: int,
-        counted: bool = True,
     ) -> list[RequestOutput]:
         server = self.server if speculate else self.baseline
         assert server is not None
@@ -163,7 +162,7 @@ class VllmServer(MeasuredEngine):
         outputs = []
         for prompt, answer in zip(prompts, answers, strict=True):
             choice, metrics = answer.choices[0], None
-            if speculate and counted:
+            if speculate:
                 accepted, drafted, _ = self._report(answer)
                 sizes = sizes_of(len(choice.token_ids), accepted)
                 if sizes is None:
