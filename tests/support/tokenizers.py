@@ -103,3 +103,19 @@ def spell(made: TokenMap, token_ids: list[int]) -> list[int]:
         start, end = made.spelling_offsets[id : id + 2].tolist()
         found += made.spelling_ids[start:end].tolist()
     return found
+
+
+def chat_bytes() -> PreTrainedTokenizerFast:
+    """One token per byte, ChatML-like markers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return fast

@@ -21,7 +21,7 @@ from speculators.hub import cached_folder, repository_id, split_revision, with_r
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import source as quickstart
-from tests.train.pipeline.test_acceptance import byte_tokenizer
+from tests.support.tokenizers import chat_bytes
 from tests.train.test_cli import (  # noqa: F401 (fixtures)
     call,
     drafter_folder,
@@ -119,7 +119,7 @@ def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
 @pytest.mark.slow
 def test_a_module_of_the_target_is_that_of_its_revision(hub_cache, tiny_model, tmp_path):
     model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257)
-    byte_tokenizer().save_pretrained(tmp_path / "target")
+    chat_bytes().save_pretrained(tmp_path / "target")
     model.save_pretrained(tmp_path / "target")
     target = FrozenTarget(model)
     module = family_class("mtp")(config_for_target(target, "mtp")).attach(target)
@@ -133,7 +133,7 @@ def test_a_module_of_the_target_is_that_of_its_revision(hub_cache, tiny_model, t
             revision=revision,
             speculative_config={"method": "mtp", "num_speculative_tokens": 2},
         )
-        assert tokens(llm) == tokens(LLM(target, byte_tokenizer()))
+        assert tokens(llm) == tokens(LLM(target, chat_bytes()))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.train.pipeline.test_acceptance import byte_tokenizer
+from tests.support.tokenizers import chat_bytes
 from train.cli import app
 from train.commands.try_methods import _methods
 from train.data.prepare import bad_rows
@@ -27,7 +27,7 @@ def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
     ends = dict(bos_token_id=256, eos_token_id=257, pad_token_id=258)
     model = tiny_model("qwen3", vocab_size=259, max_position_embeddings=1024, **ends)
     model.save_pretrained(root / "target")
-    byte_tokenizer().save_pretrained(root / "target")
+    chat_bytes().save_pretrained(root / "target")
     target = FrozenTarget(model, [1, 2])
     torch.manual_seed(0)
     drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2])).attach(target)

@@ -20,13 +20,8 @@ from inference.report.schema import AcceptanceReport
 from inference.report.table import CARD, row
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.report.test_report import (  # noqa: F401 (fixtures)
-    bare_report,
-    both_engines,
-    report,
-    with_suites,
-)
 from tests.support.cases import CASES
+from tests.support.reports import bare_report, both_engines, with_suites
 
 
 def facts_of(tiny_model, name: str, **changes) -> CardFacts:

@@ -16,7 +16,6 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inference.report.build import (
     Bound,
     build_report,
@@ -31,161 +30,33 @@ from inference.report.schema import (
     AcceptanceReport,
     Cell,
     Costs,
-    EngineFacts,
-    LosslessCheck,
     Provenance,
     SuiteFacts,
-    SuiteFile,
     TimedPass,
-    TokenDifference,
     load_report,
     save_report,
 )
 from inference.report.speed import Speeds
 from inference.report.table import print_report
-from inference.spec_decode.replay import ReplayResult
 from speculators.errors import ConfigError, DataError
-
-WORKLOADS = {"arithmetic": 0.86, "json": 0.93, "table-qa": 0.78, "chat": 0.66}
-K = 4
-
-
-def provenance(**changes) -> Provenance:
-    fields = dict(
-        draftsmith_version="0.1.0",
-        git_commit="0123456789abcdef0123",
-        python_version="3.11.7",
-        torch_version="2.13.0+cpu",
-        transformers_version="5.19.0",
-        platform="Linux-x86_64",
-        cpu_model="Example CPU 3.0 GHz",
-        cpu_cores=2,
-        threads=1,
-        device="cpu",
-        dtype="bfloat16",
-        recipe_name="quickstart/eagle3",
-        recipe_sha256="ab" * 32,
-        chat_template_sha256="cd" * 32,
-        target_name="recipes/quickstart/target",
-        target_weights_sha256="ef" * 32,
-        drafter_method="eagle3",
-        drafter_path="runs/quickstart/eagle3/export",
-        drafter_config={"tap_layers": [2, 8, 13]},
-        num_speculative_tokens=K,
-        max_num_seqs=1,
-        created_at="2025-01-02T03:04:05Z",
-        duration_s=93.2,
-        seeds=[0],
-    )
-    return Provenance(**(fields | changes))
-
-
-def request(
-    accepted: list[int], drafted: list[int] | None = None, *, prompt: int = 100, tokens: int = 0
-) -> RequestOutput:
-    """A response by the accepted drafts of its rounds; by default every round drafted K."""
-    drafted = [K] * len(accepted) if drafted is None else drafted
-    metrics = RequestMetrics(
-        num_drafts=sum(count > 0 for count in drafted),
-        num_draft_tokens=sum(drafted),
-        num_accepted_tokens=sum(accepted),
-        num_accepted_tokens_per_pos=[sum(a > k for a in accepted) for k in range(K)],
-        accepted_per_round=accepted,
-        drafted_per_round=drafted,
-    )
-    written = tokens or 1 + sum(accepted) + len(accepted)
-    completion = CompletionOutput(index=0, text="", token_ids=[7] * written)
-    return RequestOutput("", None, [5] * prompt, [completion], True, metrics)
-
-
-def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestOutput:
-    """A request whose drafts are each accepted with probability `rate`."""
-    accepted: list[int] = []
-    written = 1
-    while written < length:
-        count = 0
-        while count < K and written + count < length and rng.random() < rate:
-            count += 1
-        accepted.append(count)
-        written += count + 1
-    return request(accepted, tokens=min(written, length))
-
-
-def passes(workload: str, tokens: int, seconds: list[float], **counts: int) -> list[TimedPass]:
-    return [
-        TimedPass(workload=workload, repeat=i, tokens=tokens, seconds=s, **counts)
-        for i, s in enumerate(seconds)
-    ]
-
-
-def replay_of(outputs: list[RequestOutput], factor=lambda: 1.0) -> list[ReplayResult]:
-    return [
-        ReplayResult(
-            o.metrics.num_drafts * factor(),
-            [float(n) for n in o.metrics.num_accepted_tokens_per_pos],
-        )
-        for o in outputs
-    ]
-
-
-def make_measurement(workload: str, temperature: float, rate: float) -> Measurement:
-    rng = random.Random(f"{workload}{temperature}")
-    requests = [make_request(rng, rate) for _ in range(12)]
-    tokens = sum(len(output.outputs[0].token_ids) for output in requests)
-    rounds = sum(output.metrics.num_drafts for output in requests)
-    off = [tokens * 0.004 * rng.uniform(0.95, 1.05) for _ in range(5)]
-    on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
-    hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
-    shares = dict(draft=0.2, verify=0.6, sample=0.05, schedule=0.01, commit=0.03, prefill=0.08)
-    check = LosslessCheck(
-        dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0
-    )
-    tie = TokenDifference(
-        prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True
-    )
-    half = check.model_copy(update={"dtype": "bfloat16", "ties": 1, "details": [tie]})
-    return Measurement(
-        workload=workload,
-        temperature=temperature,
-        method="eagle3",
-        num_speculative_tokens=K,
-        requests=requests,
-        passes={
-            "speculative": passes(workload, tokens, on),
-            "autoregressive": passes(workload, tokens, off),
-            "transformers_generate": passes(workload, tokens, hugging),
-        },
-        phase_seconds=Counter({name: share * sum(on) for name, share in shares.items()}),
-        costs=Costs(
-            target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1, batch_size=1, context_length=128
-        ),
-        replay=replay_of(requests, lambda: rng.uniform(0.97, 1.03)),
-        lossless=[check, half] if temperature == 0 else [],
-    )
-
-
-def make_report(**gates: Bound) -> AcceptanceReport:
-    measurements = [
-        make_measurement(workload, temperature, rate - 0.08 * temperature)
-        for temperature in (0.0, 1.0)
-        for workload, rate in WORKLOADS.items()
-    ]
-    bounds = {name.replace("__", "."): bound for name, bound in gates.items()}
-    report = build_report(measurements, provenance())
-    return report.model_copy(update={"gates": check_gates(report.summary, bounds)})
+from tests.support.reports import (
+    WORKLOADS,
+    K,
+    bare_report,
+    both_engines,
+    in_engine,
+    make_measurement,
+    make_request,
+    passes,
+    provenance,
+    replay_of,
+    request,
+    with_suites,
+)
 
 
 def history() -> list[dict]:
     return [{"step": 50 * i, "loss": 4 * math.exp(-i / 6)} for i in range(1, 31)]
-
-
-@pytest.fixture(scope="module")
-def report() -> AcceptanceReport:
-    return make_report(
-        lossless_mismatches=Bound(max=0),
-        t0__acceptance_length=Bound(min=3.0),
-        t1__efficiency=Bound(min=2),
-    )
 
 
 def test_the_pool_is_made_of_sums_not_of_means(report: AcceptanceReport) -> None:
@@ -417,13 +288,6 @@ def test_every_field_and_summary_key_is_documented(report: AcceptanceReport) -> 
     assert {re.sub(r"^t[\d.]+\.", "t<T>.", key) for key in keys} == set(SUMMARY_KEYS)
 
 
-def bare_report() -> AcceptanceReport:
-    """Only counters, and one workload that never drafted: everything optional is absent."""
-    silent = Measurement("silent", 0.0, "eagle3", K, [request([0] * 4, [0] * 4)])
-    busy = Measurement("busy <b> $x$", 0.0, "eagle3", K, [request([3, 0, 2])])
-    return build_report([silent, busy], provenance(recipe_name=None, git_commit=None))
-
-
 def test_the_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path: Path) -> None:
     page = write_html(report, tmp_path / "report.html", history()).read_text(encoding="utf-8")
     assert not re.search(r"https?:|//cdn|@import|<link|<script|src=\"(?!data:)", page)
@@ -453,32 +317,6 @@ def test_the_table_fits_a_terminal(report: AcceptanceReport) -> None:
     for name in WORKLOADS:
         assert re.search(rf"^\W*{name} ", text, re.MULTILINE), f"{name} is cut or missing"
     assert "missed" in text and "…" not in text
-
-
-def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
-    """The same with suites of two categories each."""
-    parts = [
-        replace(make_measurement(category, t, rate), suite=name)
-        for name in names
-        for t in (0.0, 1.0)
-        for category, rate in {"summarization": 0.5, "math_reasoning": 0.9}.items()
-    ]
-    facts = [
-        SuiteFacts(
-            name=name,
-            files=[SuiteFile(path=f"suites/{name}.jsonl", sha256=f"{i}" * 64)],
-            conversations=24,
-            conversations_in_file=480,
-            max_tokens=128,
-            num_speculative_tokens=K,
-            chat_template_kwargs={"enable_thinking": False},
-        )
-        for i, name in enumerate(names, 1)
-    ]
-    suites = build_report(parts, report.provenance, facts)
-    return report.model_copy(
-        update={"results": [*report.results, *suites.results], "suites": suites.suites}
-    )
 
 
 def test_suites_stand_beside_the_evaluations_own_prompts(
@@ -530,33 +368,6 @@ def test_progress_is_the_slope_per_doubling_of_the_tokens_seen(report: Acceptanc
 
 
 # ---------------------------------------------------------------------------------- two engines
-
-
-def in_engine(
-    report: AcceptanceReport,
-    engine: str = "draftsmith",
-    factor: float = 1.0,
-    sampled: str = "probabilistic",
-    **changes,
-) -> AcceptanceReport:
-    """The report as that of `engine`, whose acceptance lengths are `factor` times as long."""
-    facts = {
-        "prompts_sha256": "ab" * 32,
-        "engine": engine,
-        "engines": [EngineFacts(name=engine, version="1", draft_sample_method=sampled)],
-    }
-    cells = [
-        cell.model_copy(
-            update={"engine": engine, "acceptance_length": factor * cell.acceptance_length}
-        )
-        for cell in report.results
-    ]
-    provenance = report.provenance.model_copy(update=facts | changes)
-    return report.model_copy(update={"results": cells, "provenance": provenance})
-
-
-def both_engines(report: AcceptanceReport) -> list[AcceptanceReport]:
-    return [in_engine(report), in_engine(report, "vllm")]
 
 
 def test_both_engines_are_in_the_file_the_table_and_the_page(report, tmp_path) -> None:

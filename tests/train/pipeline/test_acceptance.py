@@ -10,8 +10,6 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from inference import LLM
 from inference.bench.load import measure as bench
@@ -23,6 +21,7 @@ from speculators.export import export_drafter
 from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
+from tests.support.tokenizers import chat_bytes
 from train.pipeline.acceptance_stage import (
     accept,
     gate_bounds,
@@ -35,22 +34,6 @@ from train.pipeline.progress import Stages
 from train.recipe.load import load_recipe
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, ChatML-like markers."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    return fast
-
-
 @pytest.fixture(scope="module")
 def world(tiny_model, tmp_path_factory):
     """A target folder, an exported head, a file of prompts in two workloads; and recipes over
@@ -60,7 +43,7 @@ def world(tiny_model, tmp_path_factory):
         "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
     )
     model.save_pretrained(root / "target")
-    byte_tokenizer().save_pretrained(root / "target")
+    chat_bytes().save_pretrained(root / "target")
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
     drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target)
@@ -196,7 +179,7 @@ def test_prompts_end_where_the_target_goes_on(world) -> None:
     chosen = workloads(made, settings_of(made))
     assert {name: len(prompts) for name, prompts in chosen.items()} == {"sums": 2, "talk": 2}
     for name, prompts in chosen.items():
-        for text in map(byte_tokenizer().decode, prompts):
+        for text in map(chat_bytes().decode, prompts):
             assert text.startswith(f"user:{name}") and text.endswith("assistant:")
     assert workloads(made, settings_of(made)) == chosen
     long = recipe(max_tokens=250)

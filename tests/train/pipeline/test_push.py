@@ -30,7 +30,7 @@ from tests.speculators.families.draft_model.test_draft_model_vocabulary import (
     drafting,
     target_folder,
 )
-from tests.train.pipeline.test_acceptance import byte_tokenizer
+from tests.support.tokenizers import chat_bytes
 from tests.train.test_cli import call
 from train.pipeline.acceptance_stage import accept
 from train.pipeline.progress import Stages
@@ -90,7 +90,7 @@ def made_run(tiny_model, root: Path, folder: Path) -> None:
         "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
     )
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    chat_bytes().save_pretrained(folder)
     target = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
     drafter = (

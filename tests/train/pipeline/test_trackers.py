@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from inference.report.schema import save_report
 from speculators.errors import ConfigError
-from tests.inference.report.test_report import make_report
+from tests.support.reports import make_report
 from tests.train.trainer.test_loop import make_recipe, make_trainer
 from train.pipeline import trackers
 from train.recipe.recipe import recipe_class
