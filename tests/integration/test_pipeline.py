@@ -530,10 +530,8 @@ def test_a_target_that_gives_features_alone_is_trained_and_exported(
     other = of_target(
         recipe, tmp_path / "other", tiny_target, "recurrent_gemma", lru_width=32, block_types=kinds
     )
-    with pytest.raises(
-        UnsupportedTarget,
-        match="regenerate.enabled, data.validation, evaluation.engines.*--engine v",
-    ):
+    keys = "regenerate.enabled, data.validation, evaluation.engines"
+    with pytest.raises(UnsupportedTarget, match=keys):
         run(recipe, other)
     alone = [
         "data.validation=[]",
