@@ -64,9 +64,12 @@ class CachedStep(nn.Module):
         rows = StaticRows(placed[0], memory[: self._layers], memory[self._layers :], shape)
         return self._step(rows, placed[1], *inputs)
 
-    def run(self, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs:
-        """inputs [b, T, …] each -> outputs of these rows; (), and nothing was done, if the keys and
+    def run(self, start: int, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs:
+        """inputs [b, T, …] each -> outputs of these rows; (), and nothing was done, where the step
+        is to run eager: not from row 0 on or wider than a round, as prefill is, or the keys and
         values have no memory yet."""
+        if start or inputs[0].shape[1] > self.buckets.widths[-1]:
+            return ()
         if not self._layers:
             keys, values = self._cache.memory()
             self._layers = len(keys)
@@ -146,11 +149,9 @@ class CompiledRounds:
         self.steps.append(chain)
 
         def best_chain(inputs: DraftInput) -> Tensor | None:
-            if inputs.start or inputs.token_ids.shape[1] > chain.buckets.widths[-1]:
-                return None
             state = () if reads_tokens else (inputs.taps, inputs.last_hidden)
             given = [inputs.token_ids, *(each for each in state if each is not None)]
-            drafted = chain.run(inputs.stop, *given, counts=inputs.counts)
+            drafted = chain.run(inputs.start, inputs.stop, *given, counts=inputs.counts)
             for row, count in enumerate(inputs.counts if drafted else ()):
                 cache.advance(row, count)
             return drafted[0] if drafted else None
@@ -185,11 +186,10 @@ class CompiledRounds:
         self, start: int, rows: int, token_ids: Tensor, proposal: Proposal | None
     ) -> Outputs | None:
         """token_ids [b, T] -> taps and last_hidden as the target gives them; None where it is to be
-        asked itself: for prefill, whose shapes are its own, and for trees."""
-        is_tree = proposal is not None and proposal.parents is not None
-        if start or is_tree or token_ids.shape[1] > self.steps[0].buckets.widths[-1]:
+        asked itself: for prefill and for trees."""
+        if proposal is not None and proposal.parents is not None:
             return None
-        outputs = self.steps[0].run(rows, token_ids)
+        outputs = self.steps[0].run(start, rows, token_ids)
         return tuple(None if x is None else x[:, : token_ids.shape[1]] for x in outputs) or None
 
 
