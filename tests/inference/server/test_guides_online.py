@@ -4,7 +4,6 @@ older versions."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shlex
 import signal
@@ -18,9 +17,6 @@ import pytest
 import torch
 
 from inference.entrypoints.vllm_options import read_options
-from inference.server.options import ServeFlags
-from inference.server.real_vllm import speculative_config
-from speculators.errors import ConfigError
 from tests.forked import Forked
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -113,26 +109,6 @@ def test_the_server_of_today_s_guide():
         asked = {"prompt": "The future of AI is", "max_tokens": 8}
         answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=120)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
-
-
-def test_older_flags_are_shown_as_today_s(caplog):
-    flags = ServeFlags()
-    older = {
-        "speculative_model": "[ngram]",
-        "num_speculative_tokens": 5,
-        "ngram_prompt_lookup_max": 3,
-    }
-    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
-    with caplog.at_level(logging.WARNING):
-        assert speculative_config(flags, older) == config
-    assert (
-        '--speculative-config \'{"method": "ngram"' in caplog.text
-        and "--ngram-prompt-lookup-max" in caplog.text
-    )
-    today = ServeFlags(speculative_config=config)
-    with pytest.raises(ConfigError, match="older flags"):
-        speculative_config(today, older)
-    assert speculative_config(today, {}) == config
 
 
 def test_a_device_that_torch_does_not_know():
