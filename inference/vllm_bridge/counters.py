@@ -72,11 +72,11 @@ def metrics_of(
     )
 
 
-def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int] | None:
-    """Tokens of each step of a response of `tokens`, where every round had a proposal; None if that
-    cannot be."""
+def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Tokens of each step of a response of `tokens`, where every round had a proposal. DataError if
+    that cannot be."""
     sizes = [1, *(count + 1 for count in accepted)]
     surplus = sum(sizes) - tokens
     if not 0 <= surplus < sizes[-1]:
-        return None
+        raise DataError(f"vLLM: {tokens} tokens do not come of rounds that accepted {accepted}")
     return [*sizes[:-1], sizes[-1] - surplus]

@@ -38,7 +38,10 @@ def evaluate(
         typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side."),
     ] = None,
     url: Annotated[
-        str, typer.Option(help="A vLLM server that drafts; without it one is started.")
+        str,
+        typer.Option(
+            help="A vLLM server that drafts and reports its rounds; without it one is started."
+        ),
     ] = "",
     baseline_url: Annotated[
         str, typer.Option(help="A vLLM server of the same target that does not draft.")
