@@ -76,30 +76,14 @@ class PositionWeights:
         probabilities[k] [N_k]: q of the data token, 0 where the draft vocabulary lacks it;
         anchors[k] [N_k] long below `size`: the chain of each term, once per depth. A chain ends
         where it has no term."""
-        table, exists = _by_chain(probabilities, anchors, size)
-        smoothed = torch.where(exists, (1 - self.value) * table + self.value, 1.0)
-        return _to_terms(_tail_sums(smoothed.cumprod(0) * exists), anchors)
-
-
-def _by_chain(
-    values: Sequence[Tensor], anchors: Sequence[Tensor], size: int
-) -> tuple[Tensor, Tensor]:
-    """values[k] [N_k] -> [K, size], and bool [K, size] where there is one and all before it are
-    there."""
-    first = values[0]
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    table = torch.zeros(len(values), size, dtype=dtype, device=first.device)
-    exists = torch.zeros_like(table, dtype=torch.bool)
-    for k, (value, anchor) in enumerate(zip(values, anchors, strict=True)):
-        table[k, anchor] = value.detach().to(dtype)
-        exists[k, anchor] = True
-    return table, exists.cumprod(0).bool()
-
-
-def _tail_sums(table: Tensor) -> Tensor:
-    """[K, size] -> sums over this depth and those after it."""
-    return table.flip(0).cumsum(0).flip(0)
-
-
-def _to_terms(table: Tensor, anchors: Sequence[Tensor]) -> list[Tensor]:
-    return [row[anchor] for row, anchor in zip(table, anchors, strict=True)]
+        first = probabilities[0]
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        smoothed = torch.ones(len(probabilities), size, dtype=dtype, device=first.device)  # [K, S]
+        exists = torch.zeros_like(smoothed, dtype=torch.bool)
+        for k, (q, anchor) in enumerate(zip(probabilities, anchors, strict=True)):
+            smoothed[k, anchor] = (1 - self.value) * q.detach().to(dtype) + self.value
+            exists[k, anchor] = True
+        exists = exists.cumprod(0).bool()  # and all depths before it
+        products = torch.where(exists, smoothed, 1.0).cumprod(0) * exists
+        weights = products.flip(0).cumsum(0).flip(0)  # sums over this depth and those after it
+        return [row[anchor] for row, anchor in zip(weights, anchors, strict=True)]
