@@ -23,12 +23,23 @@ from speculators.errors import ConfigError
 
 STOPS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens")
 COPIED = (  # to SamplingParams, which checks them
-    *(*SAMPLING_FIELDS, "n", "seed", *STOPS, "skip_special_tokens", "allowed_token_ids"),
-    *("bad_words", "num_speculative_tokens"),
+    *SAMPLING_FIELDS,
+    *STOPS,
+    "n",
+    "seed",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "num_speculative_tokens",
 )
 IGNORED = {
-    *("user", "metadata", "store", "service_tier", "length_penalty"),
-    *("spaces_between_special_tokens", "parallel_tool_calls"),
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "length_penalty",
+    "spaces_between_special_tokens",
+    "parallel_tool_calls",
 }
 FIXED: dict[str, Any] = {  # accepted at this value, or null, only
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), False),
