@@ -1,7 +1,8 @@
 """Each known bug, put in, is noticed: a check that cannot fail proves nothing.
 
 Bugs of a rule by the enumeration of test_chain_rules.py and test_tree_rules.py, bugs of the dice
-and of what the sampler is given by the χ² of test_sampled_text.py."""
+and of what the sampler is given by the χ² of test_sampled_text.py, bugs of the engine by the two
+checks of test_matrix.py."""
 
 from __future__ import annotations
 
@@ -12,11 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference.kv_cache.ragged_cache import RaggedCache
+from inference.sampling.penalties import Penalties
 from inference.sampling.sampler import uniforms
 from inference.sampling_params import SamplingParams
 from inference.spec_decode.proposal import Proposal
+from inference.spec_decode.tree_attention import ancestors
 from inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
 from inference.spec_decode.verification.chain_rules import RULES, Verdict
+from speculators.vocab.draft_vocab import scatter_to_target
+from tests.lossless.configurations import Configuration
 from tests.lossless.enumeration import (
     VOCAB,
     Table,
@@ -35,7 +41,10 @@ from tests.lossless.markov import (
     assert_written_by_target,
     make_world,
 )
+from tests.lossless.test_matrix import check_greedy, check_sampled
 
+DRAFTER = "inference.spec_decode.proposers.drafter"
+CACHE = "inference.kv_cache.ragged_cache.RaggedCache"
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 
 
@@ -320,3 +329,109 @@ def test_noise_shared_between_acceptance_and_residual(monkeypatch):
     monkeypatch.setattr(rejection_sampler, "uniforms", repeated)
     with not_the_targets():
         assert_written_by_target(Chains(make_world(16)), rows=5_000)
+
+
+# ---------------------------------------------------------------------- the engine
+
+HEAD = Configuration("eagle3", "token", "chain", "fixed", "none", "400", "qwen3")
+STUB = replace(HEAD, drafter="sampled")
+
+
+def flattened(q: Tensor, *vocabulary: object) -> Tensor:
+    return scatter_to_target(q**0.25 / (q**0.25).sum(-1, keepdim=True), *vocabulary)
+
+
+def blind_to_drafts(self: Penalties, logits, token_ids, paths, apply=Penalties.apply) -> None:
+    apply(self, logits, token_ids, [[] for _ in paths])
+
+
+def settled_by_looking(self: object, proposal: Proposal) -> Proposal:
+    first = [row[0] if row else 0 for row in proposal.drafted]
+    counts = [
+        count if token % 2 else 0 for count, token in zip(proposal.counts, first, strict=True)
+    ]
+    return replace(proposal, counts=counts)
+
+
+SAMPLED_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
+    "q before the drafter's temperature": (HEAD, f"{DRAFTER}.scatter_to_target", flattened),
+    "penalties that do not count drafts": (
+        replace(STUB, processors="penalties"),
+        "inference.sampling.penalties.Penalties.apply",
+        blind_to_drafts,
+    ),
+    "p before processors": (
+        replace(STUB, processors="penalties"),
+        "inference.engine.engine.process_logits",
+        lambda logits, proposal, requests: logits,
+    ),
+    "a length chosen after looking": (
+        HEAD,
+        "inference.spec_decode.draft_length.DraftLength.settle",
+        settled_by_looking,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", SAMPLED_BUGS)
+def test_sampled_text_of_the_engine(bug, monkeypatch):
+    configuration, *patch = SAMPLED_BUGS[bug]
+    check_sampled(configuration)
+    with not_the_targets():
+        check_sampled(configuration, lambda: monkeypatch.setattr(*patch))
+
+
+def seen_by_all(proposal, width, device):
+    depths, visible = ancestors(proposal, width, device)
+    return depths, torch.ones_like(visible).tril()
+
+
+def at_positions_of_a_chain(proposal, width, device):
+    depths, visible = ancestors(proposal, width, device)
+    return torch.arange(width + 1, device=device).expand_as(depths), visible
+
+
+def kept_where_they_were(self: RaggedCache, places) -> None:
+    self.advance_rows(0, [len(kept) for kept in places])
+
+
+def kept_with_a_rejected_one(self: RaggedCache, places) -> None:
+    self.advance_rows(0, [len(kept) + (len(kept) == 2) for kept in places])
+
+
+TREE = Configuration("branches", "auto", "static", "fixed", "none", "3", "qwen3")
+CHAIN = replace(TREE, drafter="ragged", tree="chain")
+ANCESTORS = "inference.spec_decode.tree_attention.ancestors"
+GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
+    "drafts that see their siblings": (
+        TREE,
+        ANCESTORS,
+        seen_by_all,
+    ),
+    "drafts of a tree at positions of a chain": (
+        TREE,
+        ANCESTORS,
+        at_positions_of_a_chain,
+    ),
+    "accepted drafts not moved together": (TREE, f"{CACHE}.keep", kept_where_they_were),
+    "a rejected draft left in the cache": (CHAIN, f"{CACHE}.keep", kept_with_a_rejected_one),
+    "states that went on with rejected drafts": (
+        replace(CHAIN, architecture="lfm2"),
+        "speculators.target.recurrent.RecurrentStates._again",
+        lambda self, made, rows, count: self._load(rows, True),
+    ),
+    "penalties that do not count drafts": (
+        replace(CHAIN, drafter="right", processors="penalties"),
+        "inference.sampling.penalties.Penalties.apply",
+        blind_to_drafts,
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", GREEDY_BUGS)
+def test_greedy_text_of_the_engine(bug, monkeypatch):
+    configuration, *patch = GREEDY_BUGS[bug]
+    check_greedy(configuration)
+    with pytest.raises(AssertionError):
+        check_greedy(configuration, lambda: monkeypatch.setattr(*patch))

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from inference.sampling.sampler import probabilities
 from inference.sampling_params import SamplingParams
+from speculators.drafter import Drafter
+from tests.support.engines import make_llm
 
 FAMILY_ALPHA = 1e-6  # of a family of tests: each gets its share
 
@@ -72,3 +74,26 @@ def assert_joint_fits(texts: Sequence[Sequence[int]], joint: Tensor, alpha: floa
             for each in (observed, expected)
         ]
         assert_fits(*counts, alpha / len(tests), f"tokens {kept}")
+
+
+SMALL_VOCAB = 4
+
+
+def assert_drafts_leave_the_target_its_text(model: torch.nn.Module, drafter: Drafter) -> None:
+    """χ² of the first three tokens of 800 responses; `model` has SMALL_VOCAB tokens."""
+    model.generation_config.eos_token_id = None
+    prompt, length = [1, 3, 2, 0], 3
+    # a temperature at which no text is rare
+    params = SamplingParams(temperature=1.5, max_tokens=length, n=800)
+    llm = make_llm(
+        model,
+        drafter=drafter.freeze(),
+        num_speculative_tokens=2,
+        seed=11,
+        max_num_seqs=500,
+        max_num_batched_tokens=8000,
+    )
+    (output,) = llm.generate({"prompt_token_ids": prompt}, params, False)
+    texts = [completion.token_ids for completion in output.outputs]
+    assert_joint_fits(texts, target_joint(model, prompt, length, params), FAMILY_ALPHA)
+    assert llm.get_metrics().num_accepted_tokens > 45

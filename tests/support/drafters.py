@@ -25,17 +25,24 @@ TREES = {
 class StubProposer(Proposer):
     """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is,
     `wrong` every token off by one, `random` something else each time; `sampled` draws from a random
-    dense q, `ragged` varies the count."""
+    dense q, `ragged` varies the count; `branches` is a tree, the text beside wrong tokens."""
 
     def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
         super().__init__(k)
         self.kind, self.vocab_size, self.texts = kind, vocab_size, texts or {}
+        self.drafts_trees = kind == "branches"
+
+    @property
+    def max_places(self) -> int:
+        return self.num_speculative_tokens * (3 if self.drafts_trees else 1)
 
     def propose(self, requests, limits) -> Proposal:
         width = self.num_speculative_tokens
         counts = [min(limit, width) for limit in limits]
         if self.kind == "sampled":
             return self._sampled(requests, counts, width)
+        if self.kind == "branches":
+            return self._branches(requests, counts)
         tokens = torch.zeros(len(requests), width, dtype=torch.long)
         for row, request in enumerate(requests):
             if self.kind in ("random", "ragged"):
@@ -56,6 +63,28 @@ class StubProposer(Proposer):
     def _text(self, request) -> list[int]:
         text = self.texts[tuple(request.token_ids[: request.num_prompt_tokens])]
         return text[len(request.token_ids) - request.num_prompt_tokens :]
+
+    def _branches(self, requests, counts) -> Proposal:
+        """At every depth a wrong token, the right one, and after the wrong one the right one's
+        follower."""
+        drafts: list[list[int]] = []
+        parents: list[list[int]] = []
+        for request, count in zip(requests, counts, strict=True):
+            right = [*self._text(request), 0, 0, 0, 0][: count + 1]
+            tokens: list[int] = []
+            above: list[int] = []
+            place = -1
+            for depth in range(count):
+                wrong = len(tokens)
+                tokens += [(right[depth] + 1) % self.vocab_size, right[depth]]
+                above += [place, place]
+                if depth + 1 < count:
+                    tokens.append(right[depth + 1])
+                    above.append(wrong)
+                place = wrong + 1
+            drafts.append(tokens)
+            parents.append(above)
+        return Proposal.deterministic(drafts, parents=parents)
 
     def _sampled(self, requests, counts, width) -> Proposal:
         q = torch.zeros(len(requests), width, self.vocab_size)

@@ -6,13 +6,14 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inference import LLM
 from inference.engine_options import EngineOptions
+from inference.entrypoints.speculative_config import parse_speculative_config
 from inference.spec_decode.proposers.drafter import DraftOptions
-from inference.spec_decode.proposers.ngram import NgramProposer
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 
 ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}
@@ -31,10 +32,22 @@ def make_llm(model: Any, **options: Any) -> LLM:
     )
 
 
+TRAINING_FREE = {
+    "ngram": {"prompt_lookup_min": 1},
+    # what earlier responses were depends on who was first
+    "suffix": {"suffix_decoding_max_cached_requests": 0},
+    "lookahead": {
+        "lookahead_window_size": 4,
+        "lookahead_ngram_size": 3,
+        "lookahead_num_guesses": 3,
+    },
+}
+
+
 def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: Any) -> LLM:
-    """An LLM over a model in memory that drafts as `kind` says: "off", "ngram", "fake" (a head
-    that can propose every other token), "static" or "dynamic" (trees of an EAGLE-3 head), or what
-    StubProposer knows."""
+    """An LLM over a model in memory that drafts as `kind` says: "off", a training-free method,
+    "fake" (a head that can propose every other token), "eagle3" (a random head), "static" or
+    "dynamic" (its trees), or what StubProposer knows."""
     options = {
         "tokenizer": byte_tokenizer(),
         "max_num_batched_tokens": 16,
@@ -45,13 +58,16 @@ def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: An
     if kind == "fake":
         head = FakeHead(vocab, (1, 2), size, range(1, vocab, 2))
         return make_llm(model, drafter=head, **options)
-    if kind in TREES:
-        return make_llm(model, drafter=random_eagle3(model, (1, 2)), tree=TREES[kind], **options)
+    if kind == "eagle3" or kind in TREES:
+        head = random_eagle3(model, (1, 2))
+        return make_llm(model, drafter=head, tree=TREES.get(kind), **options)
     k = options.pop("num_speculative_tokens")
-    proposer = {"off": lambda: None, "ngram": lambda: NgramProposer(k, 1, 3)}.get(
-        kind, lambda: StubProposer(kind, k, vocab, texts)
-    )
-    return make_llm(model, proposer=proposer(), **options)
+    if kind in TRAINING_FREE:
+        config = {"method": kind, "num_speculative_tokens": k, **TRAINING_FREE[kind]}
+        proposer = parse_speculative_config(config).make_proposer(torch.device("cpu"))
+    else:
+        proposer = None if kind == "off" else StubProposer(kind, k, vocab, texts)
+    return make_llm(model, proposer=proposer, **options)
 
 
 @cache

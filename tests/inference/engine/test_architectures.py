@@ -1,5 +1,5 @@
-"""Architectures whose attention has ways of its own: rows side by side and drafted trees write what
-one row writes."""
+"""Architectures that ask for something of their own: refusals, and frequencies that depend on the
+length. That their text is their own is proved in tests/lossless."""
 
 from __future__ import annotations
 
@@ -9,30 +9,14 @@ import torch
 from inference import LLM, SamplingParams
 from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
-from speculators.errors import UnsupportedTarget
+from inference.spec_decode.tree_shape import StaticTree
+from speculators.errors import ConfigError, UnsupportedTarget
+from speculators.families.eagle3 import Eagle3
+from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.longrope import original_length
 from tests.conftest import make_tiny_model
-from tests.inference.modules import make_llm
-
-OWN_WAYS = {
-    "falcon": {},  # own attention, which asks the configuration for "sdpa"
-    "doge": {},  # a mask of its own for each head
-    "afmoe": dict(
-        head_dim=8,
-        num_experts=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        num_dense_layers=1,
-        sliding_window=5,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),  # views, not reshapes
-    "xglm": dict(
-        d_model=32, ffn_dim=48, num_layers=3, attention_heads=4, init_std=0.3
-    ),  # masks for each row
-}
-LENGTHS = (17, 1, 9, 30)
+from tests.support.engines import make_llm
 
 
 def prompts(lengths) -> list[dict]:
@@ -52,27 +36,6 @@ def write(llm: LLM, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
     return [
         list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OWN_WAYS)
-def test_rows_and_trees_write_what_transformers_writes(name):
-    model, asked = make_tiny_model(name, **OWN_WAYS[name]), prompts(LENGTHS)
-    expected = []
-    for prompt in asked:
-        ids = torch.tensor([prompt["prompt_token_ids"]])
-        written = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=14,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        expected.append(written[0, ids.shape[1] :].tolist())
-    for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
-        for rows in (1, 4):
-            llm = make_llm(model, proposer=proposer, max_model_len=200, max_num_seqs=rows)
-            assert write(llm, asked) == expected
 
 
 def test_a_window_inside_the_attention_is_refused():
@@ -135,3 +98,24 @@ def test_longrope_up_to_its_original_length_is_transformers_own(caplog):
         and "short frequencies" in caplog.text
     )
     assert write(llm, asked, 100) == expected
+
+
+# ---------------------------------------------------------------------- recurrent layers
+
+
+def test_trees_and_compiled_rounds_of_a_recurrent_target_are_refused(tiny_model) -> None:
+    target = FrozenTarget(tiny_model("lfm2"))
+    with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
+        make_llm(target, proposer=lookahead())
+    with pytest.raises(ConfigError, match="recurrent layers.*enforce_eager=True"):
+        make_llm(target, compilation_config={"mode": 3, "backend": "eager"})
+    config = config_for_target(target, "eagle3", draft_vocab_size=101)
+    tree = StaticTree.parse([(0,), (1,), (0, 0)])
+    with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
+        make_llm(target, drafter=Eagle3(config), tree=tree)
+
+
+def test_a_target_that_cannot_be_rolled_back_is_refused_with_the_way_out(tiny_model) -> None:
+    target = FrozenTarget(tiny_model("rwkv", attention_hidden_size=32))
+    with pytest.raises(UnsupportedTarget, match="outside.*evaluation.engines"):
+        make_llm(target, max_model_len=64)

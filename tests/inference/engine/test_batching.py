@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from inference.requests.request import Request
 from inference.sampling.sampler import make_generator
 from speculators.errors import ConfigError
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm as llm_of
+from tests.support.engines import drafting_llm
+from tests.support.engines import make_llm as llm_of
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)
-KINDS = ["off", "ngram", "wrong", "right", "ragged", "sampled", "fake", "eagle3"]
+KINDS = ["off", "ngram", "suffix", "lookahead", "wrong", "right", "ragged", "branches", "sampled"]
+KINDS += ["fake", "eagle3", "static", "dynamic"]
 SYSTEM = [3 + (5 * i) % 40 for i in range(18)]
 PROMPTS = [
     SYSTEM + [50, 51, 52, 53],
@@ -59,24 +62,13 @@ def texts(model):
 
 
 @pytest.fixture(scope="module")
-def make_llm(model, stub_proposer, fake_head, tiny_eagle3, texts):
+def make_llm(model, texts):
     """make_llm(kind, **options)"""
+    return partial(_make_llm, model=model, texts=texts)
 
-    def make(kind: str, **options) -> LLM:
-        options = {"max_num_batched_tokens": 16, **options}
-        if kind == "fake":
-            drafter = fake_head(VOCAB, TAPS, model.config.hidden_size, range(1, VOCAB, 2))
-            return llm_of(model, drafter=drafter, num_speculative_tokens=K, **options)
-        if kind == "eagle3":
-            return llm_of(
-                model, drafter=tiny_eagle3(model, TAPS), num_speculative_tokens=K, **options
-            )
-        if kind in ("off", "ngram"):
-            config = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1}
-            return LLM(model, speculative_config=config if kind == "ngram" else None, **options)
-        return llm_of(model, proposer=stub_proposer(kind, K, VOCAB, texts), **options)
 
-    return make
+def _make_llm(kind: str, model, texts, **options) -> LLM:
+    return drafting_llm(kind, model, texts, **options)
 
 
 @pytest.fixture(scope="module")

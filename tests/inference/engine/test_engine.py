@@ -1,52 +1,16 @@
-"""The engine writes what the target alone would, whoever drafts, however requests share rows
-(ladder d and f)."""
+"""How responses end, what they count, seeds, streams and aborts. That the text is the target's own,
+whoever drafts, is proved in tests/lossless."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
 from inference import LLM, SamplingParams
-from inference.sampling.sampler import probabilities
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.errors import DraftsmithError
-from speculators.vocab.draft_vocab import scatter_to_target
-from tests.inference.modules import make_llm as llm_of
+from tests.support.engines import drafting_llm, ids_of
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable
-VARIANTS = {  # what follows the kind of drafter
-    "": {},
-    "greedy": {"draft_sample_method": "greedy"},
-    "static": {"tree": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])},
-    "dynamic": {"tree": DynamicTree(topk=3, depth=3, budget=7)},
-    **{rule: {"rejection_sample_method": rule} for rule in ("token", "sample_match")},
-    "pruned": {"draft_sample_method": "greedy", "tree": DynamicTree(topk=3, depth=3, budget=7)},
-}
-PROPOSERS = [
-    "off",
-    "ngram",
-    "suffix",
-    "lookahead",
-    "wrong",
-    "right",
-    "random",
-    "ragged",
-    "sampled",
-    "fake",
-    "eagle3",
-]
-PROPOSERS += ["eagle3 static", "eagle3 dynamic"]
-TRAINING_FREE = {  # kind -> its options
-    "ngram": {"prompt_lookup_min": 1},
-    "suffix": {"suffix_decoding_max_cached_requests": 3},
-    "lookahead": {
-        "lookahead_window_size": 4,
-        "lookahead_ngram_size": 3,
-        "lookahead_num_guesses": 3,
-    },
-}
 PROMPTS = {  # name -> prompt ids
     "plain": [67, 68, 69, 0, 69, 7, 87, 8, 25],
     "one token": [65],
@@ -80,38 +44,13 @@ def texts(model) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def make_llm(model, byte_tokenizer, stub_proposer, fake_head, tiny_eagle3, texts):
+def make_llm(model, texts):
     """make_llm(kind, **options): an LLM over the tiny model that drafts as `kind` says."""
 
-    def make(kind: str, model=model, **options) -> LLM:
-        kind, _, variant = kind.partition(" ")
-        options = {
-            "max_num_batched_tokens": 16,
-            "tokenizer": byte_tokenizer,
-            "num_speculative_tokens": K,
-            **options,
-        }
-        options |= VARIANTS[variant]
-        size, vocab = model.config.hidden_size, model.config.vocab_size
-        if kind == "fake":
-            return llm_of(
-                model, drafter=fake_head(vocab, TAPS, size, range(1, vocab, 2)), **options
-            )
-        if kind == "eagle3":
-            return llm_of(model, drafter=tiny_eagle3(model, TAPS), **options)
-        k = options.pop("num_speculative_tokens")
-        if kind == "off":
-            return LLM(model, **options)
-        if kind in TRAINING_FREE:
-            config = {"method": kind, "num_speculative_tokens": k, **TRAINING_FREE[kind]}
-            return LLM(model, speculative_config=config, **options)
-        return llm_of(model, proposer=stub_proposer(kind, k, vocab, texts), **options)
+    def make(kind: str, **options) -> LLM:
+        return drafting_llm(kind, model, texts, **options)
 
     return make
-
-
-def ids_of(outputs) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def token_prompts(*names):
@@ -150,39 +89,27 @@ def greedy_cases(texts, tokenizer) -> list[tuple[str, SamplingParams, list[int],
     ]
 
 
-def check_greedy(outputs, cases) -> None:
-    """The responses, and why they ended, are those of `greedy_cases`."""
-    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found = output.outputs[0]
-        ended = (found.token_ids, found.finish_reason, found.stop_reason)
-        assert ended == (tokens, reason, stop_reason), (name, params)
-        check_counts(output, len(tokens))
-
-
-@pytest.mark.parametrize("kind", PROPOSERS)
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_greedy_equals_the_target_alone(kind, rows, make_llm, texts, byte_tokenizer):
+@pytest.mark.parametrize("kind", ["off", "right", "wrong", "ragged"])
+def test_every_way_a_response_can_end(kind, make_llm, texts, byte_tokenizer):
     cases = greedy_cases(texts, byte_tokenizer)
-    llm = make_llm(kind, max_num_seqs=rows)
+    llm = make_llm(kind, max_num_seqs=5)
     outputs = llm.generate(
         token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
     )
-    check_greedy(outputs, cases)
-    for output, (_, _, tokens, _, _) in zip(outputs, cases, strict=True):
+    for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
+        found, rounds = output.outputs[0], output.metrics.accepted_per_round
+        ended = (found.token_ids, found.finish_reason, found.stop_reason)
+        assert ended == (tokens, reason, stop_reason), (name, params)
+        check_counts(output, len(tokens))
         if kind == "right":  # every round but the last is full: tokens after the end do not count
-            assert output.metrics.accepted_per_round[:-1] == [K] * (
-                len(output.metrics.accepted_per_round) - 1
-            )
-            assert sum(output.metrics.accepted_per_round) >= (len(tokens) - 1) * K // (K + 1)
+            assert rounds[:-1] == [K] * (len(rounds) - 1)
+            assert sum(rounds) >= (len(tokens) - 1) * K // (K + 1)
         if kind in ("wrong", "off"):
-            assert output.metrics.accepted_per_round == [0] * (len(tokens) - 1)
-    assert llm.get_metrics().num_accepted_tokens == sum(
-        output.metrics.num_accepted_tokens for output in outputs
-    )
-    if kind not in ("off", "ragged", *TRAINING_FREE):
-        assert llm.get_metrics().num_drafts == sum(
-            len(output.metrics.accepted_per_round) for output in outputs
-        )
+            assert rounds == [0] * (len(tokens) - 1)
+    counters, metrics = llm.get_metrics(), [output.metrics for output in outputs]
+    assert counters.num_accepted_tokens == sum(each.num_accepted_tokens for each in metrics)
+    if kind in ("right", "wrong"):
+        assert counters.num_drafts == sum(len(each.accepted_per_round) for each in metrics)
 
 
 def check_counts(output, length: int) -> None:
@@ -231,29 +158,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(kind, make_llm, model, texts,
     assert len(later.token_ids) > 12 and eos not in later.token_ids[:12]
 
 
-def test_min_tokens_forbids_the_end_the_same_way_with_drafts(make_llm, model, texts, monkeypatch):
-    monkeypatch.setattr(model.generation_config, "eos_token_id", texts[tuple(PROMPTS["plain"])][:6])
-    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=9)
-    expected = ids_of(make_llm("off").generate(token_prompts("plain", "long"), params, False))
-    for kind in ("ngram", "suffix", "random", "eagle3", "fake"):
-        assert (
-            ids_of(make_llm(kind).generate(token_prompts("plain", "long"), params, False))
-            == expected
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
-def test_greedy_equality_with_sliding_windows(name, tiny_model, make_llm):
-    model = tiny_model(name)
-    prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 30)]
-    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-    expected = ids_of(make_llm("off", model, max_num_seqs=1).generate(prompts, params, False))
-    for kind in ("ngram", "suffix", "lookahead", "eagle3", "eagle3 static", "eagle3 dynamic"):
-        llm = make_llm(kind, model, max_num_seqs=3, max_num_batched_tokens=12)
-        assert ids_of(llm.generate(prompts, params, False)) == expected
-
-
 # ---------------------------------------------------------------------- what a head is told
 
 
@@ -295,177 +199,7 @@ def test_head_has_seen_the_committed_text_and_nothing_else(
 # ------------------------------------------------------------ ladder f: the distribution at T > 0
 
 
-@pytest.fixture(scope="module")
-def small(tiny_model):
-    model = tiny_model(
-        "qwen3",
-        vocab_size=SMALL_VOCAB,
-        hidden_size=16,
-        num_hidden_layers=2,
-        initializer_range=0.25,
-        pad_token_id=None,
-    )
-    model.generation_config.eos_token_id = None
-    return model
-
-
-SMALL_VOCAB, SMALL_PROMPT, WRITTEN = 4, [1, 2, 3, 1, 2, 3, 0, 1], 4
-SAMPLES, ALPHA = (
-    800,
-    1e-6,
-)  # 256 texts: a q of temperature 2 is noticed at p = 1e-7, one of 4 at 1e-30
-
-
-def exact_joint(model, params, process=lambda logits, text: logits) -> torch.Tensor:
-    """[4^4] float64: the target's own probability of every text of four tokens; process(logits [V],
-    text) -> [V]."""
-    joint = torch.ones(1, dtype=torch.float64)
-    for length in range(WRITTEN):
-        tails = list(itertools.product(range(SMALL_VOCAB), repeat=length))
-        with torch.no_grad():
-            logits = model(torch.tensor([[*SMALL_PROMPT, *tail] for tail in tails])).logits[:, -1]
-        processed = torch.stack(
-            [process(row, tail) for row, tail in zip(logits, tails, strict=True)]
-        )
-        joint = (joint[:, None] * probabilities(processed, params).double()).flatten()
-    return joint
-
-
-def count_texts(output) -> torch.Tensor:
-    """[4, 4, 4, 4] float64: how many responses are each text of four tokens."""
-    ids = torch.tensor([completion.token_ids for completion in output.outputs])
-    codes = ids @ SMALL_VOCAB ** torch.arange(WRITTEN - 1, -1, -1)
-    return (
-        torch.bincount(codes, minlength=SMALL_VOCAB**WRITTEN).double().view([SMALL_VOCAB] * WRITTEN)
-    )
-
-
-def check_joint_pairs(output, joint: torch.Tensor) -> None:
-    """χ² of pairs of the four tokens: the first two, those in the middle, the last two. Enough for
-    few responses."""
-    observed = count_texts(output)
-    expected = joint.view_as(observed) * observed.sum()
-    for others in ((2, 3), (0, 3), (0, 1)):
-        check_counts_fit(observed.sum(others).flatten(), expected.sum(others).flatten())
-
-
-def check_joint(output, joint: torch.Tensor) -> None:
-    """χ² of the responses of four tokens, and of their last two alone, against the target's
-    probabilities."""
-    observed = count_texts(output)
-    expected = joint.view_as(observed) * observed.sum()
-    assert observed[expected == 0].sum() == 0
-    check_counts_fit(observed.flatten(), expected.flatten())
-    check_counts_fit(observed.sum((0, 1)).flatten(), expected.sum((0, 1)).flatten())
-
-
-FILTERS = {"temperature": 0.7, "top_k": 3, "top_p": 0.9}
-JOINT_CASES = [
-    (kind, {})
-    for kind in ("off", "ngram", "suffix", "lookahead", "sampled", "random", "fake", "eagle3")
-]
-JOINT_CASES += [(f"eagle3 {variant}", {}) for variant in VARIANTS if variant]
-JOINT_CASES += [
-    (kind, FILTERS)
-    for kind in ("sampled", "eagle3", "sampled token", "eagle3 static", "eagle3 dynamic")
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), JOINT_CASES)
-def test_joint_of_the_first_four_tokens(kind, options, small, make_llm):
-    params = SamplingParams(**{"temperature": 1.0, **options}, max_tokens=WRITTEN, n=SAMPLES)
-    rows = {"max_num_seqs": 500, "max_num_batched_tokens": 8000}
-    llm = make_llm(kind, small, seed=11, tokenizer=None, **rows)
-    (output,) = llm.generate({"prompt_token_ids": SMALL_PROMPT}, params, False)
-    check_joint(output, exact_joint(small, params))
-    assert (llm.get_metrics().num_accepted_tokens > 60) == (kind != "off")
-
-
-def test_a_wrong_q_is_noticed(small, make_llm, monkeypatch):
-    """The power of the test above: q as it was before a processor, here a temperature of a
-    quarter."""
-
-    def flattened(q, *vocabulary):
-        return scatter_to_target(q**0.25 / (q**0.25).sum(-1, keepdim=True), *vocabulary)
-
-    monkeypatch.setattr("inference.spec_decode.proposers.drafter.scatter_to_target", flattened)
-    with pytest.raises(AssertionError):
-        test_joint_of_the_first_four_tokens("fake", {}, small, make_llm)
-
-
-def check_counts_fit(observed: torch.Tensor, expected: torch.Tensor) -> None:
-    """χ² with the cells that expect fewer than 5 taken together."""
-    rare = expected < 5
-    pooled = [
-        torch.cat([counts[~rare], counts[rare].sum()[None]]) for counts in (observed, expected)
-    ]
-    keep = pooled[1] > 0
-    statistic, cells = (
-        float(((pooled[0] - pooled[1])[keep] ** 2 / pooled[1][keep]).sum()),
-        int(keep.sum()),
-    )
-    assert cells > 8, cells
-    assert float(p_value(statistic, cells - 1)) > ALPHA / (2 * len(JOINT_CASES)), (statistic, cells)
-
-
-def p_value(statistic: float, freedom: int) -> torch.Tensor:
-    """P(chi-square with so many degrees of freedom >= statistic)."""
-    return torch.special.gammaincc(
-        torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2).double()
-    )
-
-
 # ---------------------------------------------------------------------- rows, seeds, streams
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "off",
-        "ngram",
-        "suffix",
-        "lookahead",
-        "sampled",
-        "fake",
-        "eagle3",
-        "eagle3 static",
-        "eagle3 dynamic",
-    ],
-)
-def test_a_row_does_not_depend_on_its_neighbours(kind, make_llm):
-    names = ["plain", "near the limit", "one token", "long", "plain", "long", "one token"]
-    options = [(1, 1, 9), (0.7, 1, 20), (0, 1, 11), (1, 0.8, 7), (0, 1, 3), (2, 1, 15), (1, 1, 1)]
-    params = [
-        SamplingParams(temperature=t, top_p=top_p, seed=i, max_tokens=n, ignore_eos=True)
-        for i, (t, top_p, n) in enumerate(options)
-    ]
-    alone = [
-        ids_of(make_llm(kind, max_num_seqs=1).generate(token_prompts(name), each, False))[0]
-        for name, each in zip(names, params, strict=True)
-    ]
-    for rows in (3, 7):
-        assert (
-            ids_of(make_llm(kind, max_num_seqs=rows).generate(token_prompts(*names), params, False))
-            == alone
-        )
-
-
-@pytest.mark.parametrize(
-    "kind", ["ngram", "suffix", "lookahead", "random", "ragged", "eagle3 greedy", "eagle3 pruned"]
-)
-def test_deterministic_drafts_leave_the_text_of_a_seed_as_it_is(kind, make_llm):
-    """sample_match: the target draws every token itself, from the numbers that it draws it from
-    without drafts."""
-    names = ["plain", "one token", "long", "plain"]
-    params = [
-        SamplingParams(temperature=t, top_p=0.9, seed=7, max_tokens=18) for t in (1, 0.7, 1.3, 0)
-    ]
-    llm = make_llm(kind)
-    drafted = ids_of(llm.generate(token_prompts(*names), params, False))
-    assert llm.get_metrics().num_drafts > 0
-    assert drafted == ids_of(llm.generate(token_prompts(*names), params, False, speculate=False))
 
 
 def test_seeds(make_llm):
@@ -551,6 +285,36 @@ def test_an_error_in_a_round_does_not_poison_the_engine(make_llm, texts, monkeyp
     assert ids_of(llm.generate(token_prompts("plain"), params, False)) == [
         texts[tuple(PROMPTS["plain"])][:20]
     ]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "lookahead", "ragged", "sampled", "fake", "dynamic"])
+def test_a_request_has_as_many_drafts_as_it_asks_for(kind, make_llm):
+    """One without drafts uses its seed as if there were no drafter."""
+    most = [None, 0, 1, 2, 7]
+    params = [
+        SamplingParams(seed=i, max_tokens=14 + i, num_speculative_tokens=each)
+        for i, each in enumerate(most)
+    ]
+    llm = make_llm(kind, max_num_seqs=5)
+    depths: dict[int, list[int]] = {i: [] for i in range(len(most))}
+
+    def look(requests, proposal, tokens):
+        drafted = zip(requests, proposal.depths(), proposal.counts, strict=True)
+        for request, row, count in drafted:
+            depths[request.params.seed].append(max(row[:count], default=0))
+
+    llm.engine.on_round = look
+    prompts = token_prompts("plain", "plain", "one token", "long", "long")
+    outputs = llm.generate(prompts, params, False)
+    for i, asked in enumerate(most):
+        assert depths[i] and max(depths[i]) <= (K if asked is None else min(asked, K))
+        assert outputs[i].metrics.num_drafts == sum(depth > 0 for depth in depths[i])
+    assert max(depths[0]) > 0 and outputs[1].metrics.num_draft_tokens == 0
+    counters = llm.get_metrics()
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert getattr(counters, name) == sum(getattr(each.metrics, name) for each in outputs)
+    plain = llm.generate(prompts, params, False, speculate=False)
+    assert ids_of(outputs)[1] == ids_of(plain)[1]
 
 
 def test_speculation_off_in_the_same_engine(make_llm, texts):

@@ -7,9 +7,7 @@ Runs over the cases of conftest.py; what is special about a family is tested in 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +26,8 @@ from speculators.vocab.draft_vocab import to_target_ids
 from tests.inference.modules import make_llm
 from tests.support.contract import (
     DEPTHS,
-    VOCAB,
     World,
     all_logits,
-    assert_distributed_as_the_target,
     assert_ragged_rows_draft_as_alone,
     assert_unroll_equals_draft,
     packed,
@@ -147,39 +143,6 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
 
 
 # ---------------------------------------------------------------------- the runtime
-
-
-@pytest.mark.slow
-def test_greedy_text_is_the_targets(case, make_drafter, tiny_model) -> None:
-    model = tiny_model(case.architecture, max_position_embeddings=64)
-    model.generation_config.eos_token_id = None
-    _, drafter = make_drafter(case, model)
-    prompts = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 30)]
-    llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert_greedy(model, prompt, output.outputs[0].token_ids)
-    assert llm.get_metrics().num_drafts > 0
-
-
-@torch.no_grad()
-def assert_greedy(model: Any, prompt: list[int], written: list[int]) -> None:
-    """Each of 12 tokens is the target's choice after those before it."""
-    chosen = model(torch.tensor([[*prompt, *written]])).logits[0].argmax(-1).tolist()
-    assert len(written) == 12 and written == chosen[len(prompt) - 1 : -1]
-
-
-@pytest.mark.slow
-def test_sampled_text_is_distributed_as_the_targets(case, make_drafter, tiny_model) -> None:
-    """χ² of the joint of the first tokens under the token rule, against the target's exact
-    probabilities."""
-    few = {"draft_vocab_size": 3, "mask_token_id": 3, "selector_top_k": 2}
-    shape = dict(case.shape) | {name: value for name, value in few.items() if name in case.shape}
-    small = replace(case, shape=shape)
-    model = tiny_model(case.architecture, vocab_size=VOCAB, max_position_embeddings=64)
-    _, drafter = make_drafter(small, model)
-    assert_distributed_as_the_target(model, drafter)
 
 
 @pytest.mark.slow

@@ -3,17 +3,10 @@ lead to it, and what comes out of the runtime is the target's own."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from inference.kv_cache.ragged_cache import RaggedCache
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from speculators.drafter import DraftInput, TreeLevel
-from tests.inference.modules import make_llm
-
-STATIC = StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)])
-DYNAMIC = DynamicTree(topk=3, depth=3, budget=8)
 
 
 def chains(drafter, target, texts, paths, depth):
@@ -90,34 +83,3 @@ def test_a_tree_is_as_many_chains(world):
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", [STATIC, DYNAMIC], ids=["static", "dynamic"])
-def test_text_is_the_targets(world, tree, temperature):
-    """At temperature 0 token for token; above it with deterministic drafts the seed's own text."""
-    target, drafter = world
-    if drafter.max_depth is not None and drafter.max_depth < tree.depth:
-        pytest.skip("fewer heads than levels")
-    llm = make_llm(
-        target,
-        drafter=drafter,
-        tree=tree,
-        draft_sample_method="greedy",
-        max_num_seqs=5,
-        max_model_len=64,
-    )
-    prompts = [{"prompt_token_ids": ids} for ids in ([3, 5], [7], [1, 2, 3, 4, 5], [9, 8], [6] * 7)]
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=10, seed=i, ignore_eos=True)
-        for i in range(5)
-    ]
-    drafted = llm.generate(prompts, params, use_tqdm=False)
-    alone = llm.generate(prompts, params, use_tqdm=False, speculate=False)
-    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in alone]
-    counters = llm.get_metrics()
-    assert counters.num_draft_tokens > counters.num_drafts
-    assert (
-        1 <= len(counters.num_accepted_tokens_per_pos) <= tree.depth
-    )  # the best places may all be shallow

@@ -19,10 +19,9 @@ from speculators.target.frozen_target import FrozenTarget
 from speculators.vocab.token_map import FILE, TokenMap
 from tests.speculators.families.draft_model.test_draft_model import same_text, student
 from tests.support.cases import OPT
+from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
 from tests.support.contract import (
     DEPTHS,
-    VOCAB,
-    assert_distributed_as_the_target,
     assert_ragged_rows_draft_as_alone,
     assert_unroll_equals_draft,
     draft_logits,
@@ -120,8 +119,8 @@ def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
 
 @OPENINGS
 def test_sampled_text_is_distributed_as_the_targets(tiny_model, opening) -> None:
-    model = tiny_model("llama", vocab_size=VOCAB, max_position_embeddings=64)
-    assert_distributed_as_the_target(model, other_tokens(model, 9, opening)[1])
+    model = tiny_model("llama", vocab_size=SMALL_VOCAB, max_position_embeddings=64)
+    assert_drafts_leave_the_target_its_text(model, other_tokens(model, 9, opening)[1])
 
 
 def test_only_shared_tokens_are_drafted(tiny_model) -> None:

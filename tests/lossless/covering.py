@@ -1,0 +1,64 @@
+"""Covering designs: few configurations in which every possible pair of values occurs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+Partial = dict[str, str]
+
+
+def cover(
+    factors: Mapping[str, Sequence[str]], possible: Callable[[Partial], bool]
+) -> list[Partial]:
+    """Configurations such that every pair of values that some possible one holds is in one of them.
+
+    possible(partial) must be True unless the values given so far exclude each other. Greedy and
+    deterministic: each configuration begins with an uncovered pair, and takes for every other
+    factor the value that adds most pairs, of those the least used, going back where none is
+    possible."""
+    uncovered = {
+        pair
+        for one, other in itertools.combinations(factors, 2)
+        for pair in itertools.product(
+            ((one, value) for value in factors[one]), ((other, value) for value in factors[other])
+        )
+    }
+
+    def gain(partial: Partial, name: str, value: str) -> int:
+        return sum(
+            _pair((each, partial[each]), (name, value), order) in uncovered for each in partial
+        )
+
+    def complete(partial: Partial) -> Partial | None:
+        if not possible(partial):
+            return None
+        left = [name for name in factors if name not in partial]
+        if not left:
+            return partial
+        name = left[0]
+        for value in sorted(
+            factors[name], key=lambda value: (-gain(partial, name, value), used[name, value])
+        ):
+            found = complete(partial | {name: value})
+            if found is not None:
+                return found
+        return None
+
+    order = {name: i for i, name in enumerate(factors)}
+    used: Counter[tuple[str, str]] = Counter()
+    chosen: list[Partial] = []
+    while uncovered:
+        pair = min(uncovered, key=lambda pair: [(order[n], factors[n].index(v)) for n, v in pair])
+        found = complete(dict(pair))
+        if found is not None:
+            chosen.append({name: found[name] for name in factors})
+            used.update(found.items())
+            uncovered -= set(itertools.combinations(chosen[-1].items(), 2))
+        uncovered.discard(pair)
+    return chosen
+
+
+def _pair(one: tuple[str, str], other: tuple[str, str], order: Mapping[str, int]) -> tuple:
+    return (one, other) if order[one[0]] < order[other[0]] else (other, one)
