@@ -82,7 +82,7 @@ class SamplingParams:
     num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None:
                       as the drafter does
 
-    Before temperature and filters, also at temperature 0, and in the order of docs/sampling.md:
+    Before temperature and filters, also at temperature 0, and in the order of docs/runtime.md:
 
     allowed_token_ids    no other tokens; None: all
     bad_words            strings that must not be written; kept as a tuple

@@ -1,87 +1,157 @@
-"""A hook of mkdocs: the reference tables of the documentation, made from the code when the site is
-built.
+"""A hook of mkdocs: pages and tables of the documentation that are made when the site is built.
 
-A page names a table by `<!-- table: NAME -->` on a line of its own."""
+`index.md` is README.md. The pages below `reference/` (recipe keys, acceptance.json, command line,
+Python API) are read off the code. A page names a table by `<!-- table: NAME -->` on a line of its
+own."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+
+import click
+import typer
+from mkdocs.structure.files import File
 
 from inference.evaluation.suites import DIR, SUITES
 from inference.report.schema import SUMMARY_KEYS, AcceptanceReport
 from speculators.export.formats import FORMATS, LAYOUTS
+from speculators.registry import FAMILIES
+from train.cli import app
+from train.recipe.data_sections import PRESETS
+from train.recipe.recipe import describe_schema
+from train.recipe.schema import SchemaRow
 
+ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+RESULTS = re.compile(r"^<!-- results: (\w+) -->$", re.MULTILINE)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages that are made here to the site's files."""
+    for name, make in PAGES.items():
+        files.append(File.generated(config, name, content=make()))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its tables; mkdocs calls it for every page. Raises KeyError for a table that
-    nothing makes."""
+    nothing makes, and FileNotFoundError for a result that was not recorded."""
+    markdown = RESULTS.sub(lambda match: _result(match[1]), markdown)
     return MARK.sub(lambda match: "\n".join(["", *TABLES[match[1]](), ""]), markdown)
 
 
-def _table(heads: str, rows: Any) -> list[str]:
+def _result(name: str) -> str:
+    """A table of docs/results (scripts/bench.py) with where it comes from."""
+    result = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    lines = [
+        f"| {' | '.join(result['columns'])} |",
+        "| --- |" + " ---: |" * (len(result["columns"]) - 1),
+    ]
+    lines += [f"| {' | '.join(row)} |" for row in result["rows"]]
+    origin = f"{result['date']}, commit {result['commit'][:7]}, {result['machine']}, by"
+    return "\n".join(["", *lines, "", origin, "", "```bash", result["command"], "```", ""])
+
+
+def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
     """Lines of a table whose first column is code."""
     rule = " | ".join("---" for _ in heads.split("|"))
-    return [
-        f"| {heads} |",
-        f"| {rule} |",
-        *(f"| `{name}` | {' | '.join(rest)} |" for name, *rest in rows),
-    ]
+    lines = [f"| {heads} |", f"| {rule} |"]
+    for name, *rest in rows:
+        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in rest)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
 
 
-# ------------------------------------------------------------------ docs/suites.md
+# ------------------------------------------------------------------ tables in pages
 
 
 def _suites() -> list[str]:
     rows = []
     for name, suite in SUITES.items():
-        columns = (
-            " or ".join(f"`{column}`" for column in suite.columns)
-            or "the files of its members, in one folder"
+        columns = " or ".join(f"`{column}`" for column in suite.columns)
+        rows.append(
+            (name, suite.title, columns or "the files of its members, in one folder", suite.compare)
         )
-        category = (
-            f"`{suite.category}`"
-            if suite.category
-            else "one per member"
-            if suite.members
-            else f"`{name}`"
-        )
-        rows.append((name, suite.title, columns, category, suite.compare))
     commands = [suite.fetch for suite in SUITES.values() if suite.fetch]
-    table = _table("suite | what it is | turns of the user are in | category | compare with", rows)
+    table = _table("suite | what it is | turns of the user are in | compare with", rows)
     return [*table, "", "```bash", f"mkdir -p {DIR}", *commands, "```"]
 
 
-# ------------------------------------------------------------------ docs/formats.md
-
-
 def _formats() -> list[str]:
-    families = {
-        name: ", ".join(f"`{family}`" for format_, family in LAYOUTS if format_ == name)
-        for name in FORMATS
-    }
-    return _table(
-        "format | for | families", ((name, told, families[name]) for name, told in FORMATS.items())
+    rows = []
+    for name, purpose in FORMATS.items():
+        families = ", ".join(f"`{family}`" for format_, family in LAYOUTS if format_ == name)
+        rows.append((name, purpose, families))
+    return _table("format | for | families", rows)
+
+
+def _presets() -> list[str]:
+    rows = []
+    for name, keys in PRESETS.items():
+        rest = ", ".join(f"`{key}: {value}`" for key, value in keys.items() if key != "name")
+        rows.append((name, keys["name"], rest))
+    return _table("name | on the Hub | also stands for", rows)
+
+
+# ------------------------------------------------------------------ pages
+
+
+def _index() -> str:
+    """README.md as a page of the site: links into docs/ lose that part, links to files outside the
+    site become plain text."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(
+        r"\[([^\]]+)\]\((?!http|#)[\w/.-]*(?<!\.md)(?<!\.png)\)",
+        r"\1",
+        re.sub(r"\[([^\]]+)\]\((?:[A-Z]+\.md|recipes/README\.md|LICENSE)\)", r"\1", text),
     )
 
 
-# ------------------------------------------------------------------ docs/acceptance-json.md
+def _recipe() -> str:
+    """Every key of a recipe; those of a family's drafter in a table of their own."""
+    lines = [
+        "# Recipe keys",
+        "",
+        "Keys of every recipe, with the defaults of `eagle3`. `draftsmith schema` prints them too.",
+        "",
+    ]
+    head = "key | takes | default | meaning"
+    rows = describe_schema("eagle3")
+    lines += _table(head, map(_key, (r for r in rows if not r.name.startswith("drafter."))))
+    for family in FAMILIES:
+        own = (row for row in describe_schema(family) if row.name.startswith("drafter."))
+        lines += ["", f"## drafter, {family}", "", *_table(head, map(_key, own))]
+    return "\n".join(lines)
 
 
-def _models() -> list[str]:
-    """A table of fields for the file, and one for every model inside it."""
-    schema, lines = AcceptanceReport.model_json_schema(mode="serialization"), list[str]()
+def _key(row: SchemaRow) -> tuple[str, str, str, str]:
+    takes = re.sub(r"matching (\S+)", r"matching `\1`", row.type)
+    return row.name, takes, f"`{row.default}`" if row.default else "", row.description
+
+
+def _acceptance() -> str:
+    """The fields of acceptance.json: a table for the file, and one for every model inside it."""
+    schema = AcceptanceReport.model_json_schema(mode="serialization")
+    lines = [
+        "# acceptance.json",
+        "",
+        "The report as data; [Evaluate](../evaluate.md) defines its numbers. Load it with",
+        "`inference.report.schema.load_report(path)`. Fields are only added within one",
+        "major version of the layout. What was not measured is null.",
+    ]
     for name, model in {"The file": schema, **schema["$defs"]}.items():
         fields = (
             (field, _type(value), value["description"])
             for field, value in model["properties"].items()
         )
         about = " ".join(model["description"].split())
-        lines += ["", f"### {name}", "", about, "", *_table("field | type | meaning", fields)]
-    return lines[1:]
+        lines += ["", f"## {name}", "", about, "", *_table("field | type | meaning", fields)]
+    return "\n".join(lines)
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -101,9 +171,65 @@ def _type(field: dict[str, Any]) -> str:
     return field["type"]
 
 
+def _commands() -> str:
+    """The help of every command, as the terminal prints it at 100 columns."""
+    group = typer.main.get_command(app)
+    context = click.Context(
+        group, info_name="draftsmith", max_content_width=100, terminal_width=100
+    )
+    lines = ["# Command line", ""]
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        own = click.Context(command, info_name=name, parent=context, terminal_width=100)
+        lines += [f"## draftsmith {name}", "", "```text", command.get_help(own), "```", ""]
+    return "\n".join(lines)
+
+
+def _api() -> str:
+    """Docstrings of the public classes and functions, by mkdocstrings."""
+    lines = ["# Python"]
+    for title, names in API.items():
+        lines += ["", f"## {title}", ""]
+        lines += [f"::: {name}\n" for name in names]
+    return "\n".join(lines)
+
+
+API = {
+    "Inference": (
+        "inference.entrypoints.llm.LLM",
+        "inference.sampling_params.SamplingParams",
+        "inference.outputs.RequestOutput",
+        "inference.outputs.CompletionOutput",
+        "inference.evaluation.evaluate.evaluate",
+        "inference.report.schema.load_report",
+    ),
+    "Training": (
+        "train.recipe.load.load_recipe",
+        "train.pipeline.run.run",
+        "train.losses.objective.chunked_objective",
+        "train.losses.divergences",
+    ),
+    "Drafters and targets": (
+        "speculators.drafter.Drafter",
+        "speculators.drafter.DraftStep",
+        "speculators.drafter.DraftInput",
+        "speculators.target.frozen_target.FrozenTarget",
+        "speculators.target.frozen_target.TargetFeatures",
+        "speculators.export.export_drafter",
+        "speculators.export.load_drafter",
+        "speculators.export.inspection.inspect_folder",
+    ),
+}
+PAGES: dict[str, Callable[[], str]] = {
+    "index.md": _index,
+    "reference/recipe.md": _recipe,
+    "reference/acceptance-json.md": _acceptance,
+    "reference/cli.md": _commands,
+    "reference/api.md": _api,
+}
 TABLES: dict[str, Callable[[], list[str]]] = {
     "formats": _formats,
-    "summary": lambda: _table("key | meaning", SUMMARY_KEYS.items()),
-    "fields": _models,
+    "presets": _presets,
     "suites": _suites,
+    "summary": lambda: _table("key | meaning", SUMMARY_KEYS.items()),
 }

@@ -43,7 +43,7 @@ def site(tmp_path_factory):
 def test_the_site_builds_without_a_warning(site):
     out, warnings = site
     assert not warnings
-    reference = (out / "reference/inference.html").read_text(encoding="utf-8")
+    reference = (out / "reference/api.html").read_text(encoding="utf-8")
     assert 'id="inference.entrypoints.llm.LLM.generate"' in reference
 
 
@@ -55,11 +55,10 @@ def test_a_page_in_a_browser(site, tmp_path):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     browser = Chromium(tmp_path)
     try:
-        browser.open(f"http://127.0.0.1:{server.server_port}/getting-started.html")
+        browser.open(f"http://127.0.0.1:{server.server_port}/quickstart.html")
         assert "make quickstart" in browser.evaluate("document.body.innerText")
         assert (
-            browser.evaluate("document.querySelector('.md-tabs').getBoundingClientRect().height")
-            > 0
+            browser.evaluate("document.querySelector('.md-nav').getBoundingClientRect().height") > 0
         )
         assert not browser.messages, browser.messages
     finally:

@@ -162,7 +162,7 @@ def results(
     measured: Mapping[str, Measurement], cells: Mapping[str, Cell]
 ) -> dict[str, dict[str, Any]]:
     """The saved results by method: outputs and timings, and the fields of the method's cell
-    (docs/acceptance-json.md) as metrics."""
+    (docs/evaluate.md) as metrics."""
     tree = {}
     for name, cell in cells.items():
         outputs = [(output.prompt, output.outputs[0]) for output in measured[name].requests]

@@ -2,7 +2,7 @@
 conversations.
 
 No file of a suite comes with this package. It is given by path; `SUITES` names the command that
-fetches it (docs/suites.md). Prompts are sent as they stand in the file, as the user's turns.
+fetches it (docs/evaluate.md). Prompts are sent as they stand in the file, as the user's turns.
 Imports nothing of an engine, since load generation and the selection of training data read suites
 too."""
 
@@ -149,7 +149,7 @@ def suite_files(name: str, path: str | Path) -> list[Path]:
             SUITES[part].fetch for part, file in files.items() if not file.is_file()
         )
         raise DataError(
-            f"suite {name}: {'; '.join(missing)}. Fetch it (docs/suites.md): mkdir -p {DIR};"
+            f"suite {name}: {'; '.join(missing)}. Fetch it (docs/evaluate.md): mkdir -p {DIR};"
             f" {commands}"
         )
     return list(files.values())

@@ -2,7 +2,7 @@
 
 Counters, times and the rates derived from them are stored; nothing is computed on loading. The
 texts below the fields are their documentation: scripts/docs_tables.py makes the tables of
-docs/acceptance-json.md of them."""
+docs/evaluate.md of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/server.md).
+"""The HTTP server: OpenAI's endpoints over one LLM, for many clients at a time (docs/runtime.md).
 
     app = make_app(LLM("path/to/target", speculative_config=…),
     ServerOptions(served_model_name=("my-model",)))

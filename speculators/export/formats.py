@@ -1,6 +1,6 @@
 """The export formats, and the `Layout` of each family in each format.
 
-Writing, strict reading, `draftsmith inspect` and docs/formats.md go by these tables.
+Writing, strict reading, `draftsmith inspect` and docs/serve.md go by these tables.
 """
 
 from __future__ import annotations

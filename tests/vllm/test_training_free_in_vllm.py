@@ -81,8 +81,8 @@ def occurrences(pattern: list[int], context: list[int]) -> list[int]:
 
 def test_ngram_drafts_the_same(drafted) -> None:
     """The same contexts have a match. Of several vLLM takes the first and ours the latest, and
-    vLLM's draft ends with the text (docs/ngram.md): so the drafts are the same up to there for a
-    match that is the only one."""
+    vLLM's draft ends with the text (docs/families/training-free.md): so the drafts are the same up
+    to there for a match that is the only one."""
     config = {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -117,7 +117,7 @@ def test_vllm_follows_the_advice(drafted) -> None:
 
 def test_suffix_drafts_the_same(drafted) -> None:
     """Of each request's own text, since vLLM opens running responses to one another
-    (docs/suffix.md). Where they differ one draft is as good as the other."""
+    (docs/families/training-free.md). Where they differ one draft is as good as the other."""
     config = {"method": "suffix", "num_speculative_tokens": 8}
     config |= {f"suffix_decoding_{name}": value for name, value in SUFFIX.items()}
     try:

@@ -1,4 +1,4 @@
-"""Faults of the vLLM build that the tests run with (docs/vllm-faults.md). A test passes while its
+"""Faults of the vLLM build that the tests run with (docs/serve.md). A test passes while its
 fault is there.
 
 One that fails with "fault N is gone" is good news: what was written because of the fault can go.
@@ -32,7 +32,7 @@ HEAD, LAYERS = 32, 2  # of the DFlash drafter
 def gone(fault: str, work_around: str) -> str:
     return (
         f"fault {fault} is gone: remove the work-around in {work_around}, and its line in"
-        " docs/vllm-faults.md"
+        " docs/serve.md"
     )
 
 
@@ -66,7 +66,7 @@ def drafting(servable_model, tmp_path: Path) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------- numbered as in
-# docs/vllm-faults.md
+# docs/serve.md
 
 
 def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
@@ -99,7 +99,7 @@ def test_fault_4_the_command_does_not_know_its_own_version(vllm_python: str) -> 
     done = subprocess.run(
         command, env=os.environ | {"VLLM_PLUGINS": ""}, capture_output=True, text=True
     )
-    assert done.returncode != 0, gone("4", "docs/serving.md")
+    assert done.returncode != 0, gone("4", "docs/serve.md")
     assert "PackageNotFoundError" in done.stderr, (
         f"another error than fault 4's: {done.stderr[-2000:]}"
     )
@@ -110,13 +110,13 @@ def test_fault_5_block_verification_is_the_standard_rule(serve, job, drafting) -
     would not."""
     sampled = {"sampling": {"temperature": 1.0, "seed": 3}, "speculative_config": drafting}
     texts = serve(job | sampled | {"probe": "by_rule"})
-    assert texts["standard"] == texts["block"], gone("5", "docs/vllm-faults.md")
+    assert texts["standard"] == texts["block"], gone("5", "docs/serve.md")
 
 
 def test_fault_5_synthetic_acceptance_is_refused(serve, job, drafting) -> None:
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
     said = refusal(serve, job | {"speculative_config": drafting | synthetic})
-    assert said, gone("5", "docs/vllm-faults.md")
+    assert said, gone("5", "docs/serve.md")
     assert "Synthetic acceptance not supported" in said
 
 
@@ -127,7 +127,7 @@ def test_fault_6_these_parameters_are_refused_while_drafting(
     serve, job, drafting, sampling
 ) -> None:
     said = refusal(serve, job | {"speculative_config": drafting, "sampling": sampling})
-    assert said, gone("6", "docs/vllm-faults.md")
+    assert said, gone("6", "docs/serve.md")
     assert "not yet supported with speculative decoding" in said
 
 
@@ -165,7 +165,7 @@ def test_fault_7_eagle3_loads_at_another_width(serve, job, head) -> None:
         load_drafter(folder, target)
     config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3}
     said = refusal(serve, job | {"speculative_config": config})
-    assert not said, gone("7", "docs/vllm-faults.md")
+    assert not said, gone("7", "docs/serve.md")
 
 
 def narrowed(tensor: torch.Tensor, width: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def evaluate(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="A suite (docs/suites.md), instead of prompts or beside."
+            metavar="NAME", help="A suite (docs/evaluate.md), instead of prompts or beside."
         ),
     ] = None,
     suite_path: Annotated[

@@ -52,7 +52,7 @@ def _models(stage: Stage) -> Rows:
         features += f" {size_text(per_token * stage.tokens)} in all"
     shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
     size = f"{in_count(t.num_parameters)} parameters, {t.dtype}"
-    start = recipe.drafter.init_from or f"{recipe.drafter.start} (docs/{recipe.family}.md)"
+    start = recipe.drafter.init_from or recipe.drafter.start
     return [
         ("target", f"{t.name_or_path}: {shape}; {size}"),
         ("taps", f"{list(d.tap_layers)} (0: embedding output, i: output of layer i-1)"),

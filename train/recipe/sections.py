@@ -280,7 +280,7 @@ class ExportSection(Section):
         ["vllm"],
         min_length=1,
         description=(
-            "(docs/formats.md) the first is written to `export`, others to `export-<format>`"
+            "(docs/serve.md) the first is written to `export`, others to `export-<format>`"
             " beside it"
         ),
     )
@@ -330,8 +330,8 @@ class EvaluationSection(Section):
     suites: dict[Text, Text | None] = Field(
         {},
         description=(
-            "(docs/suites.md) suites that are measured too, each with its file's path, or a list of"
-            " names: "
+            "(docs/evaluate.md) suites that are measured too, each with its file's path, or a list"
+            " of names: "
         )
         + ", ".join(SUITES),
     )
@@ -460,7 +460,7 @@ class FeaturesSection(Section):
         "bf16",
         description=(
             "how states are written; exact: in the target's dtype, rotated: a quarter of bf16;"
-            " docs/features.md has sizes and losses"
+            " docs/training.md has sizes and losses"
         ),
     )
     dir: Text | None = Field(

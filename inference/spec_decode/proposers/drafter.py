@@ -373,7 +373,7 @@ def _confidence(logits: Tensor) -> Tensor:
 def _both(own: Tensor, largest: Tensor) -> Tensor:
     """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b]
     in between: their mean log-odds, which foresees acceptance better than either
-    (docs/dspark.md)."""
+    (docs/families/dflash.md)."""
     return (
         (own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2
     ).sigmoid()

@@ -55,7 +55,7 @@ class MethodOptions(BaseModel):
     )
     enable_adaptive_verification: bool = option(
         False,
-        "draft and verify as many tokens as pay now, K at most (docs/adaptive-length.md)",
+        "draft and verify as many tokens as pay now, K at most (docs/runtime.md)",
     )
     adaptive_verification_costs: dict[str, list[float]] | None = option(
         None,

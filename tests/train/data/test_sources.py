@@ -8,7 +8,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from speculators.errors import DataError
@@ -17,7 +16,7 @@ from train.data.prepare import bad_rows, training_examples
 from train.data.readers import SHUFFLED_ROWS
 from train.data.selection import decontaminate, deduplicate
 from train.data.sources import Example, load_sources, parse_row, read_sources
-from train.recipe.data_sections import PRESETS, DataSection, Source
+from train.recipe.data_sections import PRESETS, Source
 from train.recipe.load import load_recipe
 from train.recipe.recipe import make_recipe
 
@@ -87,7 +86,6 @@ def test_a_known_data_set_is_read_by_its_name(name, monkeypatch):
     assert example.workload == name
     known = PRESETS[name]
     assert calls == [(known["name"], known.get("config"), known.get("split", "train"), False)]
-    assert f"| `{name}` | {known['name']}" in (ROOT / "docs" / "data.md").read_text()
 
 
 def test_keys_beside_a_known_name_and_a_revision(monkeypatch):
@@ -98,12 +96,6 @@ def test_keys_beside_a_known_name_and_a_revision(monkeypatch):
             load_sources([Source.model_validate(source)])
     (_, first), (arguments, second) = calls
     assert first["split"] == "test_sft" and (arguments[0], second["revision"]) == ("a/b", "v1")
-
-
-def test_the_manuals_recipe_is_one():
-    text = (ROOT / "docs" / "data.md").read_text()
-    section = yaml.safe_load(text.split("```yaml")[1].split("```")[0])["data"]
-    assert DataSection.model_validate(section).on_bad_row == "drop"
 
 
 def test_columns_of_any_name(tmp_path):

@@ -1,0 +1,33 @@
+"""What README and the pages show as part of a recipe is one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from train.recipe.load import merged
+from train.recipe.recipe import family_of, recipe_class
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BASE = {
+    "name": "run",
+    "target": {"model": "org/model"},
+    "data": {"train": [{"path": "train.jsonl"}]},
+}
+RECIPES = {
+    f"{page.relative_to(ROOT)}, {number}": text
+    for page in PAGES
+    for number, text in enumerate(
+        re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    )
+}
+
+
+@pytest.mark.parametrize("place", RECIPES)
+def test_recipe_in_a_page_is_valid(place):
+    tree = merged(BASE, YAML(typ="safe", pure=True).load(RECIPES[place]))
+    assert recipe_class(family_of(tree)).model_validate(tree).name
