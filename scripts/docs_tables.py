@@ -6,7 +6,6 @@ own."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,7 +26,6 @@ from train.recipe.schema import SchemaRow
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
-RESULTS = re.compile(r"^<!-- results: (\w+) -->$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -39,21 +37,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its tables; mkdocs calls it for every page. Raises KeyError for a table that
-    nothing makes, and FileNotFoundError for a result that was not recorded."""
-    markdown = RESULTS.sub(lambda match: _result(match[1]), markdown)
+    nothing makes."""
     return MARK.sub(lambda match: "\n".join(["", *TABLES[match[1]](), ""]), markdown)
-
-
-def _result(name: str) -> str:
-    """A table of docs/results (scripts/bench.py) with where it comes from."""
-    result = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-    lines = [
-        f"| {' | '.join(result['columns'])} |",
-        "| --- |" + " ---: |" * (len(result["columns"]) - 1),
-    ]
-    lines += [f"| {' | '.join(row)} |" for row in result["rows"]]
-    origin = f"{result['date']}, commit {result['commit'][:7]}, {result['machine']}, by"
-    return "\n".join(["", *lines, "", origin, "", "```bash", result["command"], "```", ""])
 
 
 def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:

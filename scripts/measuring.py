@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ from train.data.packing import pack
 from train.recipe.drafter_config import drafter_config
 from train.recipe.recipe import Recipe
 from train.trainer.trainer import Trainer
-
-
-def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a module-level function in a new process, which inherits no memory, and returns its
-    result."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def with_peak_memory(

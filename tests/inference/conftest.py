@@ -5,19 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import engines
-from tests.support.drafters import FakeHead, StubProposer, draw, random_eagle3
-
-__all__ = ["StubProposer", "draw"]
-
-
-@pytest.fixture(scope="session")
-def stub_proposer():
-    return StubProposer
-
-
-@pytest.fixture(scope="session")
-def fake_head():
-    return FakeHead
+from tests.support.drafters import random_eagle3
 
 
 @pytest.fixture(scope="session")

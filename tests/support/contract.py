@@ -3,7 +3,6 @@ meet, sampled text is the target's."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from inference import SamplingParams
 from inference.kv_cache.ragged_cache import RaggedCache
-from inference.sampling.sampler import probabilities
 from speculators.drafter import Drafter, DraftInput
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from speculators.vocab.draft_vocab import to_target_ids
-from tests.inference.modules import make_llm
 from tests.support.recipes import recipe_of
 from tests.support.tokenizers import spell
 from train.data.loss_mask import TokenRow
@@ -159,48 +155,6 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
     together = run(list(range(len(rows))))
     for i in range(len(rows)):
         assert torch.equal(together[i], run([i])[0])
-
-
-PROMPT, VOCAB, WRITTEN, SAMPLES = [1, 3, 2, 0], 4, 3, 800  # of 64 texts
-
-
-def assert_distributed_as_the_target(model: Any, drafter: Drafter) -> None:
-    """`model` has VOCAB tokens."""
-    model.generation_config.eos_token_id = None
-    params = SamplingParams(
-        temperature=1.5, max_tokens=WRITTEN, n=SAMPLES
-    )  # so that no text is rare
-    llm = make_llm(
-        model,
-        drafter=drafter.freeze(),
-        num_speculative_tokens=2,
-        seed=11,
-        max_num_seqs=500,
-        max_num_batched_tokens=8000,
-    )
-    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, False)
-    codes = torch.tensor([o.token_ids for o in output.outputs]) @ torch.tensor([VOCAB**2, VOCAB, 1])
-    observed = torch.bincount(codes, minlength=VOCAB**WRITTEN).double()
-    joint = torch.ones(1, dtype=torch.float64)
-    for length in range(WRITTEN):
-        prefixes = [[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)]
-        with torch.no_grad():
-            logits = model(torch.tensor(prefixes)).logits[:, -1]
-        joint = (joint[:, None] * probabilities(logits, params).double()).flatten()
-    expected = joint * SAMPLES
-    rare = expected < 5
-    counts = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (observed, expected)]
-    keep = counts[1] > 0
-    statistic, freedom = (
-        float(((counts[0] - counts[1])[keep] ** 2 / counts[1][keep]).sum()),
-        int(keep.sum()) - 1,
-    )
-    assert freedom > 8
-    tail = torch.special.gammaincc(
-        torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()
-    )
-    assert float(tail) > 1e-5, (statistic, freedom)
-    assert llm.get_metrics().num_accepted_tokens > 45
 
 
 def rows(count: int = 16, vocab: int = 100) -> list[Any]:

@@ -27,7 +27,7 @@ from speculators.export.serving_commands import vllm_method
 from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from tests.inference.modules import make_llm
+from tests.support.engines import make_llm
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
 

@@ -23,10 +23,10 @@ from inference.spec_decode.proposers.lookahead import LookaheadProposer
 from inference.spec_decode.proposers.ngram import NgramProposer
 from inference.spec_decode.proposers.suffix import SuffixProposer
 from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from tests.inference.modules import make_llm
 from tests.lossless.configurations import FAMILIES
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 from tests.support.cases import Case, make
+from tests.support.engines import make_llm
 
 K, VOCAB, EOS = 3, 260, 257
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}

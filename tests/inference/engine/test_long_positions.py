@@ -13,7 +13,7 @@ from inference.kv_cache.ragged_cache import RaggedCache
 from speculators.drafter import DraftInput
 from speculators.registry import config_for_target, family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm
+from tests.support.engines import make_llm
 
 WINDOW, WRITTEN, K = 64, 6, 3
 SHAPE = {

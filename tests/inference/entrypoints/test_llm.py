@@ -11,7 +11,7 @@ import torch
 from inference import LLM, SamplingParams
 from speculators.errors import ConfigError
 from speculators.export import export_drafter
-from tests.inference.modules import make_llm
+from tests.support.engines import make_llm
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}

@@ -23,8 +23,8 @@ from speculators.drafter import Drafter, DraftInput
 from speculators.export import export_drafter
 from speculators.registry import family_class
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm
 from tests.support.contract import draft_logits, packed
+from tests.support.engines import make_llm
 
 WHOLE = [
     "dflash",

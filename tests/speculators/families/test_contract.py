@@ -23,7 +23,6 @@ from speculators.errors import CheckpointError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import FAMILIES, family_class
 from speculators.vocab.draft_vocab import to_target_ids
-from tests.inference.modules import make_llm
 from tests.support.contract import (
     DEPTHS,
     World,
@@ -34,6 +33,7 @@ from tests.support.contract import (
     read,
     trainer,
 )
+from tests.support.engines import make_llm
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.export import export_drafter, load_drafter, read_drafter_config
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm
+from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
 from train.recipe.drafter_config import drafter_config, sketch_drafter
 

@@ -15,8 +15,8 @@ from speculators.families.eagle3 import Eagle3
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
 from speculators.target.probe import is_quantised
-from tests.inference.modules import make_llm
 from tests.quantised import save_quantised
+from tests.support.engines import make_llm
 from train.recipe.sections import JointSection
 from train.trainer.joint_target import JointTarget
 

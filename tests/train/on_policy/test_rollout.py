@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inference import SamplingParams
-from tests.inference.modules import make_llm
+from tests.support.engines import make_llm
 from tests.train.trainer.test_loop import make_recipe, make_trainer
 from train.on_policy.rollout import RolloutWriter
 

@@ -14,8 +14,8 @@ import pytest
 from inference import LLM, SamplingParams
 from inference.spec_decode.replay import ReplayResult, standard_error
 from tests.conftest import make_tiny_model
-from tests.inference.modules import make_llm
 from tests.support.cases import Case, make
+from tests.support.engines import make_llm
 from train.data.sources import Example
 from train.pipeline import data_stage as run_data
 from train.pipeline.data_stage import DataStage, workloads_in_turn

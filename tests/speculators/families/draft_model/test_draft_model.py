@@ -19,7 +19,6 @@ from speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from speculators.families.draft_model.student import cut_fields
 from speculators.registry import config_for_target
 from speculators.target.frozen_target import FrozenTarget
-from tests.inference.modules import make_llm
 from tests.support.cases import OPT
 from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
 from tests.support.contract import (
@@ -27,6 +26,7 @@ from tests.support.contract import (
     assert_unroll_equals_draft,
     packed,
 )
+from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
 from tests.support.tokenizers import byte_level
 from train.recipe.drafter_config import sketch_drafter
