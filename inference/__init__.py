@@ -1,5 +1,4 @@
-"""The middle floor: what a drafter does. `from inference import LLM, SamplingParams`, as in
-vLLM."""
+"""The middle package: what a drafter does. `from draftsmith import LLM, SamplingParams`."""
 
 from __future__ import annotations
 
@@ -7,10 +6,10 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
-    "LLM": "inference.entrypoints.llm",
-    "SamplingParams": "inference.sampling_params",
-    "RequestOutput": "inference.outputs",
-    "CompletionOutput": "inference.outputs",
+    "LLM": "draftsmith.inference.entrypoints.llm",
+    "SamplingParams": "draftsmith.inference.sampling_params",
+    "RequestOutput": "draftsmith.inference.outputs",
+    "CompletionOutput": "draftsmith.inference.outputs",
 }
 __all__ = list(_EXPORTS)
 

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 
 def print_error(error: DraftsmithError) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference.flags import JsonObject, Mode
+from draftsmith.inference.flags import JsonObject, Mode
 
 
 def option(default: Any, description: str = "", **limits: Any) -> Any:

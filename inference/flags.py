@@ -14,7 +14,7 @@ import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from typer.core import TyperCommand
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 SHORT = {"speculative_config": ["-sc"], "tensor_parallel_size": ["-tp"]}  # as in vLLM
 HELP = {"help_option_names": ["-h", "--help"]}

@@ -1,7 +1,7 @@
 """Prompts of this project with and without drafting, side by side: times, and whether the responses
 are the same. `draftsmith try` does the same for more methods and prompts of your own.
 
-    python -m inference.offline --model=TARGET --speculative-model=DRAFTER --demo=chat
+    python -m draftsmith.inference.offline --model=TARGET --speculative-model=DRAFTER --demo=chat
     --save-output=results.json
 
 The target is loaded once and writes every response without drafting (`default`), with the drafter
@@ -17,15 +17,15 @@ from typing import Annotated, Any
 import typer
 from transformers.utils.logging import disable_progress_bar
 
-from inference.console import run
-from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
-from inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
-from inference.entrypoints.vllm_options import NGRAM
-from inference.evaluation.demo_prompts import demo_prompts
-from inference.evaluation.side_by_side import compare_methods
-from inference.sampling_params import SamplingParams
-from inference.whole_file import check_writable
-from speculators.errors import ConfigError
+from draftsmith.inference.console import run
+from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
+from draftsmith.inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
+from draftsmith.inference.entrypoints.vllm_options import NGRAM
+from draftsmith.inference.evaluation.demo_prompts import demo_prompts
+from draftsmith.inference.evaluation.side_by_side import compare_methods
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.whole_file import check_writable
+from draftsmith.speculators.errors import ConfigError
 
 Option = typer.Option
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

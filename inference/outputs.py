@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inference.metrics import SpecDecodeCounters
+from draftsmith.inference.metrics import SpecDecodeCounters
 
 
 @dataclass

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.config import DecoderConfig
-from speculators.layers import frozen_linear
-from speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
-from speculators.layers.frozen_linear import FrozenLinear
-from speculators.layers.grouped_attention import cached_attends
-from speculators.precision import free_memory
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.config import DecoderConfig
+from draftsmith.speculators.layers import frozen_linear
+from draftsmith.speculators.layers.decoder import DecoderLayer, RMSNorm, RotaryTable
+from draftsmith.speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.layers.grouped_attention import cached_attends
+from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from speculators.errors import DataError
+from draftsmith.speculators.errors import DataError
 
 
 def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:

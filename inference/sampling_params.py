@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""`python -m inference.serve`: the name that older guides have for the server's command
-(`inference.server`)."""
+"""`python -m draftsmith.inference.serve`: the name that older guides have for the server's command
+(`draftsmith.inference.server`)."""
 
-from inference.server.command import main
+from draftsmith.inference.server.command import main
 
 if __name__ == "__main__":
     main()

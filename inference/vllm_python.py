@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 PYTHON = "DRAFTSMITH_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -29,17 +29,17 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from inference import LLM, SamplingParams
-from inference.engine_options import EngineOptions
-from inference.plain_decoder import plain_decoder
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.lookahead import LookaheadProposer
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.plain_decoder import plain_decoder
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
+from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.info import auto_class
+from draftsmith.speculators.target.probe import needs_eager
 from scripts.measuring import markdown
-from speculators.errors import DraftsmithError
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.info import auto_class
-from speculators.target.probe import needs_eager
 
 YES, LAYERS, VOCABULARY = "yes", 4, 101
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40, 9, 77]]

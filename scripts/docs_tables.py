@@ -15,14 +15,14 @@ import click
 import typer
 from mkdocs.structure.files import File
 
-from inference.evaluation.suites import DIR, SUITES
-from inference.report.schema import SUMMARY_KEYS, AcceptanceReport
-from speculators.export.formats import FORMATS, LAYOUTS
-from speculators.registry import FAMILIES
-from train.cli import app
-from train.recipe.data_sections import PRESETS
-from train.recipe.recipe import describe_schema
-from train.recipe.schema import SchemaRow
+from draftsmith.inference.evaluation.suites import DIR, SUITES
+from draftsmith.inference.report.schema import SUMMARY_KEYS, AcceptanceReport
+from draftsmith.speculators.export.formats import FORMATS, LAYOUTS
+from draftsmith.speculators.registry import FAMILIES
+from draftsmith.train.cli import app
+from draftsmith.train.recipe.data_sections import PRESETS
+from draftsmith.train.recipe.recipe import describe_schema
+from draftsmith.train.recipe.schema import SchemaRow
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
@@ -126,7 +126,7 @@ def _acceptance() -> str:
         "# acceptance.json",
         "",
         "The report as data; [Evaluate](../evaluate.md) defines its numbers. Load it with",
-        "`inference.report.schema.load_report(path)`. Fields are only added within one",
+        "`draftsmith.inference.report.schema.load_report(path)`. Fields are only added within one",
         "major version of the layout. What was not measured is null.",
     ]
     for name, model in {"The file": schema, **schema["$defs"]}.items():
@@ -181,28 +181,28 @@ def _api() -> str:
 
 API = {
     "Inference": (
-        "inference.entrypoints.llm.LLM",
-        "inference.sampling_params.SamplingParams",
-        "inference.outputs.RequestOutput",
-        "inference.outputs.CompletionOutput",
-        "inference.evaluation.evaluate.evaluate",
-        "inference.report.schema.load_report",
+        "draftsmith.inference.entrypoints.llm.LLM",
+        "draftsmith.inference.sampling_params.SamplingParams",
+        "draftsmith.inference.outputs.RequestOutput",
+        "draftsmith.inference.outputs.CompletionOutput",
+        "draftsmith.inference.evaluation.evaluate.evaluate",
+        "draftsmith.inference.report.schema.load_report",
     ),
     "Training": (
-        "train.recipe.load.load_recipe",
-        "train.pipeline.run.run",
-        "train.losses.objective.chunked_objective",
-        "train.losses.divergences",
+        "draftsmith.train.recipe.load.load_recipe",
+        "draftsmith.train.pipeline.run.run",
+        "draftsmith.train.losses.objective.chunked_objective",
+        "draftsmith.train.losses.divergences",
     ),
     "Drafters and targets": (
-        "speculators.drafter.Drafter",
-        "speculators.drafter.DraftStep",
-        "speculators.drafter.DraftInput",
-        "speculators.target.frozen_target.FrozenTarget",
-        "speculators.target.frozen_target.TargetFeatures",
-        "speculators.export.export_drafter",
-        "speculators.export.load_drafter",
-        "speculators.export.inspection.inspect_folder",
+        "draftsmith.speculators.drafter.Drafter",
+        "draftsmith.speculators.drafter.DraftStep",
+        "draftsmith.speculators.drafter.DraftInput",
+        "draftsmith.speculators.target.frozen_target.FrozenTarget",
+        "draftsmith.speculators.target.frozen_target.TargetFeatures",
+        "draftsmith.speculators.export.export_drafter",
+        "draftsmith.speculators.export.load_drafter",
+        "draftsmith.speculators.export.inspection.inspect_folder",
     ),
 }
 PAGES: dict[str, Callable[[], str]] = {

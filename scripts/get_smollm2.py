@@ -22,6 +22,8 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def main(folder: Path = FOLDER) -> None:
     """Writes the model to `folder`, unless it is there already."""
+    if folder.name.startswith("-"):
+        sys.exit(__doc__)
     if (folder / "config.json").exists():
         print(f"{folder} is there already")
         return

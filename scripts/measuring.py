@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from inference.whole_file import write_whole
-from speculators.registry import family_class
-from speculators.target.frozen_target import FrozenTarget
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import Recipe
-from train.trainer.trainer import Trainer
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.trainer import Trainer
 
 
 def with_peak_memory(

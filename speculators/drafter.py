@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speculators.config import DrafterConfig
-from speculators.errors import ConfigError
-from speculators.layers.frozen_linear import freeze_linears, thaw_linears
-from speculators.options import DrafterOptions
-from speculators.precision import on_host
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_linears
+from draftsmith.speculators.options import DrafterOptions
+from draftsmith.speculators.precision import on_host
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
 @dataclass

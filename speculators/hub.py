@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 _PART = r"[A-Za-z0-9][\w.-]*"
 _REPOSITORY = re.compile(rf"^{_PART}/{_PART}$")

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -11,22 +11,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from speculators.config import DrafterConfig, TargetShape, default_tap_layers
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
+from draftsmith.speculators.config import DrafterConfig, TargetShape, default_tap_layers
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
 
 # family name -> "module:class". Adding a family adds a line here.
 FAMILIES: dict[str, str] = {
-    "dflash": "speculators.families.dflash:DFlash",
-    "dflash2": "speculators.families.dflash2:DFlash2",
-    "draft_model": "speculators.families.draft_model.model:DraftModel",
-    "dspark": "speculators.families.dspark:DSpark",
-    "eagle": "speculators.families.eagle:Eagle",
-    "eagle3": "speculators.families.eagle3:Eagle3",
-    "medusa": "speculators.families.medusa:Medusa",
-    "mlp": "speculators.families.mlp:MLPSpeculator",
-    "mtp": "speculators.families.mtp:Mtp",
-    "peagle": "speculators.families.peagle:PEagle",
+    "dflash": "draftsmith.speculators.families.dflash:DFlash",
+    "dflash2": "draftsmith.speculators.families.dflash2:DFlash2",
+    "draft_model": "draftsmith.speculators.families.draft_model.model:DraftModel",
+    "dspark": "draftsmith.speculators.families.dspark:DSpark",
+    "eagle": "draftsmith.speculators.families.eagle:Eagle",
+    "eagle3": "draftsmith.speculators.families.eagle3:Eagle3",
+    "medusa": "draftsmith.speculators.families.medusa:Medusa",
+    "mlp": "draftsmith.speculators.families.mlp:MLPSpeculator",
+    "mtp": "draftsmith.speculators.families.mtp:Mtp",
+    "peagle": "draftsmith.speculators.families.peagle:PEagle",
 }
 
 

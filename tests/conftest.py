@@ -250,7 +250,7 @@ def no_pictures(monkeypatch):
     (tests/inference/report)."""
     from matplotlib.figure import Figure
 
-    from inference.report import html
+    from draftsmith.inference.report import html
 
     monkeypatch.setattr(
         html, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title)
@@ -283,8 +283,8 @@ def serving():
     thread of its own; its Server is `serving.server(url)`. It is shut down when the test ends."""
     import uvicorn
 
-    from inference.server.app import make_app
-    from inference.server.options import ServerOptions
+    from draftsmith.inference.server.app import make_app
+    from draftsmith.inference.server.options import ServerOptions
 
     running = {}
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.speculators.drafter import valid_terms
 from scripts.bench_peers import (
     PEER,
     SETTINGS,
@@ -24,7 +25,6 @@ from scripts.bench_peers import (
 )
 from scripts.peers.worker import Ours
 from scripts.setup_vllm import TORCH
-from speculators.drafter import valid_terms
 
 TINY = Setting(
     tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from speculators.precision import on_device
+from draftsmith.speculators.precision import on_device
 from tests.device_emulation import DEVICE, MixedDevices
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from train.recipe.load import merged
-from train.recipe.recipe import family_of, recipe_class
+from draftsmith.train.recipe.load import merged
+from draftsmith.train.recipe.recipe import family_of, recipe_class
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -44,7 +44,7 @@ def test_the_site_builds_without_a_warning(site):
     out, warnings = site
     assert not warnings
     reference = (out / "reference/api.html").read_text(encoding="utf-8")
-    assert 'id="inference.entrypoints.llm.LLM.generate"' in reference
+    assert 'id="draftsmith.inference.entrypoints.llm.LLM.generate"' in reference
 
 
 @pytest.mark.slow

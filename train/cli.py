@@ -17,20 +17,20 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from inference import flags
-from inference.bench import command as bench
-from inference.console import json_option, user_errors
-from inference.server import command as serve
-from speculators.errors import ConfigError
-from train.commands import artefact
-from train.commands.evaluate import evaluate
-from train.commands.features import cache_features
-from train.commands.options import Overrides, RecipeFile
-from train.commands.plan import plan
-from train.commands.prepare import prepare
-from train.commands.publish import push
-from train.commands.regenerate import regenerate
-from train.commands.try_methods import try_methods
+from draftsmith.inference import flags
+from draftsmith.inference.bench import command as bench
+from draftsmith.inference.console import json_option, user_errors
+from draftsmith.inference.server import command as serve
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.commands import artefact
+from draftsmith.train.commands.evaluate import evaluate
+from draftsmith.train.commands.features import cache_features
+from draftsmith.train.commands.options import Overrides, RecipeFile
+from draftsmith.train.commands.plan import plan
+from draftsmith.train.commands.prepare import prepare
+from draftsmith.train.commands.publish import push
+from draftsmith.train.commands.regenerate import regenerate
+from draftsmith.train.commands.try_methods import try_methods
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,7 +88,7 @@ app = App(
 
 def _print_version(given: bool) -> None:
     if given:
-        from inference.provenance import package_version
+        from draftsmith.inference.provenance import package_version
 
         typer.echo(f"draftsmith {package_version()}")
         raise typer.Exit
@@ -117,7 +117,7 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Every key of a recipe: what it takes, its default, and why."""
-    from train.recipe.recipe import describe_schema
+    from draftsmith.train.recipe.recipe import describe_schema
 
     rows = [row for row in describe_schema(family) if row.name.startswith(section)]
     if not rows:
@@ -145,7 +145,7 @@ def train(
 ) -> None:
     """Run a recipe: regenerate, train, export, measure, check the gates. The same command goes on
     with a run that was stopped. Exit code 1: a gate is missed."""
-    from train.pipeline.run import run
+    from draftsmith.train.pipeline.run import run
 
     with _resumable():
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
@@ -167,7 +167,7 @@ def compare(
     """Train several recipes for the same time, measure each, and put them side by side."""
     from rich.table import Table
 
-    from train.pipeline.compare import FILE, compare_recipes, rows
+    from draftsmith.train.pipeline.compare import FILE, compare_recipes, rows
 
     heads, *lines = rows(compare_recipes(recipes, minutes, out, override or ()))
     table = Table(*heads, title=f"{minutes:g} minutes of training each")
@@ -198,8 +198,8 @@ def generate(
     """Answer one prompt, streaming the text, and say what drafting gained."""
     from transformers.utils.logging import disable_progress_bar
 
-    from inference import LLM, SamplingParams
-    from inference.entrypoints.prompts import chat_prompts
+    from draftsmith.inference import LLM, SamplingParams
+    from draftsmith.inference.entrypoints.prompts import chat_prompts
 
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(
@@ -239,7 +239,7 @@ def _table(*columns: str) -> Table:
 @contextmanager
 def _resumable() -> Iterator[None]:
     """Prints where a run that was asked to stop has saved itself, without a traceback."""
-    from train.trainer.trainer import Interrupted
+    from draftsmith.train.trainer.trainer import Interrupted
 
     try:
         yield
@@ -250,7 +250,7 @@ def _resumable() -> Iterator[None]:
 
 def _print_speed(written: int, metrics: Any) -> None:
     """Tokens per second after the first, and the acceptance length if anything was drafted."""
-    from inference.metrics import acceptance_length
+    from draftsmith.inference.metrics import acceptance_length
 
     spent = (metrics.finished_time or 0) - (metrics.first_token_time or 0)
     parts = [f"{written} tokens"] + (

@@ -1,7 +1,7 @@
 """Train a DFlash drafter: `accelerate launch train/dflash.py RECIPE.yaml [training.steps=200 ...]
 [--dry-run]`."""
 
-from train.launch import launch
+from draftsmith.train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("dflash", "dflash2"))

@@ -1,7 +1,7 @@
 """Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [training.steps=200 ...]
 [--dry-run]`."""
 
-from train.launch import launch
+from draftsmith.train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("dspark",))

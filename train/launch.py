@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from speculators.errors import DraftsmithError
-from train.pipeline.run import run
-from train.trainer.trainer import Interrupted
+from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.train.pipeline.run import run
+from draftsmith.train.trainer.trainer import Interrupted
 
 
 def launch(families: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [training.steps=200 ...]
 [--dry-run]`."""
 
-from train.launch import launch
+from draftsmith.train.launch import launch
 
 if __name__ == "__main__":
     launch(families=("mlp",))

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inference import flags
-from inference.bench.options import PANELS, BenchOptions
-from inference.whole_file import write_whole
-from speculators.errors import ConfigError
+from draftsmith.inference import flags
+from draftsmith.inference.bench.options import PANELS, BenchOptions
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.errors import ConfigError
 
 RESULT, COMPARISON = "bench.json", "comparison.json"
 TOTALS = (  # fields of a result
@@ -48,8 +48,8 @@ def register(app: typer.Typer) -> None:
 
 def run(given: flags.Values, _: Sequence[str] = ()) -> None:
     """Exit code 1: a request failed."""
-    from inference.bench.compare import compare
-    from inference.bench.load import measure, prepare, without_details
+    from draftsmith.inference.bench.compare import compare
+    from draftsmith.inference.bench.load import measure, prepare, without_details
 
     options, console = flags.validated(BenchOptions, "bench", given), Console()
     folder, work = Path(options.result_dir), prepare(options)

@@ -12,10 +12,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from inference.bench.advice import advised_lengths
-from inference.bench.load import Work, client_of, drafting_counters, measure, without_details
-from inference.bench.options import BenchOptions
-from speculators.errors import ConfigError
+from draftsmith.inference.bench.advice import advised_lengths
+from draftsmith.inference.bench.load import (
+    Work,
+    client_of,
+    drafting_counters,
+    measure,
+    without_details,
+)
+from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.speculators.errors import ConfigError
 
 Results = dict[
     tuple[int | None, int], list[dict[str, Any]]

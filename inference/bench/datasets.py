@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from inference.bench.options import BenchOptions
-from inference.evaluation.suites import SUITES, json_lines, load_suite
-from speculators.errors import ConfigError, DataError
+from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.evaluation.suites import SUITES, json_lines, load_suite
+from draftsmith.speculators.errors import ConfigError, DataError
 
 Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
 

@@ -21,10 +21,10 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
-from inference.bench.datasets import Question, load_questions
-from inference.bench.options import BenchOptions
-from inference.metrics import SpecDecodeCounters
-from speculators.errors import ConfigError, DraftsmithError
+from draftsmith.inference.bench.datasets import Question, load_questions
+from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 KEY = "OPENAI_API_KEY"
 TIMEOUT_S = 3600.0  # after which a request has failed
@@ -62,7 +62,7 @@ def prepare(options: BenchOptions) -> Work:
     model_id = options.model or asyncio.run(_served_model(options))
     tokenizer = None
     if options.random:
-        from inference.entrypoints.loading import load_tokenizer
+        from draftsmith.inference.entrypoints.loading import load_tokenizer
 
         trust = options.trust_remote_code
         tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=trust)

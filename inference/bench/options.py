@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from inference.evaluation.suites import SUITES
-from inference.flags import CommaSeparated, JsonObject, flag_name
+from draftsmith.inference.evaluation.suites import SUITES
+from draftsmith.inference.flags import CommaSeparated, JsonObject, flag_name
 
 PANELS = {  # of the help, by their first option
     "base_url": "Server",

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from inference.compilation.config import Compilation
-from inference.compilation.static_shapes import Buckets, Shape, StaticRows
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.plain_decoder import TargetForward
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import BestChain, HeadProposer
-from speculators.drafter import DraftInput
-from speculators.errors import ConfigError
-from speculators.families.autoregressive import ChainDrafter
-from speculators.families.draft_model.model import DraftModel
-from speculators.precision import on_device
-from speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.inference.compilation.config import Compilation
+from draftsmith.inference.compilation.static_shapes import Buckets, Shape, StaticRows
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.plain_decoder import TargetForward
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.drafter import BestChain, HeadProposer
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.autoregressive import ChainDrafter
+from draftsmith.speculators.families.draft_model.model import DraftModel
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 
 if TYPE_CHECKING:
-    from speculators.drafter import Drafter
+    from draftsmith.speculators.drafter import Drafter
 
 MOST_GRAPHS = 512  # of one step; torch's own limit is 8
 

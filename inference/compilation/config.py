@@ -7,8 +7,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from inference.engine_options import EngineOptions
-from speculators.errors import ConfigError
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

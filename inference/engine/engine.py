@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from inference.compilation.config import read_compilation
-from inference.engine.logprobs import record_logprobs, record_prompt_logprobs
-from inference.engine_options import EngineOptions
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.metrics import SpecDecodeCounters
-from inference.plain_decoder import TargetForward
-from inference.requests.request import Request
-from inference.requests.scheduler import Scheduler
-from inference.spec_decode.draft_length import DraftLength
-from inference.spec_decode.logits import process_logits
-from inference.spec_decode.proposal import Kept, Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.tree_attention import along, tree_inputs
-from inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
-from speculators.errors import ConfigError, DraftsmithError
-from speculators.precision import on_device
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.compilation.config import read_compilation
+from draftsmith.inference.engine.logprobs import record_logprobs, record_prompt_logprobs
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.plain_decoder import TargetForward
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.scheduler import Scheduler
+from draftsmith.inference.spec_decode.draft_length import DraftLength
+from draftsmith.inference.spec_decode.logits import process_logits
+from draftsmith.inference.spec_decode.proposal import Kept, Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.tree_attention import along, tree_inputs
+from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, verify_and_sample
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 if TYPE_CHECKING:
-    from inference.compilation.compiled_rounds import CompiledRounds
+    from draftsmith.inference.compilation.compiled_rounds import CompiledRounds
 
 # What was judged in a round, before it is committed: the requests in their rows, their drafts, the
 # new tokens of each (the accepted drafts and one more; what follows the end of a response among
@@ -88,7 +88,7 @@ class Engine:
         self._rejection_sample_method = rejection_sample_method
         if how is not None:
             # torch's compiler takes seconds to import
-            from inference.compilation.compiled_rounds import CompiledRounds
+            from draftsmith.inference.compilation.compiled_rounds import CompiledRounds
 
             limit = self.max_model_len
             self.compiled = CompiledRounds(how, self.target_forward, self.cache, proposer, limit)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from inference.outputs import TokenLogprobs
-from inference.spec_decode.proposal import Proposal
-from speculators.precision import on_device
+from draftsmith.inference.outputs import TokenLogprobs
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.speculators.precision import on_device
 
 if TYPE_CHECKING:
-    from inference.requests.request import Request
+    from draftsmith.inference.requests.request import Request
 
 PROMPT_CHUNK = 64  # prompt positions whose logits are held at the same time
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from inference.engine.engine import Engine
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.requests.request import Request
-from inference.sampling_params import SamplingParams
-from speculators.precision import free_memory
+from draftsmith.inference.engine.engine import Engine
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.precision import free_memory
 
 
 def memory_fault(engine: Engine) -> str | None:

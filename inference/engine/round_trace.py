@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.engine.engine import Engine
-from inference.outputs import JudgedRound, Placed
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
+from draftsmith.inference.engine.engine import Engine
+from draftsmith.inference.outputs import JudgedRound, Placed
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposal import Proposal
 
 
 class RoundTracer:

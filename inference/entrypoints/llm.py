@@ -20,10 +20,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from inference.engine.engine import Engine, OnRound
-from inference.engine.memory import memory_fault
-from inference.engine_options import EngineOptions
-from inference.entrypoints.loading import (
+from draftsmith.inference.engine.engine import Engine, OnRound
+from draftsmith.inference.engine.memory import memory_fault
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
     load_drafter_for,
@@ -33,24 +33,24 @@ from inference.entrypoints.loading import (
     make_proposer,
     model_limit,
 )
-from inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
-from inference.entrypoints.sampling import RequestSampling
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.entrypoints.speculative_defaults import complete
-from inference.entrypoints.vllm_options import read_options, read_speculative_config
-from inference.metrics import SpecDecodeCounters
-from inference.outputs import RequestOutput
-from inference.requests.detokenizer import Detokenizer
-from inference.requests.request import Request
-from inference.requests.response import Response
-from inference.sampling.sampler import make_generator
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.draft_length import AdaptiveDraftLength
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
+from draftsmith.inference.entrypoints.sampling import RequestSampling
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.entrypoints.speculative_defaults import complete
+from draftsmith.inference.entrypoints.vllm_options import read_options, read_speculative_config
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.requests.detokenizer import Detokenizer
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.response import Response
+from draftsmith.inference.sampling.sampler import make_generator
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 

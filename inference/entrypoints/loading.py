@@ -18,19 +18,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-from inference.spec_decode.costs import RoundCosts
-from inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
-from inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
-from inference.spec_decode.proposers.options import MethodOptions
-from speculators.errors import CheckpointError, ConfigError
-from speculators.hub import one_line, require_reachable, split_revision
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.longrope import original_length
+from draftsmith.inference.spec_decode.costs import RoundCosts
+from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.longrope import original_length
 
 if TYPE_CHECKING:
-    from speculators.drafter import Drafter
+    from draftsmith.speculators.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def load_drafter_for(
     for a head of another family than `config` says."""
     if not isinstance(config, HeadOptions):
         return load_target(target), None
-    from speculators.export import load_drafter, read_drafter_config
+    from draftsmith.speculators.export import load_drafter, read_drafter_config
 
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:

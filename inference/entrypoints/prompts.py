@@ -11,7 +11,7 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 
 @dataclass

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
-from inference.sampling.logits_processors import bad_word_ids
-from inference.sampling_params import SamplingParams
+from draftsmith.inference.sampling.logits_processors import bad_word_ids
+from draftsmith.inference.sampling_params import SamplingParams
 
 
 class RequestSampling:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from inference.spec_decode.proposers.methods import method_options, methods, owners
-from inference.spec_decode.proposers.options import MethodOptions
-from speculators.errors import ConfigError
+from draftsmith.inference.spec_decode.proposers.methods import method_options, methods, owners
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.speculators.errors import ConfigError
 
 
 def parse_speculative_config(options: dict[str, Any] | MethodOptions | None) -> MethodOptions:

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from inference.entrypoints.loading import loaded, target_config
-from inference.spec_decode.proposers.methods import TRAINING_FREE
-from speculators.config import DrafterConfig
-from speculators.export import read_drafter_config, read_fields
-from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
-from speculators.hub import with_revision
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.entrypoints.loading import loaded, target_config
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.export import read_drafter_config, read_fields
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from draftsmith.speculators.hub import with_revision
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from inference.engine_options import EngineOptions
-from inference.entrypoints.speculative_config import known_options
-from speculators.errors import ConfigError
-from speculators.hub import with_revision
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.speculative_config import known_options
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import with_revision
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 Message = dict[str, str]
 

@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
-from inference.entrypoints.llm import LLM
-from inference.entrypoints.loading import (
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
     load_target,
     load_tokenizer,
     target_config,
 )
-from inference.evaluation.timing import IsolatedCosts, transformers_generate
-from inference.outputs import RequestOutput
-from inference.provenance import package_version
-from inference.report.schema import OUR_ENGINE, EngineFacts
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
-from speculators.export import load_drafter, read_drafter_config
-from speculators.precision import free_memory
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.evaluation.timing import IsolatedCosts, transformers_generate
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.provenance import package_version
+from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import load_drafter, read_drafter_config
+from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
 WARM_UP_LIMIT_S = 900.0  # seconds; what is not compiled by then is when it is first met

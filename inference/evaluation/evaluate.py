@@ -18,15 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, RuntimeEngine
-from inference.evaluation.expected_acceptance import expected_acceptance
-from inference.evaluation.lossless import compare_greedy
-from inference.evaluation.timing import Run, interleaved, typical_context
-from inference.outputs import RequestOutput
-from inference.provenance import environment, text_sha256, weights_sha256
-from inference.report.build import build_report
-from inference.report.measurement import Measurement
-from inference.report.schema import (
+from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, RuntimeEngine
+from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.evaluation.lossless import compare_greedy
+from draftsmith.inference.evaluation.timing import Run, interleaved, typical_context
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
+from draftsmith.inference.report.build import build_report
+from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     SPECULATIVE,
     TRANSFORMERS,
@@ -35,9 +35,9 @@ from inference.report.schema import (
     Provenance,
     SuiteFacts,
 )
-from inference.sampling_params import SamplingParams
-from speculators.errors import ConfigError, DataError
-from speculators.hub import cached_folder
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.speculators.hub import cached_folder
 
 SHORT = 8  # tokens that warm an engine up
 

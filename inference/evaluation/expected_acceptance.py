@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from inference.sampling.sampler import argmax, probabilities
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.replay import ReplayResult, replay
-from speculators.drafter import Drafter
-from speculators.errors import DataError
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.vocab.draft_vocab import to_draft_ids
+from draftsmith.inference.sampling.sampler import argmax, probabilities
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.replay import ReplayResult, replay
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 
 Head = Callable[[Tensor], Tensor]
 Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)

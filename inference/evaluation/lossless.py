@@ -15,11 +15,11 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.plain_decoder import TargetForward
-from inference.report.schema import LosslessCheck, TokenDifference
-from speculators.errors import DataError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.plain_decoder import TargetForward
+from draftsmith.inference.report.schema import LosslessCheck, TokenDifference
+from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 Tokens = Sequence[int]
 # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move

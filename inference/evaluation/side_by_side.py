@@ -1,5 +1,5 @@
 """Compares drafting methods for one target in one process, on the same prompts and the same
-weights: `draftsmith try` and `python -m inference.offline`.
+weights: `draftsmith try` and `python -m draftsmith.inference.offline`.
 
 Every method has an engine of its own; `default` drafts nothing. A repeat runs all of them one right
 after the other, every other repeat in reverse order (inference/evaluation/timing.py)."""
@@ -17,20 +17,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inference.entrypoints.llm import LLM
-from inference.entrypoints.prompts import Prompt
-from inference.evaluation.lossless import compare_greedy
-from inference.evaluation.timing import interleaved
-from inference.outputs import RequestOutput
-from inference.provenance import environment
-from inference.report.measurement import Measurement
-from inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell, TokenDifference
-from inference.report.speed import stalled
-from inference.report.table import new_table, row
-from inference.sampling_params import SamplingParams
-from inference.whole_file import write_whole
-from speculators.errors import ConfigError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.evaluation.lossless import compare_greedy
+from draftsmith.inference.evaluation.timing import interleaved
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.provenance import environment
+from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell, TokenDifference
+from draftsmith.inference.report.speed import stalled
+from draftsmith.inference.report.table import new_table, row
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 DEFAULT = "default"
 WARM_UP_TOKENS = 8

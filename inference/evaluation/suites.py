@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import ConfigError, DataError
+from draftsmith.speculators.errors import ConfigError, DataError
 
 DIR = "suites"  # where files lie that no path is given for, each under its suite's name
 SENTINEL = (  # in place of texts that SPEED-Bench may not ship

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.outputs import RequestOutput
-from inference.plain_decoder import TargetForward
-from inference.report.measurement import num_output_tokens
-from inference.report.schema import Costs, TimedPass
-from inference.sampling.sampler import argmax, seeded
-from inference.sampling_params import SamplingParams
-from speculators.drafter import Drafter, DraftInput
-from speculators.target.frozen_target import FrozenTarget
-from speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.plain_decoder import TargetForward
+from draftsmith.inference.report.measurement import num_output_tokens
+from draftsmith.inference.report.schema import Costs, TimedPass
+from draftsmith.inference.sampling.sampler import argmax, seeded
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.drafter import Drafter, DraftInput
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 
 Run = Callable[[], list[RequestOutput] | int]  # does one pass: its responses, or output tokens
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from speculators.errors import ConfigError
-from speculators.precision import on_device
-from speculators.target.recurrent import RecurrentLayers, RecurrentStates
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates
 
 
 class RaggedCache:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from inference.report.measurement import Measurement
-from inference.report.schema import (
+from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     OUR_ENGINE,
     SPECULATIVE,
@@ -25,7 +25,7 @@ from inference.report.schema import (
     SuiteFacts,
     TrainingProgress,
 )
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 

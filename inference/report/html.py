@@ -22,8 +22,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
-from inference.report.table import EVERY, notes, row
+from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
+from draftsmith.inference.report.table import EVERY, notes, row
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"

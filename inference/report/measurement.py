@@ -22,14 +22,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.metrics import (
+from draftsmith.inference.metrics import (
     SpecDecodeCounters,
     acceptance_length,
     influences,
     sum_of_squares,
 )
-from inference.outputs import RequestMetrics, RequestOutput
-from inference.report.schema import (
+from draftsmith.inference.outputs import RequestMetrics, RequestOutput
+from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     AUTOREGRESSIVE,
     OUR_ENGINE,
@@ -43,9 +43,9 @@ from inference.report.schema import (
     PositionBin,
     TimedPass,
 )
-from inference.report.speed import Speeds, stalled
-from inference.spec_decode.replay import ReplayResult
-from speculators.errors import DataError
+from draftsmith.inference.report.speed import Speeds, stalled
+from draftsmith.inference.spec_decode.replay import ReplayResult
+from draftsmith.speculators.errors import DataError
 
 KINDS = {  # of timed passes, in words
     SPECULATIVE: "drafting",

@@ -13,12 +13,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from inference.report.schema import AUTOREGRESSIVE, AcceptanceReport
-from inference.report.table import CARD, markdown, position_rows, table_of
-from speculators.config import DrafterConfig
-from speculators.export.formats import NATIVE
-from speculators.export.serving_commands import draftsmith_snippet
-from speculators.export.serving_commands import serving as serving_commands
+from draftsmith.inference.report.schema import AUTOREGRESSIVE, AcceptanceReport
+from draftsmith.inference.report.table import CARD, markdown, position_rows, table_of
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.export.formats import NATIVE
+from draftsmith.speculators.export.serving_commands import draftsmith_snippet
+from draftsmith.speculators.export.serving_commands import serving as serving_commands
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 TASK = "text-generation"

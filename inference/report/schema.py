@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from inference.whole_file import write_whole
-from speculators.errors import DataError
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.errors import DataError
 
 SCHEMA_VERSION: Literal["2.0"] = "2.0"
 ALL_WORKLOADS = "all"

@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from inference.report.schema import Estimate, TimedPass
-from speculators.errors import DataError
+from draftsmith.inference.report.schema import Estimate, TimedPass
+from draftsmith.speculators.errors import DataError
 
 STALLED = 0.6  # a pass below this share of the median rate of its repeats is reported
 RESAMPLES = 1000

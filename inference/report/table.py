@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from inference.report.schema import (
+from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     AUTOREGRESSIVE,
     OUR_ENGINE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inference.sampling_params import SamplingParams
+from draftsmith.inference.sampling_params import SamplingParams
 
 # prompt tokens kept as left context: a first token decodes as it does after them (leading spaces)
 CONTEXT = 6

@@ -11,11 +11,11 @@ from time import perf_counter
 
 import torch
 
-from inference.metrics import SpecDecodeCounters
-from inference.outputs import TokenLogprobs
-from inference.requests.detokenizer import Detokenizer
-from inference.sampling.logits_processors import RequestProcessors
-from inference.sampling_params import SamplingParams
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.outputs import TokenLogprobs
+from draftsmith.inference.requests.detokenizer import Detokenizer
+from draftsmith.inference.sampling.logits_processors import RequestProcessors
+from draftsmith.inference.sampling_params import SamplingParams
 
 
 class Request:

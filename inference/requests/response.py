@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.outputs import (
+from draftsmith.inference.outputs import (
     CompletionOutput,
     Logprob,
     PromptLogprobs,
@@ -16,8 +16,8 @@ from inference.outputs import (
     SampleLogprobs,
     TokenLogprobs,
 )
-from inference.requests.detokenizer import full_text
-from inference.requests.request import Request
+from draftsmith.inference.requests.detokenizer import full_text
+from draftsmith.inference.requests.request import Request
 
 
 @dataclass(eq=False)

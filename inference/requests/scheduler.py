@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from inference.requests.request import Request
-from speculators.errors import ConfigError
+from draftsmith.inference.requests.request import Request
+from draftsmith.speculators.errors import ConfigError
 
 
 class Scheduler:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.sampling.penalties import Penalties
-from inference.sampling_params import SamplingParams
-from speculators.precision import on_device
+from draftsmith.inference.sampling.penalties import Penalties
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.precision import on_device
 
 # No probability beside any other token, and yet a number: a drafter that can propose forbidden
 # tokens alone has a distribution, too. Requests that forbid every token are refused before.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling_params import SamplingParams
-from speculators.precision import on_device
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.precision import on_device
 
 
 class Penalties:

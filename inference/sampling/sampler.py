@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.sampling_params import SamplingParams
-from speculators.errors import DraftsmithError
-from speculators.precision import on_device
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.speculators.precision import on_device
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

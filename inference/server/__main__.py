@@ -1,5 +1,5 @@
-"""`python -m inference.server` serves, as `draftsmith serve` does."""
+"""`python -m draftsmith.inference.server` serves, as `draftsmith serve` does."""
 
-from inference.server.command import main
+from draftsmith.inference.server.command import main
 
 main()

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from inference.entrypoints.llm import LLM
-from inference.metrics import acceptance_length
-from inference.outputs import CompletionOutput, Logprob, RequestOutput
-from inference.requests.detokenizer import Detokenizer
-from inference.requests.request import Request
-from inference.sampling_params import SamplingParams
-from inference.server.engine_thread import Ticket
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.metrics import acceptance_length
+from draftsmith.inference.outputs import CompletionOutput, Logprob, RequestOutput
+from draftsmith.inference.requests.detokenizer import Detokenizer
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.server.engine_thread import Ticket
 
 LEAST_LOGPROB = -9999.0  # for tokens of probability 0: JSON has no infinity
 

@@ -29,16 +29,16 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from inference.entrypoints.llm import LLM
-from inference.outputs import RequestOutput
-from inference.provenance import package_version
-from inference.server.answers import ChatWriter, CompletionWriter
-from inference.server.engine_thread import EngineThread, Ticket
-from inference.server.errors import APIError, error_json, error_response, fault
-from inference.server.metrics import ServerMetrics
-from inference.server.options import ServerOptions
-from inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from speculators.errors import ConfigError
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.provenance import package_version
+from draftsmith.inference.server.answers import ChatWriter, CompletionWriter
+from draftsmith.inference.server.engine_thread import EngineThread, Ticket
+from draftsmith.inference.server.errors import APIError, error_json, error_response, fault
+from draftsmith.inference.server.metrics import ServerMetrics
+from draftsmith.inference.server.options import ServerOptions
+from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

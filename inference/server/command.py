@@ -1,4 +1,4 @@
-"""The command `draftsmith serve`, also `python -m inference.serve` and `python -m
+"""The command `draftsmith serve`, also `python -m draftsmith.inference.serve` and `python -m
 inference.server`.
 
 Flags are vLLM's, with dashes or underscores. Flags that change no output here are accepted, all
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from inference import console, flags
-from inference.engine_options import EngineOptions
-from inference.server.options import (
+from draftsmith.inference import console, flags
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.server.options import (
     PANELS,
     SAMPLING_FIELDS,
     ServeFlags,
@@ -26,11 +26,11 @@ from inference.server.options import (
     undeclared,
     with_model,
 )
-from inference.server.real_vllm import speculative_config, take_older, vllm_command
-from speculators.errors import ConfigError
+from draftsmith.inference.server.real_vllm import speculative_config, take_older, vllm_command
+from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
-    from inference.entrypoints.llm import LLM
+    from draftsmith.inference.entrypoints.llm import LLM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # names in generation_config.json -> in SamplingParams
@@ -90,7 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
 def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
     """Loads the LLM of these flags. `words`: flags that are not declared, which LLM knows from vLLM
     or refuses."""
-    from inference.entrypoints.llm import LLM
+    from draftsmith.inference.entrypoints.llm import LLM
 
     names = options.model_fields_set & set(EngineOptions.model_fields)
     given = {name: getattr(options, name) for name in names}
@@ -103,7 +103,7 @@ def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
 def sampling_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters among the values of the model's generation_config.json. ConfigError
     for what no request could have."""
-    from inference.sampling_params import SamplingParams
+    from draftsmith.inference.sampling_params import SamplingParams
 
     known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
     defaults = {name: value for name, value in known.items() if value is not None}
@@ -118,7 +118,7 @@ def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
     """Compiles and serves at the socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
-    from inference.server.app import make_app
+    from draftsmith.inference.server.app import make_app
 
     app = make_app(llm, options)
     engine = app.state.server.engine

@@ -21,17 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 
-from inference.console import progress_bar
-from inference.engine.round_trace import RoundTracer
-from inference.entrypoints.llm import LLM
-from inference.entrypoints.prompts import Prompt
-from inference.outputs import RequestOutput
-from inference.requests.response import Response
-from inference.sampling_params import SamplingParams
-from inference.server.errors import APIError, fault
-from inference.server.metrics import ServerMetrics
-from inference.server.options import ServerOptions
-from speculators.errors import DraftsmithError
+from draftsmith.inference.console import progress_bar
+from draftsmith.inference.engine.round_trace import RoundTracer
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.requests.response import Response
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.server.errors import APIError, fault
+from draftsmith.inference.server.metrics import ServerMetrics
+from draftsmith.inference.server.options import ServerOptions
+from draftsmith.speculators.errors import DraftsmithError
 
 logger = logging.getLogger(__name__)
 

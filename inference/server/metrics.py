@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference.entrypoints.llm import LLM
-from inference.requests.request import Request
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.requests.request import Request
 
 LABELS = ("model_name", "engine")
 REASONS = ("stop", "length", "abort", "error")

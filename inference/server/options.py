@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from inference.engine_options import EngineOptions, option
-from inference.flags import JsonObject, Values, flag_name, json_or_text, validated
-from speculators.errors import ConfigError
+from draftsmith.inference.engine_options import EngineOptions, option
+from draftsmith.inference.flags import JsonObject, Values, flag_name, json_or_text, validated
+from draftsmith.speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")

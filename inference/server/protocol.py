@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from inference.entrypoints.llm import LLM
-from inference.entrypoints.prompts import Prompt, chat_prompts, require_short
-from inference.sampling_params import SamplingParams
-from inference.server.errors import APIError
-from inference.server.options import SAMPLING_FIELDS, ServerOptions, SpecDecodeDetail
-from speculators.errors import ConfigError
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, require_short
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.server.errors import APIError
+from draftsmith.inference.server.options import SAMPLING_FIELDS, ServerOptions, SpecDecodeDetail
+from draftsmith.speculators.errors import ConfigError
 
 STOPS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens")
 COPIED = (  # to SamplingParams, which checks them

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from inference.flags import Values, flag_name, json_or_text, validated
-from inference.server.options import ServeFlags, as_words
-from inference.vllm_python import vllm_python
-from speculators.errors import ConfigError
+from draftsmith.inference.flags import Values, flag_name, json_or_text, validated
+from draftsmith.inference.server.options import ServeFlags, as_words
+from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def vllm_command(given: Values, words: Sequence[str]) -> list[str]:
 
 def take_older(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The values of flags of older vLLM versions by name, and the other words."""
-    from inference.entrypoints.vllm_options import DEPRECATED
+    from draftsmith.inference.entrypoints.vllm_options import DEPRECATED
 
     older, rest, left = dict[str, Any](), list[str](), iter(words)
     for word in left:
@@ -54,7 +54,7 @@ def take_older(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
     """The option speculative_config, which may be spread over flags of older vLLM versions; a
     warning shows it then."""
-    from inference.entrypoints.vllm_options import from_old_options
+    from draftsmith.inference.entrypoints.vllm_options import from_old_options
 
     config = from_old_options({name: value for name, value in older.items() if value is not None})
     if config is None:
@@ -68,11 +68,11 @@ def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, An
 
 def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
     """speculative_config under vLLM's names, with its method."""
-    from inference.entrypoints.speculative_defaults import complete
-    from inference.entrypoints.vllm_options import RULES
-    from inference.spec_decode.proposers.methods import method_options
-    from speculators.export.formats import LAYOUTS, NATIVE
-    from speculators.export.serving_commands import vllm_method
+    from draftsmith.inference.entrypoints.speculative_defaults import complete
+    from draftsmith.inference.entrypoints.vllm_options import RULES
+    from draftsmith.inference.spec_decode.proposers.methods import method_options
+    from draftsmith.speculators.export.formats import LAYOUTS, NATIVE
+    from draftsmith.speculators.export.serving_commands import vllm_method
 
     options = speculative_config(flags, older)
     if options is None:

@@ -15,9 +15,9 @@ from time import perf_counter
 
 import numpy as np
 
-from inference.requests.request import Request
-from inference.spec_decode.proposers.base import Proposer
-from speculators.errors import ConfigError
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.speculators.errors import ConfigError
 
 Seconds = tuple[float, float]  # that drafting took in a round, and verifying
 Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and waits for it

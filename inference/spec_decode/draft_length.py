@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
-from inference.requests.request import Request
-from inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts, Seconds
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts, Seconds
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
 
 Schedule = Sequence[tuple[int, int, int]]  # (smallest batch size, largest, K), ascending
 Confidences = Sequence[Sequence[float]]  # [d][B]

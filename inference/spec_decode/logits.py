@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
-from speculators.vocab.draft_vocab import scatter_to_target
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 
 
 def active_rows(requests: Sequence[Request]) -> list[int]:

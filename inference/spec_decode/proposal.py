@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculators.precision import on_device
+from draftsmith.speculators.precision import on_device
 
 
 @dataclass

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import numpy as np
 from torch import Tensor
 
-from inference.metrics import acceptance_length, influences, sum_of_squares
+from draftsmith.inference.metrics import acceptance_length, influences, sum_of_squares
 
 _pairs = partial(zip_longest, fillvalue=0.0)
 

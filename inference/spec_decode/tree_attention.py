@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.tree_rules import ROOT
-from speculators.precision import on_device, to_device
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.tree_rules import ROOT
+from draftsmith.speculators.precision import on_device, to_device
 
 
 def tree_inputs(

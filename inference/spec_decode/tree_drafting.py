@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inference.requests.request import Request
-from inference.sampling.sampler import batch_probabilities, inverse_cdf, uniforms
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.logits import active_rows, process_draft_logits
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
-from inference.spec_decode.verification.tree_rules import ROOT
-from speculators.drafter import TreeLevel
-from speculators.precision import on_device, to_device
-from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_cdf, uniforms
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.logits import active_rows, process_draft_logits
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
+from draftsmith.inference.spec_decode.verification.tree_rules import ROOT
+from draftsmith.speculators.drafter import TreeLevel
+from draftsmith.speculators.precision import on_device, to_device
+from draftsmith.speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 
 @dataclass

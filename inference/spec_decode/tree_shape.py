@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 # ranks on the way from the root: (0, 2) is the third child of the first child
 Choice = tuple[int, ...]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from speculators.errors import DataError
+from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.speculators.errors import DataError
 
 
 def response_of(

@@ -19,19 +19,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from inference.entrypoints.loading import default_device, saved_ending_tokens, target_config
-from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
-from inference.outputs import RequestOutput
-from inference.report.schema import EngineFacts
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.methods import method_options
-from inference.vllm_bridge.counters import metrics_of, response_of
-from inference.vllm_python import vllm_python
-from speculators.errors import ConfigError, DraftsmithError
-from speculators.export import read_drafter_config, resolve
-from speculators.export.formats import LAYOUTS, NATIVE
-from speculators.export.serving_commands import vllm_method
-from speculators.precision import running_dtype
+from draftsmith.inference.entrypoints.loading import (
+    default_device,
+    saved_ending_tokens,
+    target_config,
+)
+from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.report.schema import EngineFacts
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.methods import method_options
+from draftsmith.inference.vllm_bridge.counters import metrics_of, response_of
+from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.speculators.export import read_drafter_config, resolve
+from draftsmith.speculators.export.formats import LAYOUTS, NATIVE
+from draftsmith.speculators.export.serving_commands import vllm_method
+from draftsmith.speculators.precision import running_dtype
 
 VLLM = "vllm"
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from inference.vllm_bridge.engine import VllmError, Worker
-from inference.vllm_python import vllm_python
+from draftsmith.inference.vllm_bridge.engine import VllmError, Worker
+from draftsmith.inference.vllm_python import vllm_python
 
 CONNECTORS = Path(__file__).with_name("connectors")
 

@@ -16,13 +16,18 @@ from typing import Any
 
 import openai
 
-from inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
-from inference.outputs import RequestOutput
-from inference.report.schema import EngineFacts
-from inference.sampling_params import SamplingParams
-from inference.vllm_bridge.counters import metrics_of, response_of, sizes_of
-from inference.vllm_bridge.engine import VLLM, VllmError, ending_token_ids, sampling_fields
-from speculators.errors import ConfigError
+from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
+from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.report.schema import EngineFacts
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.vllm_bridge.counters import metrics_of, response_of, sizes_of
+from draftsmith.inference.vllm_bridge.engine import (
+    VLLM,
+    VllmError,
+    ending_token_ids,
+    sampling_fields,
+)
+from draftsmith.speculators.errors import ConfigError
 
 KEY = "VLLM_API_KEY"  # environment variable of a server's key, as vLLM itself reads it
 FLAG = "--per-request-spec-decode-metrics detailed"

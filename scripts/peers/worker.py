@@ -68,9 +68,9 @@ class Ours:
         from accelerate import Accelerator
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        from draftsmith.train.data.loss_mask import TokenRow
+        from draftsmith.train.recipe.recipe import make_recipe
         from scripts.measuring import make_trainer
-        from train.data.loss_mask import TokenRow
-        from train.recipe.recipe import make_recipe
 
         self.s, self.given, self.folder, self.version = s, given, folder, "this project"
         half = s.dtype == "bfloat16"
@@ -132,7 +132,7 @@ class Ours:
 
     def features(self, tokens: int) -> Any:
         """The TargetFeatures of the first tokens of the row."""
-        from speculators.target.frozen_target import TargetFeatures
+        from draftsmith.speculators.target.frozen_target import TargetFeatures
 
         given, dtype = self.given, getattr(torch, self.s.dtype)
         return TargetFeatures(
@@ -147,7 +147,7 @@ class Ours:
     @torch.no_grad()
     def prepare(self, tokens: int) -> Callable[[], float]:
         """The step over the first tokens of the row."""
-        from speculators.drafter import host_batch
+        from draftsmith.speculators.drafter import host_batch
 
         s, features = self.s, self.features(tokens)
         scales = torch.tensor([s.decay**k for k in range(s.depths)], device=s.device)

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError
-from speculators.export.formats import NATIVE, layout_for, layout_of
-from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from speculators.export.layouts.base import changed_fields
-from speculators.hub import one_line, require_reachable, split_revision
-from speculators.registry import family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
+from draftsmith.speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from draftsmith.speculators.export.layouts.base import changed_fields
+from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 def export_drafter(

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import (
     export_drafter,
     load_weights,
     read_drafter_config,
@@ -23,11 +23,11 @@ from speculators.export import (
     replace_folder,
     resolve,
 )
-from speculators.export.formats import NATIVE
-from speculators.export.headers import PICKLES, read_headers
-from speculators.export.layouts.base import WEIGHTS
-from speculators.precision import as_dtype
-from speculators.registry import family_class
+from draftsmith.speculators.export.formats import NATIVE
+from draftsmith.speculators.export.headers import PICKLES, read_headers
+from draftsmith.speculators.export.layouts.base import WEIGHTS
+from draftsmith.speculators.precision import as_dtype
+from draftsmith.speculators.registry import family_class
 
 # Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
 # written anew.

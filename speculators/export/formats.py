@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts.base import Layout
-from speculators.export.layouts.dflash import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export.layouts.base import Layout
+from draftsmith.speculators.export.layouts.dflash import (
     DFlash2Layout,
     DFlashLayout,
     DSparkLayout,
 )
-from speculators.export.layouts.draft_model import DraftModelLayout
-from speculators.export.layouts.eagle import EagleLayout
-from speculators.export.layouts.eagle3 import Eagle3Layout
-from speculators.export.layouts.medusa import MedusaLayout
-from speculators.export.layouts.mlp import MLPLayout
-from speculators.export.layouts.mtp import MtpLayout
-from speculators.export.layouts.peagle import PEagleLayout
-from speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout
-from speculators.export.layouts.speculators import (
+from draftsmith.speculators.export.layouts.draft_model import DraftModelLayout
+from draftsmith.speculators.export.layouts.eagle import EagleLayout
+from draftsmith.speculators.export.layouts.eagle3 import Eagle3Layout
+from draftsmith.speculators.export.layouts.medusa import MedusaLayout
+from draftsmith.speculators.export.layouts.mlp import MLPLayout
+from draftsmith.speculators.export.layouts.mtp import MtpLayout
+from draftsmith.speculators.export.layouts.peagle import PEagleLayout
+from draftsmith.speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout
+from draftsmith.speculators.export.layouts.speculators import (
     SpeculatorsDFlash2Layout,
     SpeculatorsDFlashLayout,
     SpeculatorsDSparkLayout,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.config import DecoderConfig, DrafterConfig, rope_of
-from speculators.errors import CheckpointError, DraftsmithError
-from speculators.export import resolve
-from speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
-from speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Layout
-from speculators.vocab.draft_vocab import from_offsets
+from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of
+from draftsmith.speculators.errors import CheckpointError, DraftsmithError
+from draftsmith.speculators.export import resolve
+from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
+from draftsmith.speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Layout
+from draftsmith.speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
 WRONG_LAYER = "engines draft with the wrong layer, and accept less"

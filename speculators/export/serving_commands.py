@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speculators.config import DrafterConfig
-from speculators.errors import ConfigError
-from speculators.export.formats import LAYOUTS, NATIVE, layout_for
-from speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, layout_for
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 
 Options = Mapping[str, Any]
 
@@ -147,7 +147,7 @@ def vllm_command(target: str, options: Options) -> str:
 def draftsmith_snippet(target: str, options: Options) -> str:
     """Python that loads both and generates."""
     return (
-        "from inference import LLM, SamplingParams\n\n"
+        "from draftsmith.inference import LLM, SamplingParams\n\n"
         f"llm = LLM({target!r}, speculative_config={dict(options)!r})\n"
         'for output in llm.generate(["Hello"], SamplingParams(max_tokens=64)):\n'
         "    print(output.outputs[0].text)"

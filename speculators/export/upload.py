@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import ConfigError, DraftsmithError, HubError
-from speculators.hub import one_line
+from draftsmith.speculators.errors import ConfigError, DraftsmithError, HubError
+from draftsmith.speculators.hub import one_line
 
 
 @dataclass(frozen=True)

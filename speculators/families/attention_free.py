@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from speculators.drafter import (
+from draftsmith.speculators.drafter import (
     Drafter,
     DraftInput,
     DraftLogits,
@@ -24,9 +24,9 @@ from speculators.drafter import (
     host_batch,
     valid_terms,
 )
-from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.precision import on_device, to_device
-from speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
+from draftsmith.speculators.precision import on_device, to_device
+from draftsmith.speculators.target.frozen_target import TargetFeatures
 
 
 class SlotwiseDrafter(Drafter):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.drafter import (
+from draftsmith.speculators.drafter import (
     Drafter,
     DraftInput,
     DraftLogits,
@@ -23,13 +23,13 @@ from speculators.drafter import (
     host_batch,
     valid_terms,
 )
-from speculators.layers.attention import Pair, attention
-from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.layers.decoder import Asked, Attends, Rotary, RotaryTable
-from speculators.layers.grouped_attention import cached_attends
-from speculators.layers.queries import PackedQueries, in_window
-from speculators.precision import on_device, on_host, to_device
-from speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.layers.attention import Pair, attention
+from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
+from draftsmith.speculators.layers.decoder import Asked, Attends, Rotary, RotaryTable
+from draftsmith.speculators.layers.grouped_attention import cached_attends
+from draftsmith.speculators.layers.queries import PackedQueries, in_window
+from draftsmith.speculators.precision import on_device, on_host, to_device
+from draftsmith.speculators.target.frozen_target import TargetFeatures
 
 WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll drops the others
 

@@ -22,8 +22,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import (
+from draftsmith.speculators.config import DecoderConfig, TargetShape
+from draftsmith.speculators.drafter import (
     Drafter,
     DraftInput,
     DraftLogits,
@@ -35,18 +35,18 @@ from speculators.drafter import (
     row_noise,
     valid_terms,
 )
-from speculators.families.autoregressive import slots_in_use
-from speculators.families.dflash_init import start_from_least_squares
-from speculators.families.least_squares import terms_for
-from speculators.layers.attention import attention
-from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
-from speculators.layers.frozen_linear import FrozenLinear
-from speculators.layers.grouped_attention import cached_attends
-from speculators.layers.queries import Blocks, in_window
-from speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
-from speculators.precision import on_device, on_host, to_device
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.families.autoregressive import slots_in_use
+from draftsmith.speculators.families.dflash_init import start_from_least_squares
+from draftsmith.speculators.families.least_squares import terms_for
+from draftsmith.speculators.layers.attention import attention
+from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
+from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
+from draftsmith.speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.layers.grouped_attention import cached_attends
+from draftsmith.speculators.layers.queries import Blocks, in_window
+from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
+from draftsmith.speculators.precision import on_device, on_host, to_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ANCHORS = 512  # blocks trained per row, as published
 

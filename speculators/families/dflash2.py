@@ -16,10 +16,10 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
-from speculators.drafter import TrainedHead
-from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
-from speculators.layers.decoder import Attend, DecoderLayer, Rotary
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import TrainedHead
+from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
+from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, Rotary
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 # The selector gives 0 to all but its candidates: these losses are finite there.
 SelectorLoss = dict[

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from speculators.errors import ConfigError
-from speculators.families.least_squares import reduced_rank, ridge, unit
-from speculators.layers.attention import attention as attend
-from speculators.layers.decoder import Attention, DecoderLayer
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
+from draftsmith.speculators.layers.attention import attention as attend
+from draftsmith.speculators.layers.decoder import Attention, DecoderLayer
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
 # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)

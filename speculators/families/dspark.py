@@ -16,9 +16,9 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
-from speculators.families.least_squares import reduced_rank, ridge, unit
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
+from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 MarkovType = Literal["vanilla", "gated", "rnn"]
 

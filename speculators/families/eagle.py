@@ -16,15 +16,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DecoderConfig
-from speculators.drafter import DraftStep, Samples, valid_terms
-from speculators.errors import ConfigError
-from speculators.families.autoregressive import DecoderChain
-from speculators.families.least_squares import ridge, terms_for
-from speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
-from speculators.options import DecoderOptions
-from speculators.precision import on_host
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.config import DecoderConfig
+from draftsmith.speculators.drafter import DraftStep, Samples, valid_terms
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.autoregressive import DecoderChain
+from draftsmith.speculators.families.least_squares import ridge, terms_for
+from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
+from draftsmith.speculators.options import DecoderOptions
+from draftsmith.speculators.precision import on_host
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
 NO_WINDOW = "sliding_window: engines give an EAGLE-1 head no window; train an eagle3 head"

@@ -13,12 +13,16 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DecoderConfig
-from speculators.drafter import Samples
-from speculators.families.autoregressive import DecoderChain
-from speculators.families.eagle3_init import SHARPNESS, start_from_least_squares, start_from_taps
-from speculators.families.least_squares import terms_for
-from speculators.layers.decoder import (
+from draftsmith.speculators.config import DecoderConfig
+from draftsmith.speculators.drafter import Samples
+from draftsmith.speculators.families.autoregressive import DecoderChain
+from draftsmith.speculators.families.eagle3_init import (
+    SHARPNESS,
+    start_from_least_squares,
+    start_from_taps,
+)
+from draftsmith.speculators.families.least_squares import terms_for
+from draftsmith.speculators.layers.decoder import (
     Asked,
     Attend,
     Attends,
@@ -27,8 +31,8 @@ from speculators.layers.decoder import (
     Rotary,
     RotaryTable,
 )
-from speculators.options import DecoderOptions, PositiveInt, TapOptions
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 class Eagle3Switches(BaseModel):

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from speculators.drafter import valid_terms
-from speculators.errors import ConfigError
-from speculators.families.least_squares import ridge, unit
-from speculators.layers.decoder import Attention
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.drafter import valid_terms
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.least_squares import ridge, unit
+from draftsmith.speculators.layers.decoder import Attention
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 if TYPE_CHECKING:
-    from speculators.families.autoregressive import DecoderChain
+    from draftsmith.speculators.families.autoregressive import DecoderChain
 
 
 DEPTHS = 4  # over which the recursion is fitted, on its own predictions

@@ -13,12 +13,12 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Samples, valid_terms
-from speculators.families.attention_free import SlotwiseDrafter
-from speculators.families.least_squares import ridge, terms_for
-from speculators.options import DrafterOptions, PositiveInt
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Samples, valid_terms
+from draftsmith.speculators.families.attention_free import SlotwiseDrafter
+from draftsmith.speculators.families.least_squares import ridge, terms_for
+from draftsmith.speculators.options import DrafterOptions, PositiveInt
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
 class MedusaShape(BaseModel):

@@ -20,12 +20,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Samples
-from speculators.families.attention_free import SlotwiseDrafter
-from speculators.layers.decoder import RMSNorm
-from speculators.options import DrafterOptions, PositiveInt
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Samples
+from draftsmith.speculators.families.attention_free import SlotwiseDrafter
+from draftsmith.speculators.layers.decoder import RMSNorm
+from draftsmith.speculators.options import DrafterOptions, PositiveInt
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 EPS = 1e-6  # of the published norms; their config.json has no field for it
 

@@ -16,11 +16,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DecoderConfig, TargetShape
-from speculators.drafter import Samples
-from speculators.errors import ConfigError
-from speculators.families.autoregressive import ChainDrafter
-from speculators.layers.decoder import (
+from draftsmith.speculators.config import DecoderConfig, TargetShape
+from draftsmith.speculators.drafter import Samples
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.autoregressive import ChainDrafter
+from draftsmith.speculators.layers.decoder import (
     Asked,
     Attends,
     DecoderLayer,
@@ -28,9 +28,9 @@ from speculators.layers.decoder import (
     Rotary,
     RotaryTable,
 )
-from speculators.layers.target_layer import BorrowedLayer, layer_fields
-from speculators.options import DrafterOptions, PositiveInt, Text
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
+from draftsmith.speculators.options import DrafterOptions, PositiveInt, Text
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use

@@ -13,10 +13,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
-from speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
-from speculators.options import Count, PositiveInt, Share
-from speculators.precision import on_device
+from draftsmith.speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
+from draftsmith.speculators.families.eagle3 import Eagle3, Eagle3Config, Eagle3Options
+from draftsmith.speculators.options import Count, PositiveInt, Share
+from draftsmith.speculators.precision import on_device
 
 
 class PEagleConfig(Eagle3Config):

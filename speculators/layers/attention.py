@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speculators.layers.checkpointing import kept_or_recomputed
-from speculators.layers.queries import Queries, Run
+from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
+from draftsmith.speculators.layers.queries import Queries, Run
 
 # Attention scores that a chunk of queries may have, by kind of device, and the most queries.
 SCORES = {"cpu": 1 << 24, "cuda": 1 << 26}

@@ -16,9 +16,9 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from speculators.config import DecoderConfig
-from speculators.errors import ConfigError
-from speculators.layers.frozen_linear import FrozenLinear
+from draftsmith.speculators.config import DecoderConfig
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.layers.frozen_linear import FrozenLinear
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, d]
 # query, key, value, scale -> [B, h, T, d]

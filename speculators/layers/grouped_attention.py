@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from speculators.layers.decoder import Attend
+from draftsmith.speculators.layers.decoder import Attend
 
 NAME = "draftsmith_grouped"
 MOST_QUERIES = 16  # tokens on a CPU; above, repeating keys and values is cheap in comparison

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.hub import split_revision
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.hub import split_revision
 
 CONFIG = "adapter_config.json"
 # what peft puts around a module it changes

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speculators.precision import on_host, to_device
+from draftsmith.speculators.precision import on_host, to_device
 
 MASKED_QUERIES = 256  # of one call of a kernel with a mask
 

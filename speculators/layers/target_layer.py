@@ -25,8 +25,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
-from speculators.errors import ConfigError
-from speculators.layers.decoder import Asked, Attend, ExactBuffers, Rotary
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.layers.decoder import Asked, Attend, ExactBuffers, Rotary
 
 NAME = "draftsmith_attend"
 # Fields of a configuration that say nothing of a layer, and differ between a model, its folder and

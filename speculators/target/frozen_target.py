@@ -19,13 +19,19 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from speculators.hub import one_line, require_reachable, split_revision
-from speculators.layers.grouped_attention import decoding, worthwhile
-from speculators.precision import as_dtype, on_host, running_dtype, say_widened, to_device
-from speculators.target import longrope, probe
-from speculators.target.info import auto_class_of
-from speculators.target.packed_attention import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.layers.grouped_attention import decoding, worthwhile
+from draftsmith.speculators.precision import (
+    as_dtype,
+    on_host,
+    running_dtype,
+    say_widened,
+    to_device,
+)
+from draftsmith.speculators.target import longrope, probe
+from draftsmith.speculators.target.info import auto_class_of
+from draftsmith.speculators.target.packed_attention import (
     LONG_ROW,
     Spans,
     packed,
@@ -33,8 +39,8 @@ from speculators.target.packed_attention import (
     placeholder,
     text_spans,
 )
-from speculators.target.probe import Parts, is_quantised, needs_eager
-from speculators.target.recurrent import RecurrentLayers
+from draftsmith.speculators.target.probe import Parts, is_quantised, needs_eager
+from draftsmith.speculators.target.recurrent import RecurrentLayers
 
 _SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
 

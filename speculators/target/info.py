@@ -2,7 +2,7 @@
 weight is loaded.
 
 A TargetSketch stands in for a FrozenTarget where only sizes are read
-(`speculators.registry.config_for_target`)."""
+(`draftsmith.speculators.registry.config_for_target`)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from speculators.errors import CheckpointError, UnsupportedTarget
-from speculators.hub import one_line, require_reachable
-from speculators.precision import as_dtype, own_device, running_dtype
+from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.hub import one_line, require_reachable
+from draftsmith.speculators.precision import as_dtype, own_device, running_dtype
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from speculators.precision import on_host
+from draftsmith.speculators.precision import on_host
 
 NAME = "draftsmith_packed"
 LONG_ROW = 4096  # tokens; masks of shorter rows are small

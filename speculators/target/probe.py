@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from speculators.errors import CheckpointError, UnsupportedTarget
-from speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
+from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates, StateCache
 
 ATTENTION = ("sdpa", "eager")  # the implementations that honour an arbitrary mask
 FULL, SLIDING = "full_attention", "sliding_attention"

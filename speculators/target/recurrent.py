@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from speculators.errors import ConfigError
-from speculators.precision import on_device
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
 
 Key = tuple[int, str, int]  # layer, conv_states or recurrent_states, number of the state
 KINDS = ("conv_states", "recurrent_states")

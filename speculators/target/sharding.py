@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:

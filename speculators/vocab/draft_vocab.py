@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.vocab.token_bytes import TokenBytes, token_bytes
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.vocab.token_bytes import TokenBytes, token_bytes
 
 # in a folder of its own: engines take every *.safetensors beside config.json for weights
 FILE = "token_map/model.safetensors"

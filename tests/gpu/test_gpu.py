@@ -20,18 +20,18 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from inference import LLM, SamplingParams
-from speculators.export import export_drafter
-from speculators.precision import free_memory
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.features.prefetch import STREAMS
-from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import make_recipe
-from train.trainer import parallel
-from train.trainer.trainer import Trainer
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.precision import free_memory
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.features.prefetch import STREAMS
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.trainer import parallel
+from draftsmith.train.trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = "recipes/quickstart/data"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from inference.metrics import (
+from draftsmith.inference.metrics import (
     SpecDecodeCounters,
     acceptance_length,
     conditional_rates,

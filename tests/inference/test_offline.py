@@ -8,12 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inference import LLM, SamplingParams
-from inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
-from inference.evaluation.side_by_side import SideBySide, remarks, repeats_itself
-from inference.offline import app
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
+from draftsmith.inference.evaluation.side_by_side import SideBySide, remarks, repeats_itself
+from draftsmith.inference.offline import app
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
 
 TAPS = (1, 2)
 

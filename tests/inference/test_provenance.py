@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.provenance import config_sha256, environment, git_commit, text_sha256, weights_sha256
-from inference.report.schema import Provenance
-from speculators.errors import DataError
+from draftsmith.inference.provenance import (
+    config_sha256,
+    environment,
+    git_commit,
+    text_sha256,
+    weights_sha256,
+)
+from draftsmith.inference.report.schema import Provenance
+from draftsmith.speculators.errors import DataError
 
 
 def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from inference.sampling_params import SamplingParams
-from speculators.errors import ConfigError
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.errors import ConfigError
 
 
 def test_defaults_are_vllms():

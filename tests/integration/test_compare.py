@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from speculators.errors import ConfigError
-from train.pipeline.compare import FILE, compare_recipes, rows
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.pipeline.compare import FILE, compare_recipes, rows
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 

@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from draftsmith.train.trainer import checkpoint
 from tests.forked import Forked
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
-from train.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "accelerate"
@@ -45,7 +45,7 @@ def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = (
         *("--main_process_port", str(free_port())),
         *(str(ROOT / "train" / "eagle.py"), str(path), f"output_dir={out}", *overrides),
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
@@ -140,7 +140,7 @@ if sys.argv[1] == "-c":  # whether it has vLLM
 sys.path.insert(0, {root!r})
 import torch
 from safetensors.torch import save_file
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 question = json.loads(sys.stdin.readline())
 draft = question["speculative_config"]["draft_model_config"]["hf_config"]

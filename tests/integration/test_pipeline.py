@@ -16,18 +16,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from inference.report.schema import load_report
-from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from speculators.export import read_drafter_config
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.export import read_drafter_config
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.commands.features import cache_features
+from draftsmith.train.pipeline.run import run
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.joint_target import cross_entropy
 from tests.conftest import make_tiny_model
 from tests.quantised import save_quantised
 from tests.quickstart_data import source as quickstart
 from tests.support.tokenizers import byte_level
-from train.commands.features import cache_features
-from train.pipeline.run import run
-from train.trainer import checkpoint
-from train.trainer.joint_target import cross_entropy
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 SHORT = [
@@ -121,7 +121,8 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
     cache_features(recipe, other)
     assert len(list(folder.parent.iterdir())) == 2, "a folder of its own"
     monkeypatch.setattr(
-        "train.pipeline.features_stage.shutil.disk_usage", lambda _: SimpleNamespace(free=1000)
+        "draftsmith.train.pipeline.features_stage.shutil.disk_usage",
+        lambda _: SimpleNamespace(free=1000),
     )
     with pytest.raises(
         ConfigError, match="are needed for .* and 1 kB are free .* features.mode: online"

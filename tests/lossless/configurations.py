@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from inference import LLM
-from inference.entrypoints.loading import make_draft_length
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from draftsmith.inference import LLM
+from draftsmith.inference.entrypoints.loading import make_draft_length
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.conftest import make_tiny_model
 from tests.lossless.covering import Partial, cover
 from tests.support.cases import Case

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.chain_rules import RULES, Verdict, decide, verify
-from inference.spec_decode.verification.tree_rules import follow, traverse
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.chain_rules import RULES, Verdict, decide, verify
+from draftsmith.inference.spec_decode.verification.tree_rules import follow, traverse
 from tests.lossless import walks
 
 VOCAB = 3

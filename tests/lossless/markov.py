@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import make_generator, probabilities
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.rejection_sampler import verify_and_sample
+from draftsmith.inference.sampling.sampler import make_generator, probabilities
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from tests.support.chi2 import FAMILY_ALPHA, assert_fits
 from tests.support.drafters import draw
 

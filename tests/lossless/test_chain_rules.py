@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.chain_rules import RULES, decide, verify
-from inference.spec_decode.verification.tree_rules import follow
-from speculators.errors import ConfigError
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.chain_rules import RULES, decide, verify
+from draftsmith.inference.spec_decode.verification.tree_rules import follow
+from draftsmith.speculators.errors import ConfigError
 from tests.lossless.enumeration import (
     LOSSLESS,
     VOCAB,

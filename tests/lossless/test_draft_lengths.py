@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.sampling.sampler import batch_probabilities, inverse_cdf
-from inference.spec_decode.costs import MeasuredCosts, RoundCosts
-from inference.spec_decode.draft_length import (
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_cdf
+from draftsmith.inference.spec_decode.costs import MeasuredCosts, RoundCosts
+from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
     DraftLength,
     RoundPlan,
 )
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers import drafter as head
-from inference.spec_decode.proposers.ngram import NgramProposer
-from speculators.drafter import DraftLogits
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers import drafter as head
+from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
+from draftsmith.speculators.drafter import DraftLogits
 from tests.lossless.enumeration import (
     LOSSLESS,
     World,

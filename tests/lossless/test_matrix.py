@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from inference import SamplingParams
-from inference.spec_decode.proposers.methods import TRAINING_FREE
-from speculators.registry import FAMILIES
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.speculators.registry import FAMILIES
 from tests.lossless.configurations import (
     GREEDY,
     SAMPLED,

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.sampling.penalties import Penalties
-from inference.sampling.sampler import uniforms
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.tree_attention import ancestors
-from inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
-from inference.spec_decode.verification.chain_rules import RULES, Verdict
-from speculators.vocab.draft_vocab import scatter_to_target
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.sampling.penalties import Penalties
+from draftsmith.inference.sampling.sampler import uniforms
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.tree_attention import ancestors
+from draftsmith.inference.spec_decode.verification import chain_rules, rejection_sampler, tree_rules
+from draftsmith.inference.spec_decode.verification.chain_rules import RULES, Verdict
+from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 from tests.lossless.configurations import Configuration
 from tests.lossless.enumeration import (
     VOCAB,
@@ -43,8 +43,8 @@ from tests.lossless.markov import (
 )
 from tests.lossless.test_matrix import check_greedy, check_sampled
 
-DRAFTER = "inference.spec_decode.proposers.drafter"
-CACHE = "inference.kv_cache.ragged_cache.RaggedCache"
+DRAFTER = "draftsmith.inference.spec_decode.proposers.drafter"
+CACHE = "draftsmith.inference.kv_cache.ragged_cache.RaggedCache"
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 
 
@@ -357,17 +357,17 @@ SAMPLED_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     "q before the drafter's temperature": (HEAD, f"{DRAFTER}.scatter_to_target", flattened),
     "penalties that do not count drafts": (
         replace(STUB, processors="penalties"),
-        "inference.sampling.penalties.Penalties.apply",
+        "draftsmith.inference.sampling.penalties.Penalties.apply",
         blind_to_drafts,
     ),
     "p before processors": (
         replace(STUB, processors="penalties"),
-        "inference.engine.engine.process_logits",
+        "draftsmith.inference.engine.engine.process_logits",
         lambda logits, proposal, requests: logits,
     ),
     "a length chosen after looking": (
         HEAD,
-        "inference.spec_decode.draft_length.DraftLength.settle",
+        "draftsmith.inference.spec_decode.draft_length.DraftLength.settle",
         settled_by_looking,
     ),
 }
@@ -402,7 +402,7 @@ def kept_with_a_rejected_one(self: RaggedCache, places) -> None:
 
 TREE = Configuration("branches", "auto", "static", "fixed", "none", "3", "qwen3")
 CHAIN = replace(TREE, drafter="ragged", tree="chain")
-ANCESTORS = "inference.spec_decode.tree_attention.ancestors"
+ANCESTORS = "draftsmith.inference.spec_decode.tree_attention.ancestors"
 GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     "drafts that see their siblings": (
         TREE,
@@ -418,12 +418,12 @@ GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     "a rejected draft left in the cache": (CHAIN, f"{CACHE}.keep", kept_with_a_rejected_one),
     "states that went on with rejected drafts": (
         replace(CHAIN, architecture="lfm2"),
-        "speculators.target.recurrent.RecurrentStates._again",
+        "draftsmith.speculators.target.recurrent.RecurrentStates._again",
         lambda self, made, rows, count: self._load(rows, True),
     ),
     "penalties that do not count drafts": (
         replace(CHAIN, drafter="right", processors="penalties"),
-        "inference.sampling.penalties.Penalties.apply",
+        "draftsmith.inference.sampling.penalties.Penalties.apply",
         blind_to_drafts,
     ),
 }

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import make_generator, probabilities, uniforms
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.rejection_sampler import verify_and_sample
-from speculators.errors import ConfigError, DraftsmithError
+from draftsmith.inference.sampling.sampler import make_generator, probabilities, uniforms
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.rejection_sampler import verify_and_sample
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from tests.lossless import walks
 from tests.lossless.markov import (
     CASES,

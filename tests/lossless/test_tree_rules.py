@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.verification.rejection_sampler import rule_for
-from speculators.errors import ConfigError
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.verification.rejection_sampler import rule_for
+from draftsmith.speculators.errors import ConfigError
 from tests.lossless.enumeration import (
     LOSSLESS,
     VOCAB,

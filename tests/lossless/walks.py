@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposal import Proposal
 
 Flip = Callable[[float], bool]
 Draw = Callable[[Tensor], int]

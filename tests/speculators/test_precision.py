@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.evaluation.engines import Drafting
-from inference.vllm_bridge.engine import VllmEngine, VllmOptions
-from speculators.precision import (
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.evaluation.engines import Drafting
+from draftsmith.inference.vllm_bridge.engine import VllmEngine, VllmOptions
+from draftsmith.speculators.precision import (
     autocast_dtype,
     multiplies_bfloat16,
     own_device,
     running_dtype,
     say_widened,
 )
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline.run import make_accelerator
+from draftsmith.train.planner.plan import make_stage
+from draftsmith.train.recipe.sections import TargetSection
 from tests.conftest import make_tiny_model
 from tests.support.recipes import recipe_of
-from train.pipeline.run import make_accelerator
-from train.planner.plan import make_stage
-from train.recipe.sections import TargetSection
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 
@@ -81,7 +81,7 @@ def test_only_auto_and_only_bfloat16_are_widened(cpu):
 def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
     """The numbers are the checkpoint's, and it is said once."""
     cpu("old")
-    with caplog.at_level(logging.WARNING, "speculators.precision"):
+    with caplog.at_level(logging.WARNING, "draftsmith.speculators.precision"):
         wide, again = (FrozenTarget.from_pretrained(str(folder)) for _ in range(2))
     assert [str(folder) in record.message for record in caplog.records] == [True]
     assert wide.dtype == torch.float32 and wide.checkpoint_dtype == torch.bfloat16
@@ -111,7 +111,7 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16
     monkeypatch.setattr(
-        "inference.vllm_bridge.engine.vllm_python", lambda _: "python"
+        "draftsmith.inference.vllm_bridge.engine.vllm_python", lambda _: "python"
     )  # of some environment with vLLM
     engine = VllmEngine(
         Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions()

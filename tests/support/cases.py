@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from speculators.drafter import Drafter
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 OPT = {
     "hidden_size": 24,

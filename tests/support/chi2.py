@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import probabilities
-from inference.sampling_params import SamplingParams
-from speculators.drafter import Drafter
+from draftsmith.inference.sampling.sampler import probabilities
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.drafter import Drafter
 from tests.support.engines import make_llm
 
 FAMILY_ALPHA = 1e-6  # of a family of tests: each gets its share

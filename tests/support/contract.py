@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import Drafter, DraftInput
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import Drafter, DraftInput
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.trainer.trainer import Trainer
 from tests.support.recipes import recipe_of
 from tests.support.tokenizers import spell
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.trainer.trainer import Trainer
 
 DEPTHS = 3
 

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import torch
 
-from inference.sampling.sampler import check_drawn, inverse_cdf, uniforms
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from speculators.drafter import DraftLogits
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.sampling.sampler import check_drawn, inverse_cdf, uniforms
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from draftsmith.speculators.drafter import DraftLogits
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 TREES = {
     "static": StaticTree.parse([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference import LLM
-from inference.engine_options import EngineOptions
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.spec_decode.proposers.drafter import DraftOptions
+from draftsmith.inference import LLM
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 
 ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling.logits_processors import FORBIDDEN, bad_word_ids
-from inference.sampling_params import SamplingParams
+from draftsmith.inference.sampling.logits_processors import FORBIDDEN, bad_word_ids
+from draftsmith.inference.sampling_params import SamplingParams
 
 
 def processed(

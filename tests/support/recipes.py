@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.recipe.recipe import recipe_class
+from draftsmith.train.recipe.recipe import recipe_class
 
 
 def recipe_of(family: str, **sections: Any) -> Any:

@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inference.report.build import Bound, build_report, check_gates
-from inference.report.measurement import Measurement
-from inference.report.schema import (
+from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.inference.report.build import Bound, build_report, check_gates
+from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.schema import (
     AcceptanceReport,
     Costs,
     EngineFacts,
@@ -20,7 +20,7 @@ from inference.report.schema import (
     TimedPass,
     TokenDifference,
 )
-from inference.spec_decode.replay import ReplayResult
+from draftsmith.inference.spec_decode.replay import ReplayResult
 
 WORKLOADS = {"arithmetic": 0.86, "json": 0.93, "table-qa": 0.78, "chat": 0.66}
 K = 4

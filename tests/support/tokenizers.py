@@ -16,7 +16,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from speculators.vocab.token_map import TokenMap
+from draftsmith.speculators.vocab.token_map import TokenMap
 
 CORPUS = [
     (

@@ -18,18 +18,18 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from inference import LLM, SamplingParams
-from inference.report.schema import load_report
-from speculators.export import export_drafter, load_drafter
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.cli import ORDER, app
+from draftsmith.train.planner.plan import make_stage
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import describe_schema
+from draftsmith.train.trainer import checkpoint
 from tests.quickstart_data import source as quickstart
-from train.cli import ORDER, app
-from train.planner.plan import make_stage
-from train.recipe.drafter_config import drafter_config
-from train.recipe.load import load_recipe
-from train.recipe.recipe import describe_schema
-from train.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
@@ -102,15 +102,15 @@ def drafter_folder(tmp_path, target_folder) -> Path:
 def test_starts_without_torch():
     """`--help` must not wait for torch or transformers."""
     code = (
-        "import sys; from train.cli import app; assert not {'torch', 'transformers', 'matplotlib'}"
-        " & set(sys.modules)"
+        "import sys; from draftsmith.train.cli import app;"
+        " assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 WITHOUT_EXTRAS = """
 import sys
-from inference.console import EXTRAS
+from draftsmith.inference.console import EXTRAS
 class Without:
     def __init__(self, finder):
         self.finder = finder
@@ -120,8 +120,8 @@ class Without:
     def __getattr__(self, name):
         return getattr(self.finder, name)
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
-from inference import LLM
-from train.cli import ORDER, app
+from draftsmith.inference import LLM
+from draftsmith.train.cli import ORDER, app
 app(sys.argv[1:])
 """
 
@@ -235,7 +235,7 @@ def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
 
 
 def load_target_section(folder: Path):
-    from train.recipe.sections import TargetSection
+    from draftsmith.train.recipe.sections import TargetSection
 
     return TargetSection(model=str(folder))
 
@@ -565,8 +565,8 @@ def test_without_a_network_a_wrong_name_is_said_at_once(monkeypatch):
     import huggingface_hub
     from transformers import AutoConfig
 
-    from inference.entrypoints.loading import load_tokenizer, whole_config
-    from speculators.errors import CheckpointError
+    from draftsmith.inference.entrypoints.loading import load_tokenizer, whole_config
+    from draftsmith.speculators.errors import CheckpointError
 
     class NoNetwork:
         def head(self, url, timeout):

@@ -12,14 +12,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from inference import LLM, SamplingParams
-from inference.entrypoints.loading import load_tokenizer, target_config
-from inference.report.schema import load_report
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.hub import cached_folder, repository_id, split_revision, with_revision
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.loading import load_tokenizer, target_config
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.hub import cached_folder, repository_id, split_revision, with_revision
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline.export_stage import reexport
+from draftsmith.train.pipeline.run import run
 from tests.quickstart_data import source as quickstart
 from tests.support.tokenizers import chat_bytes
 from tests.train.test_cli import (  # noqa: F401 (fixtures)
@@ -28,8 +30,6 @@ from tests.train.test_cli import (  # noqa: F401 (fixtures)
     recipe_file,
     target_folder,
 )
-from train.pipeline.export_stage import reexport
-from train.pipeline.run import run
 
 TARGET, HEAD = "org/target", "org/head"
 pytestmark = pytest.mark.usefixtures("no_pictures")

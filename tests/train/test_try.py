@@ -9,16 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.cli import app
+from draftsmith.train.commands.try_methods import _methods
+from draftsmith.train.data.prepare import bad_rows
+from draftsmith.train.pipeline.evaluate_again import _recipe
 from tests.support.tokenizers import chat_bytes
-from train.cli import app
-from train.commands.try_methods import _methods
-from train.data.prepare import bad_rows
-from train.pipeline.evaluate_again import _recipe
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference.vllm_bridge.engine import child_environment
-from train.pipeline.features_stage import _part
+from draftsmith.inference.vllm_bridge.engine import child_environment
+from draftsmith.train.pipeline.features_stage import _part
 
 
 @pytest.mark.parametrize(("engine", "parts"), [("vllm", 2), ("draftsmith", 8)])

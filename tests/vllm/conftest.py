@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.metrics import SpecDecodeCounters
-from speculators.drafter import Drafter
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.export.serving_commands import vllm_method
-from speculators.families.draft_model.model import DraftModel, DraftModelOptions
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.export.serving_commands import vllm_method
+from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT

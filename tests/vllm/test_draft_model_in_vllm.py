@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference import LLM, SamplingParams
-from speculators.export import export_drafter
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.export import export_drafter
 from tests.support.tokenizers import byte_level
 from tests.vllm.conftest import PROMPTS, WRITTEN, student
 

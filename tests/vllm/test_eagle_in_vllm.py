@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculators.families.eagle import Eagle, EagleOptions
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.families.eagle import Eagle, EagleOptions
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
-from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.report.build import lay_beside
-from inference.vllm_bridge.engine import VllmOptions
-from inference.vllm_bridge.server import VllmServers
-from speculators.export import export_drafter
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
+from draftsmith.inference.report.build import lay_beside
+from draftsmith.inference.vllm_bridge.engine import VllmOptions
+from draftsmith.inference.vllm_bridge.server import VllmServers
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
 from tests.vllm.conftest import PROMPTS
 from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained

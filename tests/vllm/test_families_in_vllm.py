@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference.metrics import SpecDecodeCounters
-from speculators.export import export_drafter
-from speculators.export.convert import write_back
-from speculators.export.layouts.base import WEIGHTS
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export.convert import write_back
+from draftsmith.speculators.export.layouts.base import WEIGHTS
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds, run_ours, with_head
 
 TAPS = (1, 2, 3)

@@ -12,21 +12,21 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from inference.vllm_bridge.engine import VllmError
-from inference.vllm_bridge.hidden_states import HiddenStates
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.vllm_bridge.engine import VllmError
+from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.features.cache import missing
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.pipeline.data_stage import TargetHashes, TrainingData
+from draftsmith.train.pipeline.features_stage import features_of_states, fill, open_cache
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.trainer.trainer import Trainer
 from tests.train.trainer.test_loop import make_recipe
 from tests.vllm.conftest import PROMPTS
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.features.cache import missing
-from train.features.row_features import RowFeatures
-from train.pipeline.data_stage import TargetHashes, TrainingData
-from train.pipeline.features_stage import features_of_states, fill, open_cache
-from train.pipeline.progress import Stages
-from train.trainer.trainer import Trainer
 
 ENGINE = {
     "kv_cache_memory_bytes": 64 << 20,

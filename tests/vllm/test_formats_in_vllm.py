@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.export import export_drafter
-from speculators.export.inspection import inspect_folder
-from speculators.export.serving_commands import serving, vllm_method
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export.inspection import inspect_folder
+from draftsmith.speculators.export.serving_commands import serving, vllm_method
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.vllm.process import VLLMError
 from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, LEAST_SQUARES, trained
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from inference import LLM
-from inference.entrypoints.loading import end_of_sequence_ids
-from train.data.loss_mask import ConversationTokenizer
-from train.data.sources import Example
-from train.recipe.data_sections import RegenerateSection
-from train.regeneration.conversations import TargetFacts
-from train.regeneration.regenerate import regenerate
-from train.regeneration.servers import EndpointError
-from train.regeneration.store import Record
+from draftsmith.inference import LLM
+from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.sources import Example
+from draftsmith.train.recipe.data_sections import RegenerateSection
+from draftsmith.train.regeneration.conversations import TargetFacts
+from draftsmith.train.regeneration.regenerate import regenerate
+from draftsmith.train.regeneration.servers import EndpointError
+from draftsmith.train.regeneration.store import Record
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 ASKED = (

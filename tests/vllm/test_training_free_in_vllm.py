@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference import SamplingParams
-from inference.bench.advice import SCHEDULE, advised_lengths
-from inference.requests.request import Request
-from inference.spec_decode.proposers.ngram import NgramIndex
-from inference.spec_decode.proposers.suffix import SuffixProposer
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex
+from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
 from tests.vllm.process import VLLMError
 

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from speculators.errors import DraftsmithError
-from speculators.export import export_drafter, load_drafter
-from speculators.export.layouts.base import WEIGHTS
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.export.layouts.base import WEIGHTS
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.vllm.conftest import PROMPTS, student
 from tests.vllm.process import VLLMError
 

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from inference.spec_decode.proposers.methods import TRAINING_FREE
-from speculators.errors import CheckpointError, ConfigError
-from speculators.hub import repository_id
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.hub import repository_id
 
 if TYPE_CHECKING:
-    from speculators.export.inspection import Inspection
-    from speculators.export.serving_commands import ServingCommand
+    from draftsmith.speculators.export.inspection import Inspection
+    from draftsmith.speculators.export.serving_commands import ServingCommand
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -50,9 +50,9 @@ def export(
 ) -> None:
     """Write the best drafter of a run, finished or not, or any drafter once more, in a format that
     engines load."""
-    from speculators.export import read_drafter_config, read_fields
-    from speculators.export.convert import convert, write_back
-    from train.pipeline.export_stage import reexport
+    from draftsmith.speculators.export import read_drafter_config, read_fields
+    from draftsmith.speculators.export.convert import convert, write_back
+    from draftsmith.train.pipeline.export_stage import reexport
 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -97,8 +97,8 @@ def inspect(
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
     are faults."""
-    from speculators.export.inspection import inspect_folder
-    from train.recipe.sections import TargetSection
+    from draftsmith.speculators.export.inspection import inspect_folder
+    from draftsmith.train.recipe.sections import TargetSection
 
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         _inspect_method(drafter, model, as_json)
@@ -133,8 +133,8 @@ def inspect(
 
 def _inspect_method(method: str, model: str, as_json: bool) -> None:
     """How to serve a method that has no folder."""
-    from inference.entrypoints.speculative_config import parse_speculative_config
-    from speculators.export.serving_commands import serving
+    from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+    from draftsmith.speculators.export.serving_commands import serving
 
     options = parse_speculative_config({"method": method})
     commands = serving(method, target=model, training_free=options)
@@ -147,7 +147,7 @@ def _inspect_method(method: str, model: str, as_json: bool) -> None:
 
 def _tokenizer(model: str) -> Any:
     """The target's, None where its folder has none."""
-    from train.recipe.sections import TargetSection
+    from draftsmith.train.recipe.sections import TargetSection
 
     try:
         return TargetSection(model=model).load_tokenizer()
@@ -156,8 +156,8 @@ def _tokenizer(model: str) -> Any:
 
 
 def _commands(config: Any, fields: Any, folder: str, model: str) -> list[ServingCommand]:
-    from speculators.export.formats import format_of
-    from speculators.export.serving_commands import serving
+    from draftsmith.speculators.export.formats import format_of
+    from draftsmith.speculators.export.serving_commands import serving
 
     own = fields.get("draftsmith") or {}
     target = model or (own.get("target") or {}).get("name_or_path", "")
@@ -168,7 +168,7 @@ def _commands(config: Any, fields: Any, folder: str, model: str) -> list[Serving
 
 
 def _facts(result: Inspection) -> dict[str, Any]:
-    from speculators.export.formats import format_of
+    from draftsmith.speculators.export.formats import format_of
 
     config = result.config
     facts: dict[str, Any] = {

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from inference.console import json_option
-from inference.spec_decode.proposers.methods import TRAINING_FREE
-from speculators.errors import ConfigError
-from train.commands.options import Overrides
+from draftsmith.inference.console import json_option
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.commands.options import Overrides
 
 if TYPE_CHECKING:
-    from inference.evaluation.evaluate import EngineMaker
-    from train.pipeline.acceptance_stage import Engines
+    from draftsmith.inference.evaluation.evaluate import EngineMaker
+    from draftsmith.train.pipeline.acceptance_stage import Engines
 
 OURS, VLLM = "draftsmith", "vllm"
 
@@ -112,8 +112,8 @@ def evaluate(
 ) -> None:
     """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for
     --model."""
-    from train.pipeline.evaluate_again import evaluate_folders, evaluate_run
-    from train.recipe.load import load_recipe
+    from draftsmith.train.pipeline.evaluate_again import evaluate_folders, evaluate_run
+    from draftsmith.train.recipe.load import load_recipe
 
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
     if recipe is not None and (suite or suite_path or chat_template_kwargs):
@@ -155,7 +155,7 @@ def evaluate(
 
 def default_tokens(method: str) -> int:
     """K of an evaluation that names none: that of a training-free method, else 4."""
-    from inference.entrypoints.speculative_config import parse_speculative_config
+    from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 
     if method not in TRAINING_FREE:  # a drafter's, or a name that is refused later
         return 4
@@ -199,9 +199,9 @@ def _engines(
         )
     if not names and eager is None:
         return None
-    from inference.vllm_bridge.engine import VllmOptions
-    from inference.vllm_bridge.server import VllmServers
-    from train.pipeline.acceptance_stage import Engines
+    from draftsmith.inference.vllm_bridge.engine import VllmOptions
+    from draftsmith.inference.vllm_bridge.server import VllmServers
+    from draftsmith.train.pipeline.acceptance_stage import Engines
 
     if VLLM not in (names or ()):
         return Engines(enforce_eager=eager)

@@ -6,19 +6,19 @@ Several processes may each write a part, on machines that share the folder.
 
 from __future__ import annotations
 
-from train.commands.options import Overrides, Part, RecipeFile, parse_part
+from draftsmith.train.commands.options import Overrides, Part, RecipeFile, parse_part
 
 
 def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
     """Write the target's features of a recipe's training rows to disk, for runs with features.mode:
     cache."""
-    from train.pipeline.adapted_target import with_adapted_target
-    from train.pipeline.data_stage import DataStage, TrainingData
-    from train.pipeline.features_stage import fill, open_cache
-    from train.pipeline.progress import Stages
-    from train.pipeline.run import load_target, make_accelerator
-    from train.recipe.drafter_config import drafter_config
-    from train.recipe.load import load_recipe
+    from draftsmith.train.pipeline.adapted_target import with_adapted_target
+    from draftsmith.train.pipeline.data_stage import DataStage, TrainingData
+    from draftsmith.train.pipeline.features_stage import fill, open_cache
+    from draftsmith.train.pipeline.progress import Stages
+    from draftsmith.train.pipeline.run import load_target, make_accelerator
+    from draftsmith.train.recipe.drafter_config import drafter_config
+    from draftsmith.train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
     number = parse_part(part)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 RecipeFile = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, such as those in recipes/.")

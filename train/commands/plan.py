@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from train.commands.options import Overrides, RecipeFile
+from draftsmith.train.commands.options import Overrides, RecipeFile
 
 
 def plan(
@@ -27,10 +27,10 @@ def plan(
 ) -> None:
     """Estimate time and memory of a recipe on given devices. Exit code 1: target and drafter
     do not fit."""
-    from train.planner.describe import describe
-    from train.planner.devices import find_device
-    from train.planner.plan import make_plan
-    from train.recipe.load import load_recipe
+    from draftsmith.train.planner.describe import describe
+    from draftsmith.train.planner.devices import find_device
+    from draftsmith.train.planner.plan import make_plan
+    from draftsmith.train.recipe.load import load_recipe
 
     device = None if gpu is None else find_device(gpu)
     estimate = make_plan(load_recipe(recipe, overrides or ()), device, count, examples=examples)

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from speculators.errors import ConfigError, DataError
-from train.commands.options import Overrides, RecipeFile
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.commands.options import Overrides, RecipeFile
 
 if TYPE_CHECKING:
-    from train.data.loss_mask import ConversationTokenizer, TokenRow
-    from train.data.prepare import Prepared
-    from train.data.sources import Example
-    from train.recipe.recipe import Recipe
+    from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
+    from draftsmith.train.data.prepare import Prepared
+    from draftsmith.train.data.sources import Example
+    from draftsmith.train.recipe.recipe import Recipe
 
 ELIDED = 300  # characters shown at either end of a long stretch without supervision
 FIRST = 120  # characters shown of the first row left out for a reason
@@ -46,9 +46,9 @@ def prepare(
 ) -> None:
     """Read the data of a recipe as a run would: counts, lengths, what is left out and why, and a
     sample's mask."""
-    from train.data.packing import conversation_tokenizer
-    from train.data.prepare import bad_rows, training_examples, validation_examples
-    from train.recipe.load import load_recipe
+    from draftsmith.train.data.packing import conversation_tokenizer
+    from draftsmith.train.data.prepare import bad_rows, training_examples, validation_examples
+    from draftsmith.train.recipe.load import load_recipe
 
     checked = load_recipe(recipe, overrides or ())
     if validation and not checked.data.validation:
@@ -85,8 +85,8 @@ def make_report(
 
     Where the target rewrites the responses, those of the data are an indication only, and need not
     be there."""
-    from train.data.bad_rows import BadRow
-    from train.data.packing import tokenise
+    from draftsmith.train.data.bad_rows import BadRow
+    from draftsmith.train.data.packing import tokenise
 
     data, regenerated, bad = recipe.data, recipe.regenerate.enabled, prepared.bad
     asked = _Asked(recipe, tokenizer) if regenerated and recipe.regenerate.turns == "last" else None
@@ -148,8 +148,8 @@ class _Asked:
     tokens of a response as the data's own, max_new_tokens at most."""
 
     def __init__(self, recipe: Recipe, tokenizer: ConversationTokenizer) -> None:
-        from train.pipeline.data_stage import facts_of
-        from train.regeneration.conversations import Account, ConversationRules
+        from draftsmith.train.pipeline.data_stage import facts_of
+        from draftsmith.train.regeneration.conversations import Account, ConversationRules
 
         facts = facts_of(recipe, tokenizer.tokenizer)
         facts = replace(facts, max_model_len=min(recipe.data.max_length, facts.max_model_len))
@@ -158,8 +158,8 @@ class _Asked:
 
     def rows(self, example: Example, times: int) -> list[TokenRow] | None:
         """The rows of an example that is used `times` times; None if it is left out."""
-        from train.data.loss_mask import TokenRow
-        from train.regeneration.conversations import Conversation
+        from draftsmith.train.data.loss_mask import TokenRow
+        from draftsmith.train.regeneration.conversations import Conversation
 
         for _ in range(times):
             ask = Conversation(0, example, 0.0, self.rules).ask()
@@ -180,7 +180,7 @@ def _lengths(
     """Counts and quantiles of the rows' tokens, as they are trained on."""
     import numpy as np
 
-    from train.data.packing import fit_rows
+    from draftsmith.train.data.packing import fit_rows
 
     kept, statistics = fit_rows(rows, max_length)
     statistics.examples = examples
@@ -245,7 +245,7 @@ def _print_sample(console: Console, example: Example, tokenizer: ConversationTok
     row."""
     import numpy as np
 
-    from train.data.bad_rows import BadRow
+    from draftsmith.train.data.bad_rows import BadRow
 
     try:
         rows = [(row.input_ids, row.loss_mask) for row in tokenizer.rows(example)]

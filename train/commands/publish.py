@@ -45,9 +45,9 @@ def push(
 ) -> None:
     """Upload a drafter with a card written from its acceptance report; again, it sends only what is
     missing."""
-    from speculators.export.upload import Destination
-    from train.pipeline.publish import CARD, PushOptions, stage
-    from train.pipeline.publish import push as upload
+    from draftsmith.speculators.export.upload import Destination
+    from draftsmith.train.pipeline.publish import CARD, PushOptions, stage
+    from draftsmith.train.pipeline.publish import push as upload
 
     options = PushOptions(base_model or None, license_ or None, report, target_layers)
     to = Destination(repository, not public, token or None)

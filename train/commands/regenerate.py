@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from speculators.errors import ConfigError
-from train.commands.options import Overrides, Part, RecipeFile, parse_part
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.commands.options import Overrides, Part, RecipeFile, parse_part
 
 
 def regenerate(
@@ -28,12 +28,12 @@ def regenerate(
     """Write the responses of a recipe, at its endpoints if it names some; again, it continues."""
     from accelerate import Accelerator
 
-    from inference.entrypoints.loading import load_tokenizer
-    from train.pipeline.adapted_target import with_adapted_target
-    from train.pipeline.data_stage import DataStage
-    from train.pipeline.progress import Stages
-    from train.pipeline.run import load_target
-    from train.recipe.load import load_recipe
+    from draftsmith.inference.entrypoints.loading import load_tokenizer
+    from draftsmith.train.pipeline.adapted_target import with_adapted_target
+    from draftsmith.train.pipeline.data_stage import DataStage
+    from draftsmith.train.pipeline.progress import Stages
+    from draftsmith.train.pipeline.run import load_target
+    from draftsmith.train.recipe.load import load_recipe
 
     mine, checked = parse_part(part), load_recipe(recipe, overrides or ())
     parts = [(name, each) for name, each in checked.training_stages() if each.regenerate.enabled]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 
 def try_methods(
@@ -43,13 +43,13 @@ def try_methods(
     ] = None,
 ) -> None:
     """Drafting off, n-grams, suffixes, lookahead and any drafters side by side: does it pay?"""
-    from inference.entrypoints.prompts import Prompt, read_prompts
-    from inference.evaluation.demo_prompts import demo_prompts
-    from inference.evaluation.side_by_side import compare_methods
-    from inference.offline import as_prompts
-    from inference.sampling_params import SamplingParams
-    from inference.whole_file import check_writable
-    from train.pipeline.evaluate_again import prompts_of_file
+    from draftsmith.inference.entrypoints.prompts import Prompt, read_prompts
+    from draftsmith.inference.evaluation.demo_prompts import demo_prompts
+    from draftsmith.inference.evaluation.side_by_side import compare_methods
+    from draftsmith.inference.offline import as_prompts
+    from draftsmith.inference.sampling_params import SamplingParams
+    from draftsmith.inference.whole_file import check_writable
+    from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 
     arguments = {
         name: str(value) if isinstance(value, Path) else value
@@ -87,7 +87,7 @@ def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
     """Name -> speculative_config: every method without a checkpoint, and the drafters by their
     folders. No text of an earlier repeat is drafted from. ConfigError for a drafter that is given
     twice."""
-    from inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
+    from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 
     tokens = {"num_speculative_tokens": k} if k else {}
     methods: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from speculators.errors import DataError
+from draftsmith.speculators.errors import DataError
 
 QUOTED = 400  # characters of a reason that are kept
 MANY = 0.05  # of the rows, above which what is left out is warned of

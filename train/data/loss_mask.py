@@ -32,10 +32,16 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from inference.provenance import text_sha256
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow
-from train.data.sources import REASONING_FIELDS, Example, Message, says_something, thought_of
+from draftsmith.inference.provenance import text_sha256
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.data.sources import (
+    REASONING_FIELDS,
+    Example,
+    Message,
+    says_something,
+    thought_of,
+)
 
 _TEMPLATE_ERRORS = (
     TemplateError,

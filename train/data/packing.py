@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow, BadRows
-from train.data.loss_mask import ConversationTokenizer, TokenRow
-from train.data.sources import Example
-from train.recipe.data_sections import DataSection
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
+from draftsmith.train.data.sources import Example
+from draftsmith.train.recipe.data_sections import DataSection
 
 Progress = Callable[[int, int], None]  # done, total
 MANY_EXAMPLES = 50_000  # from which on starting processes is worth its seconds

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from inference.evaluation.suites import load_suite
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow, BadRows
-from train.data.loss_mask import ConversationTokenizer
-from train.data.selection import LeftOut, decontaminate, deduplicate
-from train.data.sources import Example, load_sources, mix, read_sources
-from train.recipe.data_sections import DataSection
-from train.recipe.recipe import Recipe
+from draftsmith.inference.evaluation.suites import load_suite
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.selection import LeftOut, decontaminate, deduplicate
+from draftsmith.train.data.sources import Example, load_sources, mix, read_sources
+from draftsmith.train.recipe.data_sections import DataSection
+from draftsmith.train.recipe.recipe import Recipe
 
 NGRAM = 13  # words of a run that makes a prompt one of the evaluation
 BAD_ROWS, LEFT_OUT = "bad_rows.jsonl", "left_out.jsonl"

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow
-from train.recipe.data_sections import Source
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.recipe.data_sections import Source
 
 Row = tuple[str, Any]  # its place, and the row or a BadRow
 TEXT, TABLE = (".jsonl", ".json", ".csv"), ".parquet"

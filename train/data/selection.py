@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from train.data.sources import Example, Message
+from draftsmith.train.data.sources import Example, Message
 
 Lists = list[list[Example]]
 SHORTEST_QUESTION = 5  # words; a shorter turn of the evaluation may stand in any conversation

@@ -1,7 +1,7 @@
 """Examples from files and the Hub, mixed as the recipe says.
 
 A row may be written as OpenAI messages, ShareGPT turns, a prompt and its completion, or in columns
-of any name; every kind ends as the same `Example`. `train.data.readers` reads the files."""
+of any name; every kind ends as the same `Example`. `readers.py` reads the files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow, BadRows
-from train.data.readers import rows_of
-from train.recipe.data_sections import Source
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.readers import rows_of
+from draftsmith.train.recipe.data_sections import Source
 
 Message = dict[str, Any]
 

@@ -31,11 +31,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from inference.whole_file import write_whole
-from speculators.errors import DataError
-from speculators.precision import as_dtype
-from train.data.packing import PackedRow
-from train.features.encodings import Encoding, make_encodings, relative_error
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.precision import as_dtype
+from draftsmith.train.data.packing import PackedRow
+from draftsmith.train.features.encodings import Encoding, make_encodings, relative_error
 
 FORMAT = 2
 KEY_FILE = "key.json"

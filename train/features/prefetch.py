@@ -13,8 +13,8 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from speculators.target.frozen_target import TargetFeatures
-from train.recipe.recipe import Recipe
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.train.recipe.recipe import Recipe
 
 STREAMS = ("cuda", "xpu")  # devices whose work can be put in several queues
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculators.precision import to_device
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from train.data.packing import PackedRow, collate
-from train.features.cache import FeatureCache
+from draftsmith.speculators.precision import to_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.train.data.packing import PackedRow, collate
+from draftsmith.train.features.cache import FeatureCache
 
 
 class RowFeatures:

@@ -2,7 +2,7 @@
 
 A chunk's rows go through the heads together: it is as large as moving the heads' weights and their
 gradients asks for. Its logits are scored, and overwritten by their gradient, a block of rows at a
-time: what is float32 is one block. Callers use `train.losses.objective`. Recipes, families, target
+time: what is float32 is one block. Callers use `objective.py`. Recipes, families, target
 architectures and optimizers do not belong here."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speculators.precision import on_host, to_device
-from train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
-from train.losses.products import Products, precise
+from draftsmith.speculators.precision import on_host, to_device
+from draftsmith.train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
+from draftsmith.train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
 

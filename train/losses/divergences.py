@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 
 def _log(p: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 vocabulary] tensor.
 
 `chunked_objective` computes draft logits, target probabilities, divergences, acceptance and
-gradients for a few hundred rows at a time (`train.losses.chunked`). It returns the *sum* of
+gradients for a few hundred rows at a time (`chunked.py`). It returns the *sum* of
 weight * D: the caller divides by a normaliser summed over ranks and accumulation steps.
 
 Families, target architectures, optimizers and the schedule of depth weights do not belong here.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.errors import ConfigError
-from speculators.precision import to_device
-from speculators.vocab.draft_vocab import to_draft_ids
-from train.losses.chunked import (
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import to_device
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
+from draftsmith.train.losses.chunked import (
     Chunked,
     Head,
     Task,
@@ -28,8 +28,8 @@ from train.losses.chunked import (
     probe,
     walk,
 )
-from train.losses.divergences import Mix
-from train.losses.products import Products, precise
+from draftsmith.train.losses.divergences import Mix
+from draftsmith.train.losses.products import Products, precise
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 KINDS = {"step_decay": "0 < d <= 1", "gamma": "γ > 0", "uniform": "true", "d_pace": "0 <= α <= 1"}
 

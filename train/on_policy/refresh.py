@@ -21,14 +21,14 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from inference.metrics import acceptance_length
-from speculators.drafter import Drafter
-from speculators.target.frozen_target import FrozenTarget
-from train.data.loss_mask import TokenRow
-from train.data.packing import Shuffled, pack
-from train.features.row_features import RowFeatures
-from train.on_policy.rollout import Rollout, RolloutWriter
-from train.recipe.recipe import Recipe
+from draftsmith.inference.metrics import acceptance_length
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import Shuffled, pack
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.on_policy.rollout import Rollout, RolloutWriter
+from draftsmith.train.recipe.recipe import Recipe
 
 WORKLOAD = "rollout"
 FOLDER = "on_policy"  # below the folder of the stage's checkpoints

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference import LLM, SamplingParams
-from inference.engine_options import EngineOptions
-from inference.spec_decode.proposers.drafter import DraftOptions
-from speculators.drafter import Drafter
-from speculators.target.frozen_target import FrozenTarget
-from train.recipe.data_sections import spread
-from train.recipe.recipe import Recipe
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.recipe.data_sections import spread
+from draftsmith.train.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)

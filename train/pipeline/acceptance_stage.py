@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from inference.entrypoints.loading import load_tokenizer, target_config
-from inference.evaluation.evaluate import (
+from draftsmith.inference.entrypoints.loading import load_tokenizer, target_config
+from draftsmith.inference.evaluation.evaluate import (
     Chat,
     EngineMaker,
     EvaluationSettings,
@@ -23,29 +23,29 @@ from inference.evaluation.evaluate import (
     Workloads,
     evaluate,
 )
-from inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
-from inference.report.build import Bound, check_gates, lay_beside, training_progress
-from inference.report.html import History, write_html
-from inference.report.schema import (
+from draftsmith.inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
+from draftsmith.inference.report.build import Bound, check_gates, lay_beside, training_progress
+from draftsmith.inference.report.html import History, write_html
+from draftsmith.inference.report.schema import (
     OUR_ENGINE,
     AcceptanceReport,
     SuiteFacts,
     SuiteFile,
     save_report,
 )
-from inference.report.table import print_report
-from inference.vllm_bridge.engine import VLLM, VllmOptions
-from inference.vllm_python import vllm_python
-from speculators.errors import ConfigError, DataError
-from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import conversation_tokenizer
-from train.data.prepare import askable, bad_rows
-from train.data.sources import Example, load_sources
-from train.pipeline.progress import Stages
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
-from train.recipe.sections import split_gate
-from train.trainer.joint_target import change_of
+from draftsmith.inference.report.table import print_report
+from draftsmith.inference.vllm_bridge.engine import VLLM, VllmOptions
+from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import conversation_tokenizer
+from draftsmith.train.data.prepare import askable, bad_rows
+from draftsmith.train.data.sources import Example, load_sources
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
+from draftsmith.train.recipe.sections import split_gate
+from draftsmith.train.trainer.joint_target import change_of
 
 SEED = 0  # of the choice of prompts
 
@@ -177,7 +177,7 @@ def measure(
     two side by side. vLLM comes first, since it may refuse.
 
     `target`: instead of the recipe's, which it was trained from. `options`: of
-    `inference.evaluation.evaluate.evaluate`."""
+    `draftsmith.inference.evaluation.evaluate.evaluate`."""
     engines, settings = engines or Engines(), settings_of(recipe)
     t = recipe.target
     common = options | {

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from inference.provenance import weights_sha256
-from speculators.errors import CheckpointError, UnsupportedTarget
-from speculators.export import replace_folder, resolve
-from speculators.hub import split_revision
-from speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
-from speculators.target.info import auto_class_of
-from speculators.target.probe import is_quantised, refuse_incomplete
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import TARGET
+from draftsmith.inference.provenance import weights_sha256
+from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
+from draftsmith.speculators.export import replace_folder, resolve
+from draftsmith.speculators.hub import split_revision
+from draftsmith.speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
+from draftsmith.speculators.target.info import auto_class_of
+from draftsmith.speculators.target.probe import is_quantised, refuse_incomplete
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import TARGET
 
 MERGED = "merged_adapter.json"  # what it was merged from
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.report.schema import load_report
-from speculators.errors import ConfigError, DraftsmithError
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import REPORT, checkpoints
-from train.trainer import checkpoint
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import REPORT, checkpoints
+from draftsmith.train.trainer import checkpoint
 
 FILE = "comparison.json"
 FIGURES = ("expected_acceptance_length", "acceptance_length", "speedup_vs_autoregressive")
@@ -72,7 +72,7 @@ def is_done(recipe: Recipe) -> bool:
 
 def train(path: Path, changes: Sequence[str]) -> None:
     """In a process of its own, since accelerate keeps its state for the life of a process."""
-    command = [sys.executable, "-m", "train.cli", "train", str(path), *changes]
+    command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *changes]
     if code := subprocess.run(command, check=False).returncode:
         raise DraftsmithError(f"compare: {path} ended with status {code}")
 

@@ -17,21 +17,27 @@ from typing import Any
 from accelerate import Accelerator
 from rich.markup import escape
 
-from inference import LLM
-from inference.entrypoints.loading import saved_ending_tokens
-from inference.provenance import config_sha256, text_sha256, weights_sha256
-from speculators.errors import DataError
-from speculators.hub import cached_folder
-from speculators.target.frozen_target import FrozenTarget
-from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import PackedRow, conversation_tokenizer, fit_rows, pack, prepare_rows
-from train.data.prepare import askable, bad_rows, training_examples
-from train.data.sources import Example, load_sources
-from train.pipeline.progress import Stages
-from train.recipe.recipe import Recipe
-from train.regeneration.conversations import LEFT_OUT_SHARE, TOO_LONG, TargetFacts
-from train.regeneration.regenerate import regenerate
-from train.regeneration.store import Record, Response, rows_of
+from draftsmith.inference import LLM
+from draftsmith.inference.entrypoints.loading import saved_ending_tokens
+from draftsmith.inference.provenance import config_sha256, text_sha256, weights_sha256
+from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.hub import cached_folder
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import (
+    PackedRow,
+    conversation_tokenizer,
+    fit_rows,
+    pack,
+    prepare_rows,
+)
+from draftsmith.train.data.prepare import askable, bad_rows, training_examples
+from draftsmith.train.data.sources import Example, load_sources
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.regeneration.conversations import LEFT_OUT_SHARE, TOO_LONG, TargetFacts
+from draftsmith.train.regeneration.regenerate import regenerate
+from draftsmith.train.regeneration.store import Record, Response, rows_of
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.entrypoints.loading import load_tokenizer
-from inference.sampling.sampler import seeded
-from speculators.config import DrafterConfig
-from speculators.drafter import Drafter
-from speculators.export import load_weights
-from speculators.registry import family_class
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
-from train.features.row_features import RowFeatures
-from train.pipeline.progress import Stages
-from train.recipe.drafter_config import start_folder
-from train.recipe.recipe import Recipe
-from train.trainer import checkpoint
+from draftsmith.inference.entrypoints.loading import load_tokenizer
+from draftsmith.inference.sampling.sampler import seeded
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.export import load_weights
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.drafter_config import start_folder
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer import checkpoint
 
 
 def make_drafter(

@@ -1,7 +1,7 @@
 """Measures again: a run that is done, or any exported drafter without a recipe.
 
 A drafter alone gets a recipe made up for it, so that prompts, settings and gates take the same way
-through `train.pipeline.acceptance_stage`."""
+through `draftsmith.train.pipeline.acceptance_stage`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from speculators.errors import CheckpointError, ConfigError
-from train.pipeline.acceptance_stage import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.train.pipeline.acceptance_stage import (
     Engines,
     accept,
     measure,
@@ -20,12 +20,12 @@ from train.pipeline.acceptance_stage import (
     workloads,
     write_report,
 )
-from train.pipeline.adapted_target import with_adapted_target
-from train.pipeline.progress import Stages
-from train.pipeline.run import checkpoints
-from train.recipe.recipe import Recipe, make_recipe
-from train.recipe.run_folder import EXPORT, PAGE
-from train.trainer import checkpoint
+from draftsmith.train.pipeline.adapted_target import with_adapted_target
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.pipeline.run import checkpoints
+from draftsmith.train.recipe.recipe import Recipe, make_recipe
+from draftsmith.train.recipe.run_folder import EXPORT, PAGE
+from draftsmith.train.trainer import checkpoint
 
 HELD_OUT = Path(__file__).parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
 CODE = HELD_OUT.with_name("code-test.jsonl.gz")

@@ -12,20 +12,20 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError
-from speculators.export import describe_target, export_drafter
-from speculators.precision import as_dtype
-from speculators.registry import family_class
-from train.data.packing import conversation_tokenizer
-from train.pipeline.adapted_target import named_adapted_target
-from train.recipe.drafter_config import drafter_config
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
-from train.regeneration.store import Response, summary
-from train.trainer import checkpoint
-from train.trainer.joint_target import JointTarget
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export import describe_target, export_drafter
+from draftsmith.speculators.precision import as_dtype
+from draftsmith.speculators.registry import family_class
+from draftsmith.train.data.packing import conversation_tokenizer
+from draftsmith.train.pipeline.adapted_target import named_adapted_target
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
+from draftsmith.train.regeneration.store import Response, summary
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.joint_target import JointTarget
 
 
 @dataclass

@@ -15,14 +15,14 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import Tensor
 
-from inference.console import size_text
-from inference.provenance import text_sha256
-from inference.vllm_bridge.hidden_states import HiddenStates
-from speculators.errors import ConfigError
-from speculators.hub import cached_folder
-from speculators.target.frozen_target import FrozenTarget
-from train.data.packing import PackedRow, best_fit
-from train.features.cache import (
+from draftsmith.inference.console import size_text
+from draftsmith.inference.provenance import text_sha256
+from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import cached_folder
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.packing import PackedRow, best_fit
+from draftsmith.train.features.cache import (
     SHARD_BYTES,
     CacheKey,
     FeatureCache,
@@ -30,10 +30,10 @@ from train.features.cache import (
     missing,
     texts_of,
 )
-from train.features.row_features import RowFeatures
-from train.pipeline.data_stage import TrainingData
-from train.pipeline.progress import Stages
-from train.recipe.recipe import Recipe
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.pipeline.data_stage import TrainingData
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files

@@ -19,20 +19,20 @@ from typing import Any
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 
-from inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
-from inference.provenance import weights_sha256
-from inference.report.model_card import CardFacts, model_card
-from inference.report.schema import AcceptanceReport, load_report, save_report
-from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError, ConfigError, DraftsmithError
-from speculators.export import load_weights, read_drafter_config, read_fields
-from speculators.export.upload import Destination, upload
-from speculators.hub import is_repository_id, repository_id
-from speculators.registry import family_class
-from speculators.vocab.token_map import FILE as TOKEN_MAP
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
+from draftsmith.inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
+from draftsmith.inference.provenance import weights_sha256
+from draftsmith.inference.report.model_card import CardFacts, model_card
+from draftsmith.inference.report.schema import AcceptanceReport, load_report, save_report
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
+from draftsmith.speculators.export import load_weights, read_drafter_config, read_fields
+from draftsmith.speculators.export.upload import Destination, upload
+from draftsmith.speculators.hub import is_repository_id, repository_id
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.vocab.token_map import FILE as TOKEN_MAP
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
 
 CARD = "README.md"
 WRITTEN = (REPORT, PAGE, RECIPE)  # an old one is removed there if a push has none

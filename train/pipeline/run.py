@@ -15,33 +15,33 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-from inference.evaluation.expected_acceptance import expected_acceptance
-from inference.report.schema import OUR_ENGINE
-from inference.spec_decode.replay import ReplayResult, standard_error
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
-from speculators.export.upload import account
-from speculators.precision import autocast_dtype, free_memory, own_device
-from speculators.target.frozen_target import FrozenTarget
-from train.on_policy.refresh import OnPolicy
-from train.pipeline import trackers
-from train.pipeline.acceptance_stage import require_engines, require_suites
-from train.pipeline.adapted_target import with_adapted_target
-from train.pipeline.data_stage import prepare_data, waits_on_host
-from train.pipeline.drafter_stage import make_drafter, meet_tokenizers
-from train.pipeline.export_stage import Trained, export
-from train.pipeline.features_stage import training_features
-from train.pipeline.progress import Stages
-from train.recipe.drafter_config import drafter_config, sketch_drafter
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import RECIPE, checkpoints
-from train.regeneration.store import Response
-from train.trainer import checkpoint
-from train.trainer.checkpoint import fingerprint
-from train.trainer.joint_target import JointTarget
-from train.trainer.parallel import share_out
-from train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_figure
+from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.report.schema import OUR_ENGINE
+from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.upload import account
+from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.on_policy.refresh import OnPolicy
+from draftsmith.train.pipeline import trackers
+from draftsmith.train.pipeline.acceptance_stage import require_engines, require_suites
+from draftsmith.train.pipeline.adapted_target import with_adapted_target
+from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
+from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
+from draftsmith.train.pipeline.export_stage import Trained, export
+from draftsmith.train.pipeline.features_stage import training_features
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import RECIPE, checkpoints
+from draftsmith.train.regeneration.store import Response
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.checkpoint import fingerprint
+from draftsmith.train.trainer.joint_target import JointTarget
+from draftsmith.train.trainer.parallel import share_out
+from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_figure
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
@@ -65,8 +65,8 @@ def run(
             f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}"
         )
     if dry_run:
-        from train.planner.describe import describe
-        from train.planner.plan import make_plan
+        from draftsmith.train.planner.describe import describe
+        from draftsmith.train.planner.plan import make_plan
 
         print(recipe.resolved_yaml())
         describe(make_plan(recipe))
@@ -95,12 +95,12 @@ def run(
         history, steps = trained.state.history, trained.state.step
         del trained  # what is measured is loaded from the export, and needs the memory
         free_memory()
-        from train.pipeline.acceptance_stage import accept
+        from draftsmith.train.pipeline.acceptance_stage import accept
 
         code = accept(recipe, stages=stages, history=history)
         trackers.log_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
-            from train.pipeline.publish import push_run
+            from draftsmith.train.pipeline.publish import push_run
 
             push_run(recipe, code, stages.say)
     accelerator.end_training()

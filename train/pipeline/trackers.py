@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from accelerate import Accelerator
 
-from inference.report.schema import AcceptanceReport, load_report
-from speculators.errors import ConfigError
-from train.recipe.recipe import Recipe
-from train.recipe.run_folder import PAGE, REPORT
-from train.regeneration.store import write_json
+from draftsmith.inference.report.schema import AcceptanceReport, load_report
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.run_folder import PAGE, REPORT
+from draftsmith.train.regeneration.store import write_json
 
 IDS = "trackers.json"  # in the run's folder
 PREFIX = "acceptance/"  # of the report's figures

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inference.console import size_text
-from train.planner.plan import Parts, Plan, Stage
+from draftsmith.inference.console import size_text
+from draftsmith.train.planner.plan import Parts, Plan, Stage
 
 Rows = Sequence[tuple[str, str]]
 

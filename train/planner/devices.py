@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 SHARE_OF_PEAK = 0.4  # of products and of memory bandwidth; an assumption
 CONTEXT = 1.5e9  # bytes that the runtime and its libraries take on a device

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Drafter
-from speculators.precision import autocast_dtype, own_device
-from speculators.target.info import TargetSketch
-from train.features.encodings import bytes_per_token
-from train.losses.chunked import default_chunk_size
-from train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device
-from train.planner.token_counts import TokenCount, count_tokens
-from train.recipe.drafter_config import drafter_config, sketch_drafter
-from train.recipe.recipe import Recipe
-from train.trainer.batches import StepRows
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.precision import autocast_dtype, own_device
+from draftsmith.speculators.target.info import TargetSketch
+from draftsmith.train.features.encodings import bytes_per_token
+from draftsmith.train.losses.chunked import default_chunk_size
+from draftsmith.train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device
+from draftsmith.train.planner.token_counts import TokenCount, count_tokens
+from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.batches import StepRows
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
 Parts = dict[str, int]  # bytes, by what takes them

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inference.entrypoints.loading import load_tokenizer
-from speculators.errors import CheckpointError
-from train.data.bad_rows import BadRow, BadRows
-from train.data.loss_mask import TokenRow
-from train.data.packing import conversation_tokenizer, fit_rows
-from train.data.prepare import bad_rows
-from train.data.sources import Example, load_source
-from train.recipe.data_sections import Source
-from train.recipe.recipe import Recipe
+from draftsmith.inference.entrypoints.loading import load_tokenizer
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import conversation_tokenizer, fit_rows
+from draftsmith.train.data.prepare import bad_rows
+from draftsmith.train.data.sources import Example, load_source
+from draftsmith.train.recipe.data_sections import Source
+from draftsmith.train.recipe.recipe import Recipe
 
 SAMPLE = 200  # examples of each source that are tokenised
 ASSUMED_TOKENS = 800  # of a conversation, where nothing can be counted

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from speculators.hub import split_revision
-from speculators.options import Count, PositiveInt, Section, Text
+from draftsmith.speculators.hub import split_revision
+from draftsmith.speculators.options import Count, PositiveInt, Section, Text
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from inference.entrypoints.loading import load_tokenizer
-from speculators.config import DrafterConfig, TargetShape
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
-from speculators.export import read_drafter_config, resolve
-from speculators.export.formats import layout_for
-from speculators.registry import config_for_target, family_class
-from train.recipe.recipe import Recipe
+from draftsmith.inference.entrypoints.loading import load_tokenizer
+from draftsmith.speculators.config import DrafterConfig, TargetShape
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import read_drafter_config, resolve
+from draftsmith.speculators.export.formats import layout_for
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.train.recipe.recipe import Recipe
 
 DEFAULT_DRAFT_VOCABULARY = 32_000
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from speculators.errors import ConfigError
-from train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
-from train.recipe.schema import Location, Node, Schema, explain, schema_of
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
+from draftsmith.train.recipe.schema import Location, Node, Schema, explain, schema_of
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,7 +1,7 @@
 """The recipe: one YAML file that describes a run, checked before anything is loaded.
 
-`Recipe` checks that its sections agree; the sections themselves are in `train.recipe.sections` and
-`train.recipe.data_sections`. `train.recipe.load` reads one from a file.
+`Recipe` checks that its sections agree; the sections themselves are in `sections.py` and
+`data_sections.py`. `load.py` reads one from a file.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, ClassVar, Literal
 import yaml
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
-from speculators.errors import ConfigError
-from speculators.options import DrafterOptions, Section, Text
-from speculators.registry import FAMILIES, family_class
-from train.losses.divergences import Mix
-from train.losses.position_weights import PositionWeights
-from train.recipe.data_sections import DataSection, RegenerateSection
-from train.recipe.schema import SchemaRow, explain, schema_of
-from train.recipe.sections import (
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.options import DrafterOptions, Section, Text
+from draftsmith.speculators.registry import FAMILIES, family_class
+from draftsmith.train.losses.divergences import Mix
+from draftsmith.train.losses.position_weights import PositionWeights
+from draftsmith.train.recipe.data_sections import DataSection, RegenerateSection
+from draftsmith.train.recipe.schema import SchemaRow, explain, schema_of
+from draftsmith.train.recipe.sections import (
     BUDGETS,
     TUNED,
     EvaluationSection,

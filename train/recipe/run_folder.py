@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from train.recipe.recipe import Recipe
+    from draftsmith.train.recipe.recipe import Recipe
 
 RECIPE = "recipe.yaml"  # resolved: every key, every default
 EXPORT = "export"  # the drafter in the recipe's first format

@@ -1,6 +1,6 @@
 """The sections of a recipe: every key a user can write, its meaning and its default.
 
-The sections about text are in `train.recipe.data_sections`, the keys of a drafter in its family's
+The sections about text are in `data_sections.py`, the keys of a drafter in its family's
 file."""
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from inference.evaluation.suites import SUITES, default_path
-from speculators.errors import ConfigError
-from speculators.hub import is_repository_id, split_revision
-from speculators.options import Count, PositiveInt, Section, Share, Text
-from train.recipe.data_sections import Dtype, Source
+from draftsmith.inference.evaluation.suites import SUITES, default_path
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import is_repository_id, split_revision
+from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
+from draftsmith.train.recipe.data_sections import Dtype, Source
 
 if TYPE_CHECKING:
     import torch
 
-    from speculators.target.info import TargetSketch
+    from draftsmith.speculators.target.info import TargetSketch
 
 
 class TargetSection(Section):
@@ -73,7 +73,9 @@ class TargetSection(Section):
     def sketch(self, device: torch.device | str | None = None) -> TargetSketch:
         """The target's sizes, from its config.json alone. `device`: what it is to run on; None:
         this machine's."""
-        from speculators.target.info import sketch_target  # imports torch and transformers
+        from draftsmith.speculators.target.info import (
+            sketch_target,  # imports torch and transformers
+        )
 
         return sketch_target(
             self.model,
@@ -85,7 +87,9 @@ class TargetSection(Section):
 
     def load_tokenizer(self) -> Any:
         """The target's tokenizer."""
-        from inference.entrypoints.loading import load_tokenizer  # imports torch and transformers
+        from draftsmith.inference.entrypoints.loading import (
+            load_tokenizer,  # imports torch and transformers
+        )
 
         return load_tokenizer(
             self.model, None, revision=self.revision, trust_remote_code=self.trust_remote_code

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from inference import SamplingParams
-from train.data.loss_mask import ConversationTokenizer
-from train.data.sources import Example
-from train.recipe.data_sections import RegenerateSection
-from train.regeneration.store import Response, digest
+from draftsmith.inference import SamplingParams
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.sources import Example
+from draftsmith.train.recipe.data_sections import RegenerateSection
+from draftsmith.train.regeneration.store import Response, digest
 
 SEED = 0  # of the sampling, with the conversation and the turn
 LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of

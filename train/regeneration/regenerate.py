@@ -15,14 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from inference import LLM
-from speculators.errors import ConfigError, DataError
-from train.data.loss_mask import ConversationTokenizer
-from train.data.sources import Example
-from train.recipe.data_sections import RegenerateSection, spread
-from train.regeneration.conversations import Account, Conversation, ConversationRules, TargetFacts
-from train.regeneration.store import Record, Response, ResponseStore, digest
-from train.regeneration.writers import LocalWriter, Writer
+from draftsmith.inference import LLM
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.sources import Example
+from draftsmith.train.recipe.data_sections import RegenerateSection, spread
+from draftsmith.train.regeneration.conversations import (
+    Account,
+    Conversation,
+    ConversationRules,
+    TargetFacts,
+)
+from draftsmith.train.regeneration.store import Record, Response, ResponseStore, digest
+from draftsmith.train.regeneration.writers import LocalWriter, Writer
 
 SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "turns"}
 Progress = Callable[[int, int, str], None]  # done, total, a note
@@ -86,7 +91,7 @@ def regenerate(
 
 def _writer(llm: LLM | None, rules: ConversationRules, say: Say) -> Writer:
     if rules.section.endpoints:
-        from train.regeneration.servers import ServerWriter
+        from draftsmith.train.regeneration.servers import ServerWriter
 
         return ServerWriter(rules, llm, say)
     if llm is None:

@@ -16,12 +16,12 @@ from typing import Any
 
 import openai
 
-from inference import LLM, SamplingParams
-from inference.vllm_bridge.engine import sampling_fields
-from speculators.errors import ConfigError, DraftsmithError
-from train.recipe.data_sections import EndpointSection
-from train.regeneration.conversations import Ask, ConversationRules
-from train.regeneration.writers import REPORT_EVERY_S, Written
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.vllm_bridge.engine import sampling_fields
+from draftsmith.speculators.errors import ConfigError, DraftsmithError
+from draftsmith.train.recipe.data_sections import EndpointSection
+from draftsmith.train.regeneration.conversations import Ask, ConversationRules
+from draftsmith.train.regeneration.writers import REPORT_EVERY_S, Written
 
 RETRIES = 8  # of a request at one server, after pauses that double: about 40 s
 TIMEOUT_S, SLOWEST = 600.0, 5.0  # of a response: 600 s, or its tokens at 5 tokens/s

@@ -17,9 +17,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
-from inference.whole_file import write_whole
-from speculators.errors import DataError
-from train.data.loss_mask import TokenRow, Turn, fewest_rows
+from draftsmith.inference.whole_file import write_whole
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.loss_mask import TokenRow, Turn, fewest_rows
 
 
 @dataclass(frozen=True)

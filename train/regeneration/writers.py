@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from inference import LLM
-from inference.entrypoints.prompts import Prompt
-from inference.provenance import package_version
-from train.regeneration.conversations import Ask
+from draftsmith.inference import LLM
+from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.provenance import package_version
+from draftsmith.train.regeneration.conversations import Ask
 
 REPORT_EVERY_S = 10.0  # while no response ends
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from speculators.errors import ConfigError
-from train.recipe.sections import TrainingSection
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.recipe.sections import TrainingSection
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from speculators.errors import CheckpointError
-from speculators.export import replace_folder
-from train.data.packing import PackedRow
-from train.recipe.recipe import Recipe
-from train.trainer.optimizers import load_optimizer_state
-from train.trainer.parallel import Replicated
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export import replace_folder
+from draftsmith.train.data.packing import PackedRow
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer.optimizers import load_optimizer_state
+from draftsmith.train.trainer.parallel import Replicated
 
 
 @dataclass

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.sampling.sampler import seeded
-from speculators.drafter import host_batch, valid_terms
-from speculators.errors import UnsupportedTarget
-from speculators.export import replace_folder
-from speculators.layers.peft_adapter import Adapter
-from speculators.precision import in_dtype, to_device
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.target.probe import is_quantised
-from train.losses.objective import chunked_objective
-from train.recipe.sections import JointSection
+from draftsmith.inference.sampling.sampler import seeded
+from draftsmith.speculators.drafter import host_batch, valid_terms
+from draftsmith.speculators.errors import UnsupportedTarget
+from draftsmith.speculators.export import replace_folder
+from draftsmith.speculators.layers.peft_adapter import Adapter
+from draftsmith.speculators.precision import in_dtype, to_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.probe import is_quantised
+from draftsmith.train.losses.objective import chunked_objective
+from draftsmith.train.recipe.sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
 CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the exported target

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError
-from train.recipe.sections import TrainingSection
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.train.recipe.sections import TrainingSection
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 BETAS = (0.9, 0.95)

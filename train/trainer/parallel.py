@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from speculators.drafter import Drafter
-from speculators.errors import ConfigError
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.sharding import shard_target
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.sharding import shard_target
 
 MESSAGE_BYTES = 64 << 20  # of gradients that are summed at once
 Result = TypeVar("Result")

@@ -23,35 +23,35 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftStep, host_batch
-from speculators.errors import DraftsmithError
-from speculators.precision import on_host, to_device
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.vocab.draft_vocab import to_draft_ids
-from train.data.packing import PackedRow, Shuffled
-from train.features.prefetch import FeaturesAhead, looks_ahead
-from train.features.row_features import RowFeatures
-from train.losses.objective import (
+from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
+from draftsmith.speculators.errors import DraftsmithError
+from draftsmith.speculators.precision import on_host, to_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
+from draftsmith.train.data.packing import PackedRow, Shuffled
+from draftsmith.train.features.prefetch import FeaturesAhead, looks_ahead
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.losses.objective import (
     Loss,
     StepMetrics,
     chunked_objective,
     confidence_objective,
     in_loop_lengths,
 )
-from train.losses.position_weights import PositionWeights
-from train.on_policy.refresh import OnPolicy
-from train.recipe.recipe import Recipe
-from train.trainer import checkpoint
-from train.trainer.batches import MicroStep, StepRows
-from train.trainer.joint_target import JointTarget
-from train.trainer.optimizers import (
+from draftsmith.train.losses.position_weights import PositionWeights
+from draftsmith.train.on_policy.refresh import OnPolicy
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.batches import MicroStep, StepRows
+from draftsmith.train.trainer.joint_target import JointTarget
+from draftsmith.train.trainer.optimizers import (
     learning_rate,
     make_optimizer,
     optimizer_state,
     step_if_finite,
 )
-from train.trainer.parallel import spread, whole
-from train.trainer.telemetry import Telemetry
+from draftsmith.train.trainer.parallel import spread, whole
+from draftsmith.train.trainer.telemetry import Telemetry
 
 EXPECTED, ERROR = (
     "expected_acceptance_length",

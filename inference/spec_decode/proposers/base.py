@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposal import Proposal
 
 # How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many
 # more drafts are wanted, this one included.

@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.plain_decoder import plain_or_none
-from inference.requests.request import Request
-from inference.sampling.sampler import (
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.plain_decoder import plain_or_none
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import (
     argmax,
     batch_probabilities,
     check_drawn,
     inverse_cdf,
     uniforms,
 )
-from inference.spec_decode.logits import active_rows, process_chain_logits
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import GoOn, Proposer
-from inference.spec_decode.tree_drafting import grow
-from inference.spec_decode.tree_shape import TreeShape
-from speculators.drafter import DraftInput
-from speculators.precision import on_device
-from speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
+from draftsmith.inference.spec_decode.logits import active_rows, process_chain_logits
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import GoOn, Proposer
+from draftsmith.inference.spec_decode.tree_drafting import grow
+from draftsmith.inference.spec_decode.tree_shape import TreeShape
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.vocab.draft_vocab import scatter_to_target, to_target_ids
 
 if TYPE_CHECKING:
-    from speculators.drafter import Drafter
-    from speculators.target.frozen_target import FrozenTarget
+    from draftsmith.speculators.drafter import Drafter
+    from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 # All drafts of a chain at temperature 0 as one step, [b, K]; None: they are to be drafted one by

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from inference.spec_decode.proposers.options import MethodOptions, option
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
-from speculators.errors import ConfigError
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
+from draftsmith.speculators.errors import ConfigError
 
 
 class HeadOptions(MethodOptions):

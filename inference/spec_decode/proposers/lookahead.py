@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from inference.requests.request import Request
-from inference.sampling.sampler import argmax
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.options import MethodOptions, option
-from speculators.precision import on_device
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import argmax
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.speculators.precision import on_device
 
 
 class NgramPool:

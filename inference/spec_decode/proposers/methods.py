@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
-    from inference.spec_decode.proposers.options import MethodOptions
+    from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 
-HERE = "inference.spec_decode.proposers"
+HERE = "draftsmith.inference.spec_decode.proposers"
 
 # Methods without a checkpoint -> "module:class" of their options.
 TRAINING_FREE: dict[str, str] = {
@@ -28,7 +28,7 @@ HEADS = f"{HERE}.head_options:HeadOptions"
 
 def methods() -> list[str]:
     """The names of all methods."""
-    from speculators.registry import FAMILIES
+    from draftsmith.speculators.registry import FAMILIES
 
     return [*FAMILIES, *TRAINING_FREE]
 

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from pydantic import model_validator
 
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
 
 
 class NgramIndex:

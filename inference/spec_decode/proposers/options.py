@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inference.spec_decode.tree_shape import TreeShape
-from inference.spec_decode.verification.rejection_sampler import AUTO, METHODS
+from draftsmith.inference.spec_decode.tree_shape import TreeShape
+from draftsmith.inference.spec_decode.verification.rejection_sampler import AUTO, METHODS
 
 if TYPE_CHECKING:
     import torch
 
-    from inference.spec_decode.proposers.base import Proposer
+    from draftsmith.inference.spec_decode.proposers.base import Proposer
 
 DEFAULT_TOKENS = 5  # where neither the user nor the drafter says how many tokens to draft
 

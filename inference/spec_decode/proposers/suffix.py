@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from inference.requests.request import Request
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.options import MethodOptions, option
-from inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
 
 
 class _Row:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.spec_decode.proposal import Proposal
-from speculators.errors import ConfigError
-from speculators.precision import on_device
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
 
 
 @dataclass

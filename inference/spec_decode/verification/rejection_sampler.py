@@ -10,19 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.sampling.sampler import (
+from draftsmith.inference.sampling.sampler import (
     argmax,
     batch_probabilities,
     check_drawn,
     inverse_cdf,
     uniforms,
 )
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposal import Kept, Proposal
-from inference.spec_decode.verification.chain_rules import RULES, decide, verify
-from inference.spec_decode.verification.tree_rules import follow, traverse
-from speculators.errors import ConfigError
-from speculators.precision import on_device
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposal import Kept, Proposal
+from draftsmith.inference.spec_decode.verification.chain_rules import RULES, decide, verify
+from draftsmith.inference.spec_decode.verification.tree_rules import follow, traverse
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
 
 AUTO, SAMPLE_MATCH, TRAVERSAL = "auto", "sample_match", "traversal"
 METHODS = (AUTO, *RULES, SAMPLE_MATCH, TRAVERSAL)  # temperature 0 is greedy under any

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.spec_decode.proposal import Proposal
-from speculators.precision import on_device
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.speculators.precision import on_device
 
 ROOT = -1
 

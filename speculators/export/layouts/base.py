@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculators.config import DecoderConfig, DrafterConfig, decoder_fields
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError
-from speculators.registry import family_class
-from speculators.vocab.draft_vocab import from_offsets, to_offsets
+from draftsmith.speculators.config import DecoderConfig, DrafterConfig, decoder_fields
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round

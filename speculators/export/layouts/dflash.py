@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig
-from speculators.errors import ConfigError
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Fields, Layout
-from speculators.export.layouts.eagle3 import TAPS
-from speculators.families.dflash2 import DFlash2Shape
-from speculators.families.dspark import DSparkShape
-from speculators.registry import build_config
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.eagle3 import TAPS
+from draftsmith.speculators.families.dflash2 import DFlash2Shape
+from draftsmith.speculators.families.dspark import DSparkShape
+from draftsmith.speculators.registry import build_config
 
 SECTION = "dflash_config"
 ANCHOR = "sample_from_anchor"  # read of every family, and refused of all but DSpark

@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError, ConfigError, DraftsmithError
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Fields, Layout
-from speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
-from speculators.families.draft_model.student import plain_fields
-from speculators.hub import one_line
-from speculators.layers.peft_adapter import CONFIG
-from speculators.precision import in_dtype
-from speculators.registry import build_config
-from speculators.target.probe import needs_eager
-from speculators.vocab.token_map import TokenMap
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
+from draftsmith.speculators.families.draft_model.student import plain_fields
+from draftsmith.speculators.hub import one_line
+from draftsmith.speculators.layers.peft_adapter import CONFIG
+from draftsmith.speculators.precision import in_dtype
+from draftsmith.speculators.registry import build_config
+from draftsmith.speculators.target.probe import needs_eager
+from draftsmith.speculators.vocab.token_map import TokenMap
 
 
 class DraftModelLayout(Layout):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from speculators.config import DrafterConfig
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Fields, Layout
-from speculators.registry import build_config
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
 # Config fields of a published head that only the names of its tensors tell. Our own folders state

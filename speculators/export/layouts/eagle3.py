@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.config import DrafterConfig, default_tap_layers
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Fields, Layout
-from speculators.registry import build_config
+from draftsmith.speculators.config import DrafterConfig, default_tap_layers
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = (
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),

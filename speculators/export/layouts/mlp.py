@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fields, Layout
-from speculators.registry import build_config
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fields, Layout
+from draftsmith.speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 SWITCHES = ("tie_weights", "scale_input")

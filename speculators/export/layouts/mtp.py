@@ -16,17 +16,17 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 from transformers import AutoConfig
 
-from speculators.config import DrafterConfig
-from speculators.errors import CheckpointError
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fields, Layout
-from speculators.families.mtp import BORROWED, MtpConfig
-from speculators.layers.target_layer import (
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fields, Layout
+from draftsmith.speculators.families.mtp import BORROWED, MtpConfig
+from draftsmith.speculators.layers.target_layer import (
     layer_fields,
     pack_experts,
     unpack_experts,
 )
-from speculators.registry import build_config
+from draftsmith.speculators.registry import build_config
 
 
 class Names(NamedTuple):

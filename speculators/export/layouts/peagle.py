@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from speculators.export.layouts.base import REFUSES, Fields, bare_names
-from speculators.export.layouts.eagle3 import Eagle3Layout
+from draftsmith.speculators.export.layouts.base import REFUSES, Fields, bare_names
+from draftsmith.speculators.export.layouts.eagle3 import Eagle3Layout
 
 MASK = "mask_hidden"
 TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts.base import Fault, Fields
-from speculators.export.layouts.eagle import EagleLayout
-from speculators.export.layouts.eagle3 import SECTION, TAPS, Eagle3Layout
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export.layouts.base import Fault, Fields
+from draftsmith.speculators.export.layouts.eagle import EagleLayout
+from draftsmith.speculators.export.layouts.eagle3 import SECTION, TAPS, Eagle3Layout
 
 EAGLE = "LlamaForCausalLMEagle"
 

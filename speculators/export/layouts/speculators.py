@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export.layouts import base
-from speculators.export.layouts.base import Fault, Fields
-from speculators.export.layouts.dflash import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export.layouts import base
+from draftsmith.speculators.export.layouts.base import Fault, Fields
+from draftsmith.speculators.export.layouts.dflash import (
     ANCHOR,
     SECTION,
     DFlash2Layout,
     DFlashLayout,
     DSparkLayout,
 )
-from speculators.export.layouts.eagle3 import SWITCHES, Eagle3Layout
-from speculators.export.layouts.peagle import PEagleLayout
+from draftsmith.speculators.export.layouts.eagle3 import SWITCHES, Eagle3Layout
+from draftsmith.speculators.export.layouts.peagle import PEagleLayout
 
 # vLLM reads these at the top.
 TOP = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", *SWITCHES)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
-from speculators.errors import ConfigError
-from speculators.precision import on_device
-from speculators.target.frozen_target import FrozenTarget
-from speculators.vocab.token_map import TokenMap
+from draftsmith.speculators.drafter import Drafter, DraftInput, DraftLogits, DraftSteps, Grow
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.precision import on_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.vocab.token_map import TokenMap
 
 
 class TokenDrafter(Drafter):

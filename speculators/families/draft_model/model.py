@@ -16,11 +16,11 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from speculators.config import DrafterConfig
-from speculators.drafter import Drafter, DraftStep, Samples, host_batch, valid_terms
-from speculators.errors import ConfigError
-from speculators.families.draft_model.drafting import TokenDrafter
-from speculators.families.draft_model.student import (
+from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.drafter import Drafter, DraftStep, Samples, host_batch, valid_terms
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families.draft_model.drafting import TokenDrafter
+from draftsmith.speculators.families.draft_model.student import (
     build_model,
     config_of,
     copy_layers,
@@ -28,12 +28,12 @@ from speculators.families.draft_model.student import (
     cut_layers,
     plain_fields,
 )
-from speculators.layers.peft_adapter import Adapter, check_adapter
-from speculators.options import Count, DrafterOptions, PositiveInt
-from speculators.precision import to_device
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
-from speculators.vocab.token_bytes import same_vocabulary
-from speculators.vocab.token_map import TokenMap
+from draftsmith.speculators.layers.peft_adapter import Adapter, check_adapter
+from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
+from draftsmith.speculators.precision import to_device
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.vocab.token_bytes import same_vocabulary
+from draftsmith.speculators.vocab.token_map import TokenMap
 
 Kept = dict[Literal["first", "last", "spread"], PositiveInt]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from speculators.errors import ConfigError
-from speculators.target.probe import needs_eager
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.probe import needs_eager
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
 _ELSEWHERE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "draftsmith"}
@@ -143,7 +143,7 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
 
 def layers_name(model: nn.Module) -> str:
     """The prefix of the tensors of a model's decoder layers, such as `model.layers.`."""
-    from speculators.target.probe import find_parts
+    from draftsmith.speculators.target.probe import find_parts
 
     layers = find_parts(model).layers
     return next(name for name, module in model.named_modules() if module is layers) + "."

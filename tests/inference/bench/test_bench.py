@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from inference.bench import load
-from inference.bench.advice import SCHEDULE, advised_lengths, best
-from inference.bench.compare import compare
-from inference.bench.datasets import Question, load_questions
-from inference.bench.load import (
+from draftsmith.inference.bench import load
+from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths, best
+from draftsmith.inference.bench.compare import compare
+from draftsmith.inference.bench.datasets import Question, load_questions
+from draftsmith.inference.bench.load import (
     Outcome,
     Work,
     arrival_times,
@@ -33,14 +33,14 @@ from inference.bench.load import (
     prepare,
     read_counters,
 )
-from inference.bench.options import BenchOptions
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.flags import given_values, validated
-from inference.metrics import SpecDecodeCounters
-from inference.spec_decode.draft_length import DraftLength
-from speculators.errors import ConfigError, DataError, DraftsmithError
+from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.flags import given_values, validated
+from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.spec_decode.draft_length import DraftLength
+from draftsmith.speculators.errors import ConfigError, DataError, DraftsmithError
+from draftsmith.train.cli import app
 from tests.quickstart_data import DATA
-from train.cli import app
 
 LATE_S = 0.8  # what a busy machine may add to a time
 
@@ -464,8 +464,12 @@ def test_flags_are_those_of_vllm():
     ],
 )
 def test_what_cannot_be_is_named_at_once(line, named, monkeypatch):
-    monkeypatch.setattr("inference.entrypoints.loading.load_tokenizer", lambda *_, **__: range(9))
-    monkeypatch.setattr("inference.bench.load.load_questions", lambda *_: [Question("a", 1)])
+    monkeypatch.setattr(
+        "draftsmith.inference.entrypoints.loading.load_tokenizer", lambda *_, **__: range(9)
+    )
+    monkeypatch.setattr(
+        "draftsmith.inference.bench.load.load_questions", lambda *_: [Question("a", 1)]
+    )
     found = CliRunner().invoke(app, ["bench", *shlex.split(line)], env={"COLUMNS": "200"})
     assert found.exit_code == 2 and named in found.output.replace("\n", " ")
 

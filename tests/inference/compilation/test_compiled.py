@@ -10,14 +10,14 @@ import torch
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
-from inference import LLM, SamplingParams
-from inference.compilation import static_shapes
-from inference.compilation.config import Compilation, read_compilation
-from inference.compilation.static_shapes import Buckets, Shape, doubling
-from inference.engine_options import EngineOptions
-from inference.spec_decode.proposers.ngram import NgramProposer
-from inference.spec_decode.tree_shape import DynamicTree
-from speculators.errors import ConfigError
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.compilation import static_shapes
+from draftsmith.inference.compilation.config import Compilation, read_compilation
+from draftsmith.inference.compilation.static_shapes import Buckets, Shape, doubling
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree
+from draftsmith.speculators.errors import ConfigError
 from tests.support.cases import Case, make
 from tests.support.drafters import StubProposer
 from tests.support.engines import ids_of, make_llm

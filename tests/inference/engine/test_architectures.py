@@ -6,15 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.spec_decode.proposers.lookahead import LookaheadProposer
-from inference.spec_decode.proposers.ngram import NgramProposer
-from inference.spec_decode.tree_shape import StaticTree
-from speculators.errors import ConfigError, UnsupportedTarget
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.longrope import original_length
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
+from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
+from draftsmith.inference.spec_decode.tree_shape import StaticTree
+from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.longrope import original_length
 from tests.conftest import make_tiny_model
 from tests.support.engines import make_llm
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference import LLM, SamplingParams
-from inference.engine.memory import memory_fault
-from inference.requests.request import Request
-from inference.sampling.sampler import make_generator
-from speculators.errors import ConfigError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine.memory import memory_fault
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import make_generator
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import drafting_llm
 from tests.support.engines import make_llm as llm_of
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from inference import LLM, SamplingParams
-from inference.entrypoints.prompts import Prompt
-from inference.requests.request import Request
-from inference.requests.response import Response
-from inference.server.engine_thread import EngineThread
-from inference.server.metrics import ServerMetrics
-from inference.server.options import ServerOptions
-from inference.spec_decode.costs import RoundCosts
-from inference.spec_decode.draft_length import AdaptiveDraftLength
-from inference.spec_decode.proposers.lookahead import LookaheadProposer
-from inference.spec_decode.proposers.ngram import NgramProposer
-from inference.spec_decode.proposers.suffix import SuffixProposer
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.prompts import Prompt
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.response import Response
+from draftsmith.inference.server.engine_thread import EngineThread
+from draftsmith.inference.server.metrics import ServerMetrics
+from draftsmith.inference.server.options import ServerOptions
+from draftsmith.inference.spec_decode.costs import RoundCosts
+from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
+from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
+from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
+from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.lossless.configurations import FAMILIES
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 from tests.support.cases import Case, make

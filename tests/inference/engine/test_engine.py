@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from speculators.errors import DraftsmithError
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.errors import DraftsmithError
 from tests.support.engines import drafting_llm, ids_of
 
 K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from inference import SamplingParams
-from inference.engine.logprobs import PROMPT_CHUNK
-from inference.outputs import Logprob
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.engine.logprobs import PROMPT_CHUNK
+from draftsmith.inference.outputs import Logprob
 from tests.support.engines import ids_of
 
 KINDS = ["off", "right", "ragged", "sampled", "static"]

@@ -8,11 +8,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference import SamplingParams
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import DraftInput
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import make_llm
 
 WINDOW, WRITTEN, K = 64, 6, 3

@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.info import sketch_target
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.info import sketch_target
 from tests.conftest import MULTIMODAL
 from tests.support.tokenizers import byte_level
 

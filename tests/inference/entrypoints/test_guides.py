@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.engine_options import EngineOptions
-from inference.entrypoints.vllm_options import read_options
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter
-from speculators.families.draft_model.student import build_model
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.vllm_options import read_options
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.draft_model.student import build_model
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import ids_of
 
 PROMPTS = ["The future of AI is", "ababab", "The the the the"]

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
 from tests.support.engines import make_llm
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from inference import SamplingParams
-from inference.entrypoints.prompts import chat_prompts
-from speculators.errors import ConfigError
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.entrypoints.prompts import chat_prompts
+from draftsmith.speculators.errors import ConfigError
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
 HISTORY = [

@@ -10,24 +10,32 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.evaluation import expected_acceptance as expected_module
-from inference.evaluation import lossless
-from inference.evaluation.engines import RuntimeEngine
-from inference.evaluation.evaluate import Chat, EvaluationSettings, MeasuredSuite, evaluate
-from inference.evaluation.expected_acceptance import accept_probabilities, expected_acceptance
-from inference.evaluation.lossless import compare_greedy, first_difference
-from inference.evaluation.timing import IsolatedCosts, interleaved, transformers_generate
-from inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inference.report.measurement import expected_acceptance as compare_expected
-from inference.report.schema import SuiteFacts, load_report, save_report
-from inference.sampling.sampler import probabilities
-from speculators.errors import CheckpointError, DataError
-from speculators.export import export_drafter, load_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from speculators.vocab.draft_vocab import scatter_to_target
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.evaluation import expected_acceptance as expected_module
+from draftsmith.inference.evaluation import lossless
+from draftsmith.inference.evaluation.engines import RuntimeEngine
+from draftsmith.inference.evaluation.evaluate import (
+    Chat,
+    EvaluationSettings,
+    MeasuredSuite,
+    evaluate,
+)
+from draftsmith.inference.evaluation.expected_acceptance import (
+    accept_probabilities,
+    expected_acceptance,
+)
+from draftsmith.inference.evaluation.lossless import compare_greedy, first_difference
+from draftsmith.inference.evaluation.timing import IsolatedCosts, interleaved, transformers_generate
+from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
+from draftsmith.inference.report.schema import SuiteFacts, load_report, save_report
+from draftsmith.inference.sampling.sampler import probabilities
+from draftsmith.speculators.errors import CheckpointError, DataError
+from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 
 V, K = 259, 3  # the byte tokenizer's vocabulary
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.suites import (
+from draftsmith.inference.evaluation.suites import (
     SENTINEL,
     SUITES,
     default_path,
@@ -17,7 +17,7 @@ from inference.evaluation.suites import (
     sha256_of,
     suite_files,
 )
-from speculators.errors import ConfigError, DataError
+from draftsmith.speculators.errors import ConfigError, DataError
 
 ROWS = [  # suite, a row, its turns, its category; every shape that is known
     ("spec_bench", {"category": "qa", "turns": ["why?"], "reference": ["so"]}, ("why?",), "qa"),

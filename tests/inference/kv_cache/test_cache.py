@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.errors import ConfigError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 ROWS = 4
 

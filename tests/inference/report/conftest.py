@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inference.report.build import Bound
-from inference.report.schema import AcceptanceReport
+from draftsmith.inference.report.build import Bound
+from draftsmith.inference.report.schema import AcceptanceReport
 from tests.support.reports import make_report
 
 

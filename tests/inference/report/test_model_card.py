@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 from huggingface_hub import ModelCard
 
-from inference.report.build import lay_beside
-from inference.report.model_card import (
+from draftsmith.inference.report.build import lay_beside
+from draftsmith.inference.report.model_card import (
     CardFacts,
     evaluation_results,
     model_card,
     serving,
     unmeasured,
 )
-from inference.report.schema import AcceptanceReport
-from inference.report.table import CARD, row
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.report.schema import AcceptanceReport
+from draftsmith.inference.report.table import CARD, row
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import CASES
 from tests.support.reports import bare_report, both_engines, with_suites
 

@@ -16,16 +16,16 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from inference.report.build import (
+from draftsmith.inference.report.build import (
     Bound,
     build_report,
     check_gates,
     lay_beside,
     training_progress,
 )
-from inference.report.html import render_html, write_html
-from inference.report.measurement import Measurement, position_bins
-from inference.report.schema import (
+from draftsmith.inference.report.html import render_html, write_html
+from draftsmith.inference.report.measurement import Measurement, position_bins
+from draftsmith.inference.report.schema import (
     SUMMARY_KEYS,
     AcceptanceReport,
     Cell,
@@ -36,9 +36,9 @@ from inference.report.schema import (
     load_report,
     save_report,
 )
-from inference.report.speed import Speeds
-from inference.report.table import print_report
-from speculators.errors import ConfigError, DataError
+from draftsmith.inference.report.speed import Speeds
+from draftsmith.inference.report.table import print_report
+from draftsmith.speculators.errors import ConfigError, DataError
 from tests.support.reports import (
     WORKLOADS,
     K,

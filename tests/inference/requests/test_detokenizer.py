@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from inference.requests.detokenizer import Detokenizer, full_text
-from inference.sampling_params import SamplingParams
+from draftsmith.inference.requests.detokenizer import Detokenizer, full_text
+from draftsmith.inference.sampling_params import SamplingParams
 
 TEXT = "naïve 🦜 “quoted” text, 日本語 END of it"
 

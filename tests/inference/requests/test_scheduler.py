@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from inference import SamplingParams
-from inference.requests.request import Request
-from inference.requests.scheduler import Scheduler
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.requests.scheduler import Scheduler
 
 
 def test_first_come_first_served_and_rows_stay_contiguous():

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import SamplingParams
-from inference.requests.request import Request
-from inference.sampling.logits_processors import FORBIDDEN, bad_word_ids
-from inference.spec_decode.logits import process_draft_logits, process_logits
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers import drafter as head
-from inference.spec_decode.verification.rejection_sampler import verify_and_sample
-from speculators.errors import ConfigError
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.logits_processors import FORBIDDEN, bad_word_ids
+from draftsmith.inference.spec_decode.logits import process_draft_logits, process_logits
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers import drafter as head
+from draftsmith.inference.spec_decode.verification.rejection_sampler import verify_and_sample
+from draftsmith.speculators.errors import ConfigError
 from tests.support.processors import processed as processed_by_hand
 
 V, LIMIT, LENGTH = 40, 64, 14
@@ -232,7 +232,7 @@ def test_every_place_that_is_verified(
             return verify_and_sample(processed, *others)
 
         with monkeypatch.context() as patch:
-            patch.setattr("inference.engine.engine.verify_and_sample", verify)
+            patch.setattr("draftsmith.inference.engine.engine.verify_and_sample", verify)
             return decide(logits, proposal, requests)
 
     monkeypatch.setattr(llm.engine, "_decide", checking)

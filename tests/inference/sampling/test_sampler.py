@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.sampling.sampler import (
+from draftsmith.inference.sampling.sampler import (
     argmax,
     batch_probabilities,
     inverse_cdf,
@@ -11,8 +11,8 @@ from inference.sampling.sampler import (
     probabilities,
     uniforms,
 )
-from inference.sampling_params import SamplingParams
-from speculators.errors import DraftsmithError
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.errors import DraftsmithError
 from tests.support.drafters import draw
 
 

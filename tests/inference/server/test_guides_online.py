@@ -16,11 +16,11 @@ import httpx2
 import pytest
 import torch
 
-from inference.entrypoints.vllm_options import read_options
+from draftsmith.inference.entrypoints.vllm_options import read_options
 from tests.forked import Forked
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
-SERVER = """python -m inference.serve \
+SERVER = """python -m draftsmith.inference.serve \
     --model=MODEL \
     --dtype float16 \
     --tensor-parallel-size 1 \
@@ -30,7 +30,7 @@ SERVER = """python -m inference.serve \
     --speculative-model DRAFTER \
     --use-v2-block-manager \
     --num-speculative-tokens 5"""
-CLIENT = """python -m inference.bench \
+CLIENT = """python -m draftsmith.inference.bench \
     --backend vllm \
     --dataset-name random \
     --model=MODEL \
@@ -44,7 +44,7 @@ PAIRS = {
     "ngram": (f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]"),
 }
 TODAY = (
-    "python -m inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1"
+    "python -m draftsmith.inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1"
     " --gpu_memory_utilization 0.8 "
     """--speculative_config '{"model": "DRAFTER", "num_speculative_tokens": 5}'"""
 )

@@ -11,13 +11,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from inference.flags import given_values
-from inference.server.command import sampling_defaults
-from inference.server.options import ServeFlags, read_flags, undeclared, with_model
-from inference.server.real_vllm import speculative_config, take_older, vllm_command
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
-from train.cli import app
+from draftsmith.inference.flags import given_values
+from draftsmith.inference.server.command import sampling_defaults
+from draftsmith.inference.server.options import ServeFlags, read_flags, undeclared, with_model
+from draftsmith.inference.server.real_vllm import speculative_config, take_older, vllm_command
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.train.cli import app
 
 GUIDE = (
     "--host 0.0.0.0 --port 8000 --model facebook/opt-6.7b --seed 42 -tp 1 --gpu_memory_utilization"
@@ -157,7 +157,9 @@ class TestVLLM:
 
     @pytest.fixture(autouse=True)
     def python(self, monkeypatch):
-        monkeypatch.setattr("inference.server.real_vllm.vllm_python", lambda given: given)
+        monkeypatch.setattr(
+            "draftsmith.inference.server.real_vllm.vllm_python", lambda given: given
+        )
 
     def command(self, line: str) -> tuple[list[str], dict]:
         given, rest = words(f"--engine vllm --vllm-python py {line}")

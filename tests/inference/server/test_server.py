@@ -9,9 +9,9 @@ import httpx2
 import pytest
 from openai import NotFoundError, OpenAI
 
-from inference import SamplingParams
-from inference.entrypoints.prompts import chat_prompts
-from inference.metrics import acceptance_length
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.entrypoints.prompts import chat_prompts
+from draftsmith.inference.metrics import acceptance_length
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from inference import SamplingParams
+from draftsmith.inference import SamplingParams
 from tests.forked import Forked
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
@@ -260,7 +260,8 @@ def started(saved):
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         arguments = ["--host", "127.0.0.1", "--port", port, "--model", saved, *flags]
-        code += f"import sys; sys.argv[1:] = {arguments}; from inference.server import command;"
+        code += f"import sys; sys.argv[1:] = {arguments};"
+        code += "from draftsmith.inference.server import command;"
         running.append(Forked(["-c", code + "command.main()"]))
         return running[-1], f"http://127.0.0.1:{port}"
 
@@ -313,7 +314,7 @@ def test_sigterm_and_a_second_signal(started, saved):
 def test_a_signal_ends_a_server_that_warms_up(started):
     code = """
 import time
-from inference import LLM
+from draftsmith.inference import LLM
 LLM.warm_up = lambda *_: print("compiling", flush=True) or time.sleep(600)
 """
     process, _ = started(code=code)
@@ -326,7 +327,7 @@ LLM.warm_up = lambda *_: print("compiling", flush=True) or time.sleep(600)
 @pytest.mark.slow
 def test_an_engine_that_dies_ends_the_process(started):
     code = """
-from inference.engine.engine import Engine
+from draftsmith.inference.engine.engine import Engine
 def step(self):
     raise SystemExit("gone")
 Engine.step = step

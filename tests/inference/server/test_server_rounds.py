@@ -8,7 +8,7 @@ import json
 import httpx2
 import pytest
 
-from inference import SamplingParams
+from draftsmith.inference import SamplingParams
 
 CLIENT = httpx2.Client(timeout=60)
 ASKED = {"prompt": "again and again and again", "max_tokens": 60, "temperature": 0}

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.entrypoints.loading import make_draft_length
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.spec_decode.costs import MeasuredCosts
-from inference.spec_decode.draft_length import (
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.loading import make_draft_length
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.spec_decode.costs import MeasuredCosts
+from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
     DraftLength,
     RoundPlan,
 )
-from inference.spec_decode.proposal import Proposal
-from speculators.errors import ConfigError
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.speculators.errors import ConfigError
 from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.cases import make
 from tests.support.drafters import FakeHead, random_eagle3

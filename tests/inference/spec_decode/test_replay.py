@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.replay import ReplayResult, replay
-from inference.spec_decode.verification.chain_rules import verify
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.replay import ReplayResult, replay
+from draftsmith.inference.spec_decode.verification.chain_rules import verify
 from tests.lossless.enumeration import residuals
 
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.requests.request import Request
-from inference.sampling.sampler import make_generator
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.tree_drafting import grow
-from inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from speculators.errors import ConfigError
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling.sampler import make_generator
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.tree_drafting import grow
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from draftsmith.speculators.errors import ConfigError
 
 MEDUSA = "[(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0)]"
 

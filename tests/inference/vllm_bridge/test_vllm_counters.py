@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.vllm_bridge.counters import committed_rounds, metrics_of, sizes_of
-from speculators.errors import DataError
+from draftsmith.inference.vllm_bridge.counters import committed_rounds, metrics_of, sizes_of
+from draftsmith.speculators.errors import DataError
 
 K = 4
 ROUNDS = st.lists(

@@ -9,14 +9,19 @@ import sys
 import pytest
 import torch
 
-from inference.evaluation.engines import Drafting
-from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.vllm_bridge.engine import VllmError, VllmOptions, Worker, speculative_config
-from inference.vllm_python import PYTHON, vllm_python
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.evaluation.engines import Drafting
+from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
+from draftsmith.inference.vllm_bridge.engine import (
+    VllmError,
+    VllmOptions,
+    Worker,
+    speculative_config,
+)
+from draftsmith.inference.vllm_python import PYTHON, vllm_python
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 without_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM"

@@ -14,16 +14,16 @@ import httpx2
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.evaluation.evaluate import EvaluationSettings, evaluate
-from inference.vllm_bridge import server as bridge
-from inference.vllm_bridge.engine import VllmError
-from inference.vllm_bridge.server import VllmServers
-from speculators.errors import ConfigError
-from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
+from draftsmith.inference.vllm_bridge import server as bridge
+from draftsmith.inference.vllm_bridge.engine import VllmError
+from draftsmith.inference.vllm_bridge.server import VllmServers
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 V, K, LENGTH = 259, 3, 14
 SETTINGS = EvaluationSettings(

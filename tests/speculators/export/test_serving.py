@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.entrypoints.vllm_options import read_speculative_config
-from inference.spec_decode.proposers.methods import TRAINING_FREE
-from speculators.errors import ConfigError
-from speculators.export.formats import FAMILIES
-from speculators.export.serving_commands import serving
-from speculators.families.draft_model.model import DraftModelOptions
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.entrypoints.vllm_options import read_speculative_config
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.formats import FAMILIES
+from draftsmith.speculators.export.serving_commands import serving
+from draftsmith.speculators.families.draft_model.model import DraftModelOptions
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 BLOCK = {"block_size": 8, "mask_token_id": 1}
 SHAPES = {"peagle": {"num_depths": 4, "mask_token_id": 1}}  # fields without a default

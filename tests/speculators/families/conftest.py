@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speculators.drafter import Drafter
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import BASE, CASES, Case, make
 
 

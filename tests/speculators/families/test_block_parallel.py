@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from inference import SamplingParams
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import Drafter, DraftInput
-from speculators.export import export_drafter
-from speculators.registry import family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import Drafter, DraftInput
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.contract import draft_logits, packed
 from tests.support.engines import make_llm
 
@@ -288,7 +288,7 @@ def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny
 def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model) -> None:
     """Slots of chains that were left out are dropped on the way; the states of the others do not
     change."""
-    from speculators.families import autoregressive
+    from draftsmith.speculators.families import autoregressive
 
     case = all_cases["peagle, two layers, own embeddings, fc_norm"]
     target, drafter = make_drafter(case, tiny_model(case.architecture))

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference import SamplingParams
-from inference.evaluation.expected_acceptance import expected_acceptance
-from inference.kv_cache.ragged_cache import RaggedCache
-from inference.spec_decode.replay import ReplayResult
-from speculators.drafter import DraftInput
-from speculators.errors import CheckpointError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.registry import FAMILIES, family_class
-from speculators.vocab.draft_vocab import to_target_ids
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.spec_decode.replay import ReplayResult
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.registry import FAMILIES, family_class
+from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 from tests.support.contract import (
     DEPTHS,
     World,

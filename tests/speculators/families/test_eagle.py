@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from speculators.errors import ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.families.eagle import Eagle, EagleOptions
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.families.eagle import Eagle, EagleOptions
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.train.recipe.drafter_config import drafter_config
 from tests.support.recipes import recipe_of
-from train.recipe.drafter_config import drafter_config
 
 EMBEDDED = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from speculators.config import default_tap_layers
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.config import default_tap_layers
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def test_failed_export_leaves_the_old_one(head, tmp_path, monkeypatch):
     before = (folder / "model.safetensors").read_bytes()
     full = OSError("disk full")
     monkeypatch.setattr(
-        "speculators.export.layouts.base.save_file", lambda *a, **k: (_ for _ in ()).throw(full)
+        "draftsmith.speculators.export.layouts.base.save_file",
+        lambda *a, **k: (_ for _ in ()).throw(full),
     )
     with pytest.raises(OSError, match="disk full"):
         export_drafter(drafter, folder, dtype=torch.float32)

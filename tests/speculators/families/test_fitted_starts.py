@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from speculators.drafter import valid_terms
-from speculators.errors import ConfigError
-from speculators.families import eagle3_init as eagle3_start
-from speculators.families.eagle3 import Eagle3
-from speculators.families.least_squares import reduced_rank, ridge
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import valid_terms
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.families import eagle3_init as eagle3_start
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.families.least_squares import reduced_rank, ridge
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.quickstart_data import rows
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"

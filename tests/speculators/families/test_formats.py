@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from speculators.drafter import Drafter
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.export.convert import convert
-from speculators.export.formats import FORMATS, LAYOUTS, formats_of
-from speculators.export.inspection import inspect_folder
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.export.convert import convert
+from draftsmith.speculators.export.formats import FORMATS, LAYOUTS, formats_of
+from draftsmith.speculators.export.inspection import inspect_folder
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.errors import CheckpointError
-from speculators.export import export_drafter
-from speculators.export.inspection import Inspection, inspect_folder
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export.inspection import Inspection, inspect_folder
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
 
 Fields, Tensors = dict[str, Any], dict[str, torch.Tensor]

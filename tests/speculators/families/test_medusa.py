@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.errors import CheckpointError
-from speculators.export import export_drafter, load_drafter
-from speculators.families.medusa import MedusaOptions
-from speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.families.medusa import MedusaOptions
+from draftsmith.speculators.target.frozen_target import TargetFeatures
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu
 
-from inference import LLM
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import DraftInput
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
-from train.recipe.drafter_config import drafter_config, sketch_drafter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {},

@@ -20,18 +20,18 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.export.convert import write_back
-from speculators.families.mtp import Mtp, MtpConfig
-from speculators.layers.target_layer import (
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.export.convert import write_back
+from draftsmith.speculators.families.mtp import Mtp, MtpConfig
+from draftsmith.speculators.layers.target_layer import (
     pack_experts,
 )
-from speculators.registry import build_config, config_for_target
-from speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.registry import build_config, config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.recipe.drafter_config import drafter_config
 from tests.support.recipes import recipe_of
-from train.pipeline.drafter_stage import make_drafter
-from train.recipe.drafter_config import drafter_config
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import DraftInput, TreeLevel
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import DraftInput, TreeLevel
 
 
 def chains(drafter, target, texts, paths, depth):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculators.layers import attention as module
-from speculators.layers import queries as geometry
-from speculators.layers.attention import attention, explicit_attention
-from speculators.layers.queries import Blocks, PackedQueries, Queries
+from draftsmith.speculators.layers import attention as module
+from draftsmith.speculators.layers import queries as geometry
+from draftsmith.speculators.layers.attention import attention, explicit_attention
+from draftsmith.speculators.layers.queries import Blocks, PackedQueries, Queries
 
 DOCUMENTS = {
     "one": [[(0, 24)], [(4, 24)]],

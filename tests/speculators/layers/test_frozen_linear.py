@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
+from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_linears, thaw_linears
 
 SHAPES = [(1, 16), (3, 16), (4, 16), (0, 16), (1, 1, 16), (2, 3, 16), (1, 0, 16)]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.layers import grouped_attention as grouped
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.layers import grouped_attention as grouped
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 class Module(torch.nn.Module):

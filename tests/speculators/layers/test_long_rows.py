@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculators.layers import attention
-from speculators.target import frozen_target as target_module
-from speculators.target import packed_attention
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.packed_attention import text_spans
+from draftsmith.speculators.layers import attention
+from draftsmith.speculators.target import frozen_target as target_module
+from draftsmith.speculators.target import packed_attention
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.packed_attention import text_spans
 from tests.support.cases import BASE, CASES, make
 
 ARCHITECTURES = ["llama", "qwen3_sliding", "mistral", "gemma3", "mixtral", "deepseek_v3", "cohere2"]

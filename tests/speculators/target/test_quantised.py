@@ -6,19 +6,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import SamplingParams
-from inference.plain_decoder import plain_decoder
-from inference.spec_decode.proposers.ngram import NgramProposer
-from speculators.errors import ConfigError, UnsupportedTarget
-from speculators.families.draft_model.student import cut_fields
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from speculators.target.probe import is_quantised
+from draftsmith.inference import SamplingParams
+from draftsmith.inference.plain_decoder import plain_decoder
+from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
+from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
+from draftsmith.speculators.families.draft_model.student import cut_fields
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.probe import is_quantised
+from draftsmith.train.recipe.sections import JointSection
+from draftsmith.train.trainer.joint_target import JointTarget
 from tests.quantised import save_quantised
 from tests.support.engines import make_llm
-from train.recipe.sections import JointSection
-from train.trainer.joint_target import JointTarget
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5][:n]} for n in (7, 1, 5, 3, 6)]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
-from speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.conftest import ARCHITECTURES, RECURRENT
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.vocab.token_bytes import TokenBytes, same_vocabulary, token_bytes
-from speculators.vocab.token_map import FILE, TokenMap
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.vocab.token_bytes import TokenBytes, same_vocabulary, token_bytes
+from draftsmith.speculators.vocab.token_map import FILE, TokenMap
 from tests.support.tokenizers import CORPUS, byte_level, sentencepiece, spell
 
 TARGET = Path(__file__).parents[3] / "recipes" / "quickstart" / "target"

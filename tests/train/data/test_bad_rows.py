@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from speculators.errors import DataError
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow, BadRows
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import prepare_rows
+from draftsmith.train.data.prepare import askable, bad_rows, training_examples
+from draftsmith.train.data.readers import rows_of
+from draftsmith.train.data.sources import Example, load_sources, parse_row
+from draftsmith.train.recipe.data_sections import Source
+from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from tests.damaged_conversations import BAD, CUT, UNPROVED, Truth, damaged
-from train.data.bad_rows import BadRow, BadRows
-from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import prepare_rows
-from train.data.prepare import askable, bad_rows, training_examples
-from train.data.readers import rows_of
-from train.data.sources import Example, load_sources, parse_row
-from train.recipe.data_sections import Source
-from train.recipe.recipe import Recipe, make_recipe
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 MAX_LENGTH = 512
@@ -49,7 +49,7 @@ def recipe_of(path: Path, tmp_path: Path, regenerate: bool = False, **data) -> R
 @pytest.fixture
 def every_line_counts(monkeypatch):
     """Repeated conversations are not left out."""
-    monkeypatch.setattr("train.data.prepare.deduplicate", lambda lists, **_: (lists, []))
+    monkeypatch.setattr("draftsmith.train.data.prepare.deduplicate", lambda lists, **_: (lists, []))
 
 
 def written(lines: list[tuple[bytes, Truth]], folder: Path) -> Path:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from speculators.errors import DataError
-from train.data.bad_rows import BadRows
-from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import (
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRows
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import (
     TokenRow,
     collate,
     conversation_tokenizer,
@@ -27,8 +27,8 @@ from train.data.packing import (
     pack,
     prepare_rows,
 )
-from train.data.sources import Example, parse_row
-from train.recipe.data_sections import DataSection
+from draftsmith.train.data.sources import Example, parse_row
+from draftsmith.train.recipe.data_sections import DataSection
 
 SPECIAL = [
     "<|im_start|>",

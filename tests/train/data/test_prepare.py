@@ -10,13 +10,13 @@ import yaml
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from draftsmith.train.cli import app
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import prepare_rows
+from draftsmith.train.data.prepare import bad_rows, training_examples
+from draftsmith.train.recipe.load import load_recipe
 from tests.damaged_conversations import damaged
 from tests.quickstart_data import source as quickstart
-from train.cli import app
-from train.data.loss_mask import ConversationTokenizer
-from train.data.packing import prepare_rows
-from train.data.prepare import bad_rows, training_examples
-from train.recipe.load import load_recipe
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 

@@ -10,15 +10,15 @@ import datasets
 import pytest
 from pydantic import ValidationError
 
-from speculators.errors import DataError
-from train.data.bad_rows import BadRow
-from train.data.prepare import bad_rows, training_examples
-from train.data.readers import SHUFFLED_ROWS
-from train.data.selection import decontaminate, deduplicate
-from train.data.sources import Example, load_sources, parse_row, read_sources
-from train.recipe.data_sections import PRESETS, Source
-from train.recipe.load import load_recipe
-from train.recipe.recipe import make_recipe
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.bad_rows import BadRow
+from draftsmith.train.data.prepare import bad_rows, training_examples
+from draftsmith.train.data.readers import SHUFFLED_ROWS
+from draftsmith.train.data.selection import decontaminate, deduplicate
+from draftsmith.train.data.sources import Example, load_sources, parse_row, read_sources
+from draftsmith.train.recipe.data_sections import PRESETS, Source
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import make_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -206,7 +206,7 @@ def test_a_stream_is_shuffled_by_its_seed_and_stops_in_time(monkeypatch):
 
     stream = lambda *args, **options: datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", stream)
-    monkeypatch.setattr("train.data.readers.SHUFFLED_ROWS", 50)
+    monkeypatch.setattr("draftsmith.train.data.readers.SHUFFLED_ROWS", 50)
     source = Source(name="a/b", streaming=True, limit=20)
     first, again, other = (
         [e.messages[0]["content"] for e in load_sources([source], seed=seed)] for seed in (1, 1, 2)

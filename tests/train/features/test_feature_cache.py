@@ -16,8 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculators.errors import DataError
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.features import cache as feature_cache
+from draftsmith.train.features.cache import (
+    KEY_FILE,
+    CacheKey,
+    FeatureCache,
+    ShardWriter,
+    missing,
+    texts_of,
+)
+from draftsmith.train.features.row_features import RowFeatures
 from tests.conftest import make_tiny_model
 from tests.forked import Forked
 from tests.train.trainer.test_loop import (
@@ -27,18 +39,6 @@ from tests.train.trainer.test_loop import (
     make_trainer,
     weights,
 )
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.features import cache as feature_cache
-from train.features.cache import (
-    KEY_FILE,
-    CacheKey,
-    FeatureCache,
-    ShardWriter,
-    missing,
-    texts_of,
-)
-from train.features.row_features import RowFeatures
 
 TAPS = (1, 2, 3)
 SHARD = 6000  # bytes: some texts
@@ -274,10 +274,10 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.conftest import make_tiny_model
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.train.features.test_feature_cache import SHARD, TAPS, make_key, make_rows
-from train.features.cache import FeatureCache, ShardWriter, texts_of
-from train.features.row_features import RowFeatures
+from draftsmith.train.features.cache import FeatureCache, ShardWriter, texts_of
+from draftsmith.train.features.row_features import RowFeatures
 number, of = int(sys.argv[2]), int(sys.argv[3])
 rows, cache = make_rows()[number::of], FeatureCache(Path(sys.argv[1]), make_key()).scan()
 source = RowFeatures(FrozenTarget(make_tiny_model("llama"), TAPS), rows)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.features.encodings import (
+from draftsmith.train.features.encodings import (
     ROTATED_BITS,
     Encoding,
     Rotated,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features import prefetch as features_ahead
+from draftsmith.train.features.prefetch import FeaturesAhead
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.trainer.trainer import Interrupted
 from tests.train.trainer.test_loop import (
     assert_equal,
     make_recipe,
@@ -13,10 +17,6 @@ from tests.train.trainer.test_loop import (
     make_trainer,
     weights,
 )
-from train.features import prefetch as features_ahead
-from train.features.prefetch import FeaturesAhead
-from train.features.row_features import RowFeatures
-from train.trainer.trainer import Interrupted
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from speculators.errors import ConfigError
-from speculators.vocab.draft_vocab import to_draft_ids
-from train.losses.chunked import SIZES, in_chunks, walk_order
-from train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
-from train.losses.objective import (
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
+from draftsmith.train.losses.chunked import SIZES, in_chunks, walk_order
+from draftsmith.train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
+from draftsmith.train.losses.objective import (
     StepMetrics,
     chunked_objective,
     default_block_size,

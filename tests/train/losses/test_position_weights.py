@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from speculators.errors import ConfigError
-from train.losses.position_weights import PositionWeights
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.losses.position_weights import PositionWeights
 
 ANCHORS = [
     torch.tensor([2, 5, 7]),

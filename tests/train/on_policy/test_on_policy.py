@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from pydantic import ValidationError
 
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.on_policy.refresh import FOLDER, OnPolicy
+from draftsmith.train.recipe.recipe import recipe_class
+from draftsmith.train.trainer.trainer import Trainer
 from tests.conftest import make_tiny_model
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
 from tests.train.worlds import Scenario, in_worlds
-from train.on_policy.refresh import FOLDER, OnPolicy
-from train.recipe.recipe import recipe_class
-from train.trainer.trainer import Trainer
 
 SHAPES = {
     "eagle3": {"draft_vocab_size": 60},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inference import SamplingParams
+from draftsmith.inference import SamplingParams
+from draftsmith.train.on_policy.rollout import RolloutWriter
 from tests.support.engines import make_llm
 from tests.train.trainer.test_loop import make_recipe, make_trainer
-from train.on_policy.rollout import RolloutWriter
 
 PROMPTS = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 12, 5)]
 DRAFTS, WRITTEN = 3, 21

@@ -11,18 +11,17 @@ import torch
 import yaml
 from rich.console import Console
 
-from inference import LLM
-from inference.bench.load import measure as bench
-from inference.bench.load import prepare
-from inference.bench.options import BenchOptions
-from inference.report.schema import load_report
-from speculators.errors import CheckpointError, DataError
-from speculators.export import export_drafter
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
-from tests.support.tokenizers import chat_bytes
-from train.pipeline.acceptance_stage import (
+from draftsmith.inference import LLM
+from draftsmith.inference.bench.load import measure as bench
+from draftsmith.inference.bench.load import prepare
+from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.errors import CheckpointError, DataError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline.acceptance_stage import (
     accept,
     gate_bounds,
     measure,
@@ -30,8 +29,9 @@ from train.pipeline.acceptance_stage import (
     settings_of,
     workloads,
 )
-from train.pipeline.progress import Stages
-from train.recipe.load import load_recipe
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.load import load_recipe
+from tests.support.tokenizers import chat_bytes
 
 
 @pytest.fixture(scope="module")

@@ -6,17 +6,22 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from inference.evaluation.evaluate import EvaluationSettings
-from inference.vllm_bridge.engine import VllmOptions
-from inference.vllm_python import PYTHON
-from speculators.errors import ConfigError, UnsupportedTarget
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.evaluation.evaluate import EvaluationSettings
+from draftsmith.inference.vllm_bridge.engine import VllmOptions
+from draftsmith.inference.vllm_python import PYTHON
+from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.cli import app
+from draftsmith.train.pipeline import acceptance_stage, evaluate_again
+from draftsmith.train.pipeline.acceptance_stage import (
+    Engines,
+    engines_of,
+    gate_bounds,
+    require_engines,
+)
+from draftsmith.train.pipeline.run import require_abilities, run
+from draftsmith.train.recipe.recipe import make_recipe
 from tests.quickstart_data import source as quickstart
-from train.cli import app
-from train.pipeline import acceptance_stage, evaluate_again
-from train.pipeline.acceptance_stage import Engines, engines_of, gate_bounds, require_engines
-from train.pipeline.run import require_abilities, run
-from train.recipe.recipe import make_recipe
 
 SOURCES = [quickstart("test", 2)]
 BOTH = {"engines": ["draftsmith", "vllm"]}
@@ -81,7 +86,9 @@ def test_a_gap_between_engines_needs_two(engine) -> None:
 
 
 def test_what_vllm_is_told_comes_from_the_recipe(monkeypatch) -> None:
-    monkeypatch.setattr("train.pipeline.acceptance_stage.vllm_python", lambda: "python of vLLM")
+    monkeypatch.setattr(
+        "draftsmith.train.pipeline.acceptance_stage.vllm_python", lambda: "python of vLLM"
+    )
     section = {"options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
     engines = engines_of(recipe(**BOTH, vllm=section))
     assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference import LLM, SamplingParams
-from inference.spec_decode.replay import ReplayResult, standard_error
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
+from draftsmith.train.data.sources import Example
+from draftsmith.train.pipeline import data_stage as run_data
+from draftsmith.train.pipeline.data_stage import DataStage, workloads_in_turn
+from draftsmith.train.pipeline.run import held_out_evaluation
+from draftsmith.train.recipe import recipe as recipe_module
+from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.regeneration.store import Response
+from draftsmith.train.trainer.trainer import held_out_figure
 from tests.conftest import make_tiny_model
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
-from train.data.sources import Example
-from train.pipeline import data_stage as run_data
-from train.pipeline.data_stage import DataStage, workloads_in_turn
-from train.pipeline.run import held_out_evaluation
-from train.recipe import recipe as recipe_module
-from train.recipe.recipe import make_recipe
-from train.regeneration.store import Response
-from train.trainer.trainer import held_out_figure
 
 
 def recipe(**sections):

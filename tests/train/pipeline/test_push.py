@@ -17,14 +17,18 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from inference import LLM
-from inference.report.schema import load_report
-from speculators.errors import CheckpointError, ConfigError, HubError
-from speculators.export import export_drafter
-from speculators.export.upload import Destination
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM
+from draftsmith.inference.report.schema import load_report
+from draftsmith.speculators.errors import CheckpointError, ConfigError, HubError
+from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.export.upload import Destination
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.pipeline.acceptance_stage import accept
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
+from draftsmith.train.recipe.load import load_recipe
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import (  # noqa: F401 (fixtures)
     draft_folder,
     drafting,
@@ -32,10 +36,6 @@ from tests.speculators.families.draft_model.test_draft_model_vocabulary import (
 )
 from tests.support.tokenizers import chat_bytes
 from tests.train.test_cli import call
-from train.pipeline.acceptance_stage import accept
-from train.pipeline.progress import Stages
-from train.pipeline.publish import PushOptions, push, push_run, stage
-from train.recipe.load import load_recipe
 
 REPO = "org/head"
 TOKEN = "hf_secret9876543210"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from inference.report.schema import save_report
-from speculators.errors import ConfigError
+from draftsmith.inference.report.schema import save_report
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.pipeline import trackers
+from draftsmith.train.recipe.recipe import recipe_class
+from draftsmith.train.trainer.telemetry import PHASES, Telemetry
 from tests.support.reports import make_report
 from tests.train.trainer.test_loop import make_recipe, make_trainer
-from train.pipeline import trackers
-from train.recipe.recipe import recipe_class
-from train.trainer.telemetry import PHASES, Telemetry
 
 COSTS = {
     "step_seconds",
@@ -102,7 +102,7 @@ def test_a_tracker_that_is_missing_is_named(monkeypatch):
 
 def test_time_is_shared_by_phases(monkeypatch):
     telemetry, clock = Telemetry(torch.device("cpu")), [0.0]
-    monkeypatch.setattr("train.trainer.telemetry.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("draftsmith.train.trainer.telemetry.time.perf_counter", lambda: clock[0])
     telemetry.begin()
     for name, seconds in {"data": 1.0, "target": 4.0, "drafter": 2.0, "optimizer": 0.5}.items():
         with telemetry.phase(name):

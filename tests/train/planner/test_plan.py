@@ -13,19 +13,25 @@ import yaml
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
-from inference.console import size_text
-from speculators.registry import family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference.console import size_text
+from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.planner import devices
+from draftsmith.train.planner.devices import DEVICES
+from draftsmith.train.planner.plan import (
+    Stage,
+    active_parameters,
+    forward_flops,
+    make_plan,
+    make_stage,
+)
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.optimizers import make_optimizer, optimizers_in
 from tests.quickstart_data import source as quickstart
 from tests.train.recipe.test_real_recipes import RECIPES, local_recipe
 from tests.train.test_cli import TOKENIZER, call, refused
-from train.planner import devices
-from train.planner.devices import DEVICES
-from train.planner.plan import Stage, active_parameters, forward_flops, make_plan, make_stage
-from train.recipe.load import load_recipe
-from train.recipe.recipe import make_recipe
-from train.trainer import checkpoint
-from train.trainer.optimizers import make_optimizer, optimizers_in
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},

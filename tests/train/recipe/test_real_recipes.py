@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from train.planner.devices import find_device
-from train.planner.plan import make_plan
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe
+from draftsmith.train.planner.devices import find_device
+from draftsmith.train.planner.plan import make_plan
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 REAL = sorted(

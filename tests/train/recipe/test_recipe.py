@@ -8,10 +8,10 @@ import re
 import pytest
 import yaml
 
-from speculators.errors import ConfigError
-from train.recipe.load import load_recipe
-from train.recipe.recipe import Recipe, describe_schema
-from train.recipe.sections import GATE_METRICS, split_gate
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import Recipe, describe_schema
+from draftsmith.train.recipe.sections import GATE_METRICS, split_gate
 
 MINIMAL = """\
 name: tiny/eagle3

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from speculators.errors import ConfigError
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.recipe.drafter_config import default_mask_token
+from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.recipe.sections import SHORT_RUN, TUNED
 from tests.quickstart_data import DATA
-from train.recipe.drafter_config import default_mask_token
-from train.recipe.recipe import make_recipe
-from train.recipe.sections import SHORT_RUN, TUNED
 
 TARGET = DATA.parent / "target"
 

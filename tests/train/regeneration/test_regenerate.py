@@ -13,18 +13,18 @@ from accelerate import Accelerator
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from inference import LLM
-from speculators.errors import DataError
+from draftsmith.inference import LLM
+from draftsmith.speculators.errors import DataError
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.sources import Example
+from draftsmith.train.pipeline.data_stage import DataStage, write_in_parts
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.data_sections import RegenerateSection, spread
+from draftsmith.train.regeneration.conversations import TargetFacts
+from draftsmith.train.regeneration.regenerate import regenerate
 from tests.conftest import make_tiny_model
 from tests.forked import Forked
 from tests.train.worlds import Scenario, in_worlds
-from train.data.loss_mask import ConversationTokenizer
-from train.data.sources import Example
-from train.pipeline.data_stage import DataStage, write_in_parts
-from train.pipeline.progress import Stages
-from train.recipe.data_sections import RegenerateSection, spread
-from train.regeneration.conversations import TargetFacts
-from train.regeneration.regenerate import regenerate
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SECTION = RegenerateSection(temperatures={0.0: 0.25, 1.0: 0.75}, max_new_tokens=6, batch_size=2)
@@ -186,8 +186,8 @@ def test_temperatures_have_their_shares_everywhere(write, tmp_path):
 
 def test_a_log_shows_tokens_per_second_and_the_time_left(write, tmp_path, monkeypatch):
     """Before the first response has ended, and after; what was found is not counted as written."""
-    monkeypatch.setattr("train.pipeline.progress.LINE_EVERY", 0.0)
-    monkeypatch.setattr("train.regeneration.writers.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("draftsmith.train.pipeline.progress.LINE_EVERY", 0.0)
+    monkeypatch.setattr("draftsmith.train.regeneration.writers.REPORT_EVERY_S", 0.0)
     log = io.StringIO()
     stages = Stages(1, console=Console(file=log, width=200))
     with stages.stage("regenerate", 40) as advance:

@@ -13,16 +13,16 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from inference import LLM
-from speculators.errors import ConfigError, DataError
-from train.data.loss_mask import ConversationTokenizer
-from train.data.sources import Example
-from train.recipe.data_sections import RegenerateSection
-from train.regeneration import servers
-from train.regeneration.conversations import TargetFacts
-from train.regeneration.regenerate import regenerate
-from train.regeneration.servers import EndpointError
-from train.regeneration.store import Record, ResponseStore
+from draftsmith.inference import LLM
+from draftsmith.speculators.errors import ConfigError, DataError
+from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.sources import Example
+from draftsmith.train.recipe.data_sections import RegenerateSection
+from draftsmith.train.regeneration import servers
+from draftsmith.train.regeneration.conversations import TargetFacts
+from draftsmith.train.regeneration.regenerate import regenerate
+from draftsmith.train.regeneration.servers import EndpointError
+from draftsmith.train.regeneration.store import Record, ResponseStore
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 VOCAB, ENDS = 4096, tuple(range(0, 4096, 9))  # so many that turns end now and then

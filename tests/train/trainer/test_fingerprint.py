@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.train.data.packing import PackedRow
+from draftsmith.train.pipeline.run import _train_stage
+from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.sections import FeaturesSection, JointSection, OnPolicySection
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.checkpoint import (
+    NOT_IN_FINGERPRINT,
+    TrainState,
+    fingerprint,
+    hash_rows,
+)
 from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
-from train.data.packing import PackedRow
-from train.pipeline.run import _train_stage
-from train.recipe.recipe import Recipe
-from train.recipe.sections import FeaturesSection, JointSection, OnPolicySection
-from train.trainer import checkpoint
-from train.trainer.checkpoint import NOT_IN_FINGERPRINT, TrainState, fingerprint, hash_rows
 
 # Fields of the sections in the fingerprint that shape no training.
 EXCEPTIONS = {"regenerate.endpoints", "training.activation_checkpointing", "target.sharding"}
@@ -93,7 +98,9 @@ def test_train_stage_waits_for_the_process_that_writes_the_best(monkeypatch, tmp
         drafter=None,
         joint=None,
     )
-    monkeypatch.setattr("train.pipeline.run.checkpoint.load_best", lambda *_: order.append("load"))
+    monkeypatch.setattr(
+        "draftsmith.train.pipeline.run.checkpoint.load_best", lambda *_: order.append("load")
+    )
 
     class Stages:
         def say(self, text):

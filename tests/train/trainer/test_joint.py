@@ -11,13 +11,13 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from speculators.families.medusa import Medusa
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.families.medusa import Medusa
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.recipe.recipe import recipe_class
+from draftsmith.train.trainer.joint_target import JointTarget, cross_entropy
+from draftsmith.train.trainer.trainer import Trainer
 from tests.train.trainer.test_loop import make_rows
-from train.recipe.recipe import recipe_class
-from train.trainer.joint_target import JointTarget, cross_entropy
-from train.trainer.trainer import Trainer
 
 TEXTS = [([5, 6, 7], [8, 9, 10, 11]), ([3, 4], [50, 60])]
 

@@ -15,17 +15,24 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from speculators.errors import CheckpointError
-from speculators.families.eagle3 import Eagle3
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.families.eagle3 import Eagle3
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.data.loss_mask import TokenRow
+from draftsmith.train.data.packing import pack
+from draftsmith.train.recipe.recipe import Recipe, recipe_class
+from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.optimizers import learning_rate, optimizers_in
+from draftsmith.train.trainer.trainer import (
+    EXPECTED,
+    MAX_SKIPPED,
+    Diverged,
+    Interrupted,
+    Trainer,
+    Unread,
+)
 from tests.forked import Forked
-from train.data.loss_mask import TokenRow
-from train.data.packing import pack
-from train.recipe.recipe import Recipe, recipe_class
-from train.trainer import checkpoint
-from train.trainer.optimizers import learning_rate, optimizers_in
-from train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer, Unread
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -405,7 +412,7 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     recipe = make_recipe(steps=None, max_minutes=1.0, save_every=5)
     clock = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(
-        "train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
+        "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: clock.seconds)
     )
 
     def run(advance=None):

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features.cache import FeatureCache
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.pipeline.run import held_out_evaluation
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.recipe import recipe_class
+from draftsmith.train.regeneration.store import Response
+from draftsmith.train.trainer.trainer import Trainer
 from tests.conftest import make_tiny_model
 from tests.device_emulation import DEVICE
 from tests.support.cases import OPT
@@ -22,15 +31,6 @@ from tests.train.features import test_feature_cache as caches
 from tests.train.on_policy import test_on_policy as on_policy_tests
 from tests.train.trainer import test_joint as joint_tests
 from tests.train.trainer.test_loop import make_rows
-from train.features.cache import FeatureCache
-from train.features.row_features import RowFeatures
-from train.pipeline.drafter_stage import make_drafter
-from train.pipeline.progress import Stages
-from train.pipeline.run import held_out_evaluation
-from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import recipe_class
-from train.regeneration.store import Response
-from train.trainer.trainer import Trainer
 
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}

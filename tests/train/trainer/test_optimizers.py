@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from draftsmith.train.trainer.optimizers import (
+    Together,
+    implementation,
+    load_optimizer_state,
+    optimizer_state,
+)
 from tests.train.trainer.test_loop import make_recipe, make_trainer, weights
-from train.trainer.optimizers import Together, implementation, load_optimizer_state, optimizer_state
 
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 

@@ -16,24 +16,24 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-from speculators.drafter import Drafter
-from speculators.families.medusa import Medusa
-from speculators.registry import config_for_target, family_class
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.families.medusa import Medusa
+from draftsmith.speculators.registry import config_for_target, family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.pipeline.data_stage import waits_on_host
+from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.pipeline.progress import Stages
+from draftsmith.train.recipe.drafter_config import drafter_config
+from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.trainer.joint_target import JointTarget
+from draftsmith.train.trainer.parallel import share_out
+from draftsmith.train.trainer.trainer import Trainer
 from tests.conftest import make_tiny_model
 from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.on_policy.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.trainer.test_loop import make_rows
 from tests.train.worlds import Scenario, in_worlds
-from train.features.row_features import RowFeatures
-from train.pipeline.data_stage import waits_on_host
-from train.pipeline.drafter_stage import make_drafter
-from train.pipeline.progress import Stages
-from train.recipe.drafter_config import drafter_config
-from train.recipe.recipe import make_recipe
-from train.trainer.joint_target import JointTarget
-from train.trainer.parallel import share_out
-from train.trainer.trainer import Trainer
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
@@ -122,7 +122,7 @@ def size_of(drafter: Drafter) -> dict[str, float]:
 
 
 def make_staged(folder: Path, **training) -> Iterator[Trainer]:
-    """Medusa-2: heads alone, then with the target, as `train.pipeline.run` makes the stages.
+    """Medusa-2: heads alone, then with the target, as a run makes the stages.
     `stop_after` ends the second."""
     tree = {
         "name": "t",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inference.plain_decoder import PlainDecoder
-from inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.inference.plain_decoder import PlainDecoder
+from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
 from tests.support.cases import CASES, make
 
 

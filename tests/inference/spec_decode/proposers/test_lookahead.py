@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.requests.request import Request
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.lookahead import (
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.lookahead import (
     JacobiWindow,
     LookaheadProposer,
     NgramPool,

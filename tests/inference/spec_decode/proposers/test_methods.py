@@ -9,16 +9,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inference import LLM, SamplingParams
-from inference.entrypoints.speculative_config import parse_speculative_config
-from inference.evaluation.engines import Drafting, RuntimeEngine
-from inference.spec_decode.proposal import Proposal
-from inference.spec_decode.proposers import methods
-from inference.spec_decode.proposers.base import Proposer
-from inference.spec_decode.proposers.options import MethodOptions, option
-from speculators.errors import ConfigError
-from speculators.registry import FAMILIES
-from train.cli import app
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.evaluation.engines import Drafting, RuntimeEngine
+from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers import methods
+from draftsmith.inference.spec_decode.proposers.base import Proposer
+from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.registry import FAMILIES
+from draftsmith.train.cli import app
 
 
 class RepeatProposer(Proposer):

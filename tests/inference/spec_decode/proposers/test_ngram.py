@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from inference.requests.request import Request
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.ngram import NgramIndex, NgramProposer
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex, NgramProposer
 
 
 def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:

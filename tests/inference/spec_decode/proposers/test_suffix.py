@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from inference.requests.request import Request
-from inference.sampling_params import SamplingParams
-from inference.spec_decode.proposers.suffix import SuffixProposer
-from inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
+from draftsmith.inference.requests.request import Request
+from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
+from draftsmith.inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
 
 DEPTH = 6
 

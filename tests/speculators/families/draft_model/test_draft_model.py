@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference import LLM, SamplingParams
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.families.draft_model.model import DraftModel, DraftModelOptions
-from speculators.families.draft_model.student import cut_fields
-from speculators.registry import config_for_target
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
+from draftsmith.speculators.families.draft_model.student import cut_fields
+from draftsmith.speculators.registry import config_for_target
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.recipe.drafter_config import sketch_drafter
 from tests.support.cases import OPT
 from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
 from tests.support.contract import (
@@ -29,7 +30,6 @@ from tests.support.contract import (
 from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
 from tests.support.tokenizers import byte_level
-from train.recipe.drafter_config import sketch_drafter
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]

@@ -11,10 +11,16 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, load_weights, read_drafter_config
-from speculators.families.draft_model.model import DraftModel
-from speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import (
+    export_drafter,
+    load_drafter,
+    load_weights,
+    read_drafter_config,
+)
+from draftsmith.speculators.families.draft_model.model import DraftModel
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.trainer.trainer import Trainer
 from tests.speculators.families.draft_model.test_draft_model import drafted, recipe
 from tests.support.contract import (
     all_logits,
@@ -22,7 +28,6 @@ from tests.support.contract import (
     packed,
     rows,
 )
-from train.trainer.trainer import Trainer
 
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from inference import LLM, SamplingParams
-from inference.kv_cache.ragged_cache import RaggedCache
-from speculators.drafter import DraftInput
-from speculators.errors import CheckpointError, ConfigError
-from speculators.export import export_drafter, load_drafter, read_drafter_config
-from speculators.families.draft_model.model import DraftModel
-from speculators.target.frozen_target import FrozenTarget
-from speculators.vocab.token_map import FILE, TokenMap
+from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.speculators.drafter import DraftInput
+from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.families.draft_model.model import DraftModel
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.vocab.token_map import FILE, TokenMap
 from tests.speculators.families.draft_model.test_draft_model import same_text, student
 from tests.support.cases import OPT
 from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
