@@ -25,6 +25,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands import artefact
 from draftsmith.train.commands.evaluate import evaluate
 from draftsmith.train.commands.features import cache_features
+from draftsmith.train.commands.init import init
 from draftsmith.train.commands.options import Overrides, RecipeFile
 from draftsmith.train.commands.plan import plan
 from draftsmith.train.commands.prepare import prepare
@@ -266,6 +267,7 @@ for command in (
     push,
     regenerate,
     plan,
+    init,
     prepare,
     artefact.export,
     artefact.inspect,

@@ -8,6 +8,7 @@ restart and segment ids that keep attention apart; `Shuffled` is the order in wh
 from __future__ import annotations
 
 import bisect
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
 from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import DataSection
 
+logger = logging.getLogger(__name__)
+
+THINKING = "enable_thinking"  # the chat templates' variable
 Progress = Callable[[int, int], None]  # done, total
 MANY_EXAMPLES = 50_000  # from which on starting processes is worth its seconds
 
@@ -72,12 +76,33 @@ def conversation_tokenizer(
         if not Path(section.chat_template).is_file():
             raise DataError(f"data.chat_template: no such file: {section.chat_template}")
         template = Path(section.chat_template).read_text(encoding="utf-8")
+    if THINKING not in section.chat_template_kwargs and knows_thinking(tokenizer, template):
+        logger.warning(
+            "data.chat_template_kwargs: the chat template has %s, and the recipe does not set it;"
+            " say {%s: false} or {%s: true}, as it will be served. Responses that begin with"
+            " thoughts need thousands of regenerate.max_new_tokens",
+            *[THINKING] * 3,
+        )
     return ConversationTokenizer(
         tokenizer,
         chat_template=template,
         template_kwargs=section.chat_template_kwargs,
         reasoning=section.reasoning,
     )
+
+
+def knows_thinking(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
+    """Whether the chat template (`template`: its text, in place of the tokenizer's) makes another
+    prompt with thinking than without."""
+    if template is None and not tokenizer.chat_template:
+        return False
+    question = [{"role": "user", "content": "Hello"}]
+    options = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
+    prompts = {
+        tokenizer.apply_chat_template(question, **options, **{THINKING: mode})
+        for mode in (True, False)
+    }
+    return len(prompts) > 1
 
 
 def prepare_rows(

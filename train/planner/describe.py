@@ -84,8 +84,7 @@ def _training(stage: Stage) -> list[tuple[str, str]]:
 
 def _settings(stage: Stage) -> str:
     """Optimizer and learning rates, and whose they are."""
-    given = stage.recipe.training
-    chosen = stage.recipe.for_steps(stage.steps).training
+    given, chosen = stage.recipe.training, stage.training
     rates = f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}"
     if chosen.optimizer == "muon":
         rates += f", {chosen.muon_learning_rate:g} for matrices"

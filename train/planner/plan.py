@@ -29,6 +29,7 @@ from draftsmith.train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device
 from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
+from draftsmith.train.recipe.sections import TrainingSection
 from draftsmith.train.trainer.batches import StepRows
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
@@ -115,6 +116,11 @@ class Stage:
         return math.ceil(rows * t.epochs / self.step_rows.rows_per_step)
 
     @property
+    def training(self) -> TrainingSection:
+        """The settings that the run takes, those of a short run included."""
+        return self.recipe.for_steps(self.steps).training
+
+    @property
     def phases(self) -> list[Phase]:
         """The work of the stage, or of one step where the number of steps is not known."""
         recipe, target, phases = self.recipe, self.target, list[Phase]()
@@ -157,14 +163,14 @@ class Stage:
             "target's weights": whole // self.count if sharded else whole,
             "drafter's weights": state_bytes(self.head),
             "gradients": 4 * self.trainable,
-            f"states of {self.recipe.training.optimizer}": self.optimizer_bytes,
+            f"states of {self.training.optimizer}": self.optimizer_bytes,
         }
 
     @property
     def optimizer_bytes(self) -> int:
         """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
         matrices: Sequence[torch.nn.Parameter] = ()
-        if self.recipe.training.optimizer == "muon":
+        if self.training.optimizer == "muon":
             matrices = [p for p in self.head.weight_matrices() if p.ndim == 2 and p.requires_grad]
         return 8 * self.trainable - 4 * sum(p.numel() for p in matrices)
 
