@@ -39,3 +39,12 @@ def vllm_python(given: str | None = None) -> str:
     if found.returncode != 0:
         raise ConfigError(f"{where}: has no package vllm; install it there, or name another")
     return python
+
+
+def vllm_version(python: str) -> str:
+    """The version of vLLM that `python` has, such as 0.33.0. ConfigError if it cannot be read."""
+    code = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"{python}: vLLM's version cannot be read: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -17,13 +17,17 @@ from mkdocs.structure.files import File
 
 from draftsmith.inference.evaluation.suites import DIR, SUITES
 from draftsmith.inference.report.schema import SUMMARY_KEYS, AcceptanceReport
-from draftsmith.speculators.export.formats import FORMATS, LAYOUTS
+from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
+from draftsmith.speculators.export.formats import FORMATS, LAYOUTS, NATIVE
+from draftsmith.speculators.export.layouts.base import Layout
+from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.cli import app
 from draftsmith.train.recipe.data_sections import PRESETS
 from draftsmith.train.recipe.recipe import describe_schema
 from draftsmith.train.recipe.schema import SchemaRow
 
+VLLM_VERSIONS = ("0.32", "0.33")  # of the table of engines
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 
@@ -72,6 +76,30 @@ def _formats() -> list[str]:
         families = ", ".join(f"`{family}`" for format_, family in LAYOUTS if format_ == name)
         rows.append((name, purpose, families))
     return _table("format | for | families", rows)
+
+
+def _engines() -> list[str]:
+    """What serves each family, by the layouts; tests/vllm holds them to vLLM's own registry."""
+    rows = []
+    for family in (*FAMILIES, *TRAINING_FREE):
+        layout = LAYOUTS.get((NATIVE, family)) or method_options(family)
+        if isinstance(layout, Layout):
+            method = vllm_method(family)["method"] if layout.in_vllm else ""
+            served = [bool(method) and not layout.dropped(version) for version in VLLM_VERSIONS]
+        else:
+            method = (layout.vllm or {}).get("method", family) if layout.vllm is not None else ""
+            served = [bool(method)] * len(VLLM_VERSIONS)
+        rows.append(
+            (
+                family,
+                f"`{method}`" if method else "",
+                *("yes" if yes else "no" for yes in served),
+                layout.sglang_algorithm or "",
+                layout.vllm_note,
+            )
+        )
+    versions = " | ".join(f"vLLM {version}" for version in VLLM_VERSIONS)
+    return _table(f"family | method in vLLM | {versions} | algorithm in SGLang | remarks", rows)
 
 
 def _presets() -> list[str]:
@@ -213,6 +241,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/api.md": _api,
 }
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "engines": _engines,
     "formats": _formats,
     "presets": _presets,
     "suites": _suites,

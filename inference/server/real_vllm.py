@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.inference.flags import Values, flag_name, json_or_text, validated
 from draftsmith.inference.server.options import ServeFlags, as_words
-from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.inference.vllm_python import vllm_python, vllm_version
 from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def vllm_command(given: Values, words: Sequence[str]) -> list[str]:
         command += ["--revision", flags.revision]
     if flags.trust_remote_code:
         command.append("--trust-remote-code")
-    if drafting := _drafting(flags, older):
+    if drafting := _drafting(flags, older, command[0]):
         command += ["--speculative-config", json.dumps(drafting)]
     return command + as_words({n: v for n, v in given.items() if n not in READ}) + rest
 
@@ -66,7 +66,7 @@ def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, An
     return config
 
 
-def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None:
+def _drafting(flags: ServeFlags, older: dict[str, Any], python: str) -> dict[str, Any] | None:
     """speculative_config under vLLM's names, with its method."""
     from draftsmith.inference.entrypoints.speculative_defaults import complete
     from draftsmith.inference.entrypoints.vllm_options import RULES
@@ -89,6 +89,8 @@ def _drafting(flags: ServeFlags, older: dict[str, Any]) -> dict[str, Any] | None
     layout = LAYOUTS.get((NATIVE, method))
     if layout is not None and not layout.in_vllm:
         raise ConfigError(f"serve: no recent vLLM serves the family {method}; leave out --engine")
+    if layout is not None and layout.last_vllm and (why := layout.dropped(vllm_version(python))):
+        raise ConfigError(f"serve: {why}; leave out --engine")
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent
         theirs = {ours: name for name, ours in RULES.items()}

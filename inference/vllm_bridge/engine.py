@@ -30,7 +30,7 @@ from draftsmith.inference.report.schema import EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import method_options
 from draftsmith.inference.vllm_bridge.counters import metrics_of, response_of
-from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.inference.vllm_python import vllm_python, vllm_version
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.speculators.export import read_drafter_config, resolve
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE
@@ -144,7 +144,7 @@ class VllmEngine(MeasuredEngine):
     def __init__(self, drafting: Drafting, options: VllmOptions) -> None:
         super().__init__(drafting)
         self.options, self.python = options, vllm_python(options.python)
-        self.config, self.needs = speculative_config(drafting)
+        self.config, self.needs = speculative_config(drafting, vllm_version(self.python))
         self.end = ending_token_ids(drafting, self.tokenizer)
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
@@ -237,8 +237,10 @@ def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any
     return fields if params.greedy else fields | {"seed": params.seed}
 
 
-def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, Any]]:
-    """vLLM's `speculative_config`, and the options that its LLM needs for it.
+def speculative_config(
+    drafting: Drafting, version: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `speculative_config` of vLLM `version`, and the options that its LLM needs for it.
 
     The method is always named, or vLLM would guess it from the path. ConfigError for an export that
     is no model."""
@@ -250,8 +252,8 @@ def speculative_config(drafting: Drafting) -> tuple[dict[str, Any], dict[str, An
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
     layout = LAYOUTS[NATIVE, head.family]
-    if not layout.in_vllm:
-        raise ConfigError(f"{drafting.drafter}: {layout.no_vllm(head)}; use --engine draftsmith")
+    if why := layout.dropped(version) or ("" if layout.in_vllm else layout.no_vllm(head)):
+        raise ConfigError(f"{drafting.drafter}: {why}; use --engine draftsmith")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True

@@ -40,12 +40,14 @@ def serving(
     config: DrafterConfig | None = None,
     format: str = NATIVE,
     training_free: Any = None,
+    vllm_version: str | None = None,
 ) -> list[ServingCommand]:
     """The command of every engine.
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
     method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
-    known. `tokens`: drafts per round. ConfigError for neither a folder nor such a method."""
+    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0; None: the newest vLLM that
+    serves it. ConfigError for neither a folder nor such a method."""
     folder, target = folder or "DRAFTER", target or "TARGET"
     if training_free is not None:
         tokens = tokens or training_free.num_speculative_tokens
@@ -65,7 +67,8 @@ def serving(
     if config is None:
         engines = _without_drafter(training_free, target, own)
     else:
-        engines = [_vllm(own, target, config, format), _sglang(own, target, config, format)]
+        engines = [_vllm(own, target, config, format, vllm_version)]
+        engines.append(_sglang(own, target, config, format))
     return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {here}", own)]
 
 
@@ -84,9 +87,11 @@ def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCom
     return [vllm, _sglang_command(target, flags, options.sglang_note)]
 
 
-def _vllm(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
+def _vllm(
+    own: Options, target: str, config: DrafterConfig, format_: str, version: str | None
+) -> ServingCommand:
     folder, layout = own["model"], layout_for(format_, config.family)
-    if why := layout.no_vllm(config):
+    if why := layout.no_vllm(config) or layout.dropped(version):
         if format_ == "sglang":
             why = f"this folder is in SGLang's format: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)

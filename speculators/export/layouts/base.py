@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from packaging.version import InvalidVersion, Version
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.speculators.config import DecoderConfig, DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
 
@@ -56,6 +57,14 @@ class Fault:
     warning: bool = False  # it may be right
 
 
+def _minor(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version such as 0.33.0; ConfigError for anything else."""
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        raise ConfigError(f"vLLM {version!r}: expected a version, such as 0.33.0") from None
+
+
 class Layout:
     """One family's folder in the formats `formats`. Module names are those of the family's file.
 
@@ -77,6 +86,7 @@ class Layout:
     # How engines serve the family; of the layout in vLLM's own format.
     vllm_method: ClassVar[Mapping[str, Any]] = {}  # where vLLM's method is not the family's name
     in_vllm: ClassVar[bool] = True
+    last_vllm: ClassVar[str] = ""  # minor version up to which it does; empty: it still does
     vllm_arguments: ClassVar[str] = ""  # further ones of `vllm serve`
     vllm_samples: ClassVar[bool] = True  # it can sample its drafts, else they are the best tokens
     vllm_note: ClassVar[str] = ""
@@ -87,6 +97,16 @@ class Layout:
         """The reason why vLLM serves no such drafter in this format, and the remedy; empty: it
         does."""
         return ""
+
+    def dropped(self, version: str | None) -> str:
+        """The reason why vLLM `version` (such as 0.33.0; None: any) does not serve the family any
+        more; empty: it does."""
+        if version is None or not self.last_vllm or _minor(version) <= _minor(self.last_vllm):
+            return ""
+        return (
+            f"vLLM {version} does not serve {self.family} any more: it was dropped after"
+            f" {self.last_vllm}; this project's runtime serves it"
+        )
 
     def no_sglang(self, config: Any) -> str:
         """As `no_vllm`, of SGLang."""

@@ -29,6 +29,7 @@ class MedusaLayout(Layout):
     without: ClassVar = {"": base.REFUSES}
     stray = "vLLM does not read it"
     vllm_samples = False
+    last_vllm = "0.32"
     vllm_note = "vLLM up to 0.32; 0.33 dropped Medusa, and this project's runtime serves it"
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:

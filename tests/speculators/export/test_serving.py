@@ -84,3 +84,12 @@ def test_what_engines_do_not_serve_is_said(ways) -> None:
     assert "no medusa" in three["SGLang"].note
     with pytest.raises(ConfigError, match="training-free method"):
         serving("eagle3")
+
+
+def test_serving_a_family_that_a_vllm_dropped_names_the_version(ways):
+    assert ways("medusa", vllm_version="0.32.1")["vLLM"].command
+    dropped = ways("medusa", vllm_version="0.33.0")["vLLM"]
+    assert not dropped.command and "0.33.0" in dropped.note
+    assert ways("eagle3", vllm_version="0.33.0")["vLLM"].command
+    with pytest.raises(ConfigError, match="0.x"):
+        ways("medusa", vllm_version="0.x")
