@@ -32,7 +32,7 @@ from draftsmith.speculators.registry import family_class
 # Fields of the section `draftsmith` that are kept; the others follow from the drafter and are
 # written anew.
 ORIGIN = ("target", "recipe", "recipe_hash", "step", "num_speculative_tokens")
-NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", *PICKLES)
+NOT_COPIED = ("config.json", "*.safetensors", "*.index.json", ".*", "*.py", *PICKLES)
 
 
 def convert(

@@ -30,8 +30,13 @@ from draftsmith.speculators.export.layouts.speculators import (
     SpeculatorsEagle3Layout,
     SpeculatorsPEagleLayout,
 )
+from draftsmith.speculators.export.layouts.transformers import (
+    TransformersDFlashLayout,
+    TransformersMtpLayout,
+)
 
 NATIVE = "vllm"
+NAMED_ONLY = (("sglang",), ("transformers",))
 # Format -> its purpose.
 FORMATS: dict[str, str] = {
     "vllm": (
@@ -41,10 +46,14 @@ FORMATS: dict[str, str] = {
         "vLLM's speculators format: config.json names the target, `vllm serve FOLDER` is all"
     ),
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
-    "transformers": "a causal language model as transformers writes it; for draft models",
+    "transformers": (
+        "what plain transformers loads as `assistant_model`: draft models; DFlash and MTP heads,"
+        " with a file of their modules"
+    ),
 }
 # A folder that does not name its family belongs to the first layout that recognises it, but for
-# those of SGLang: other tools write its sections with either numbering of taps.
+# those of SGLang alone (other tools write its sections with either numbering of taps) and of
+# transformers alone (no other tool writes them).
 _TABLE: tuple[Layout, ...] = (
     SpeculatorsPEagleLayout(),
     SpeculatorsDFlashLayout(),
@@ -64,6 +73,8 @@ _TABLE: tuple[Layout, ...] = (
     DraftModelLayout(),  # the last that recognises anything: every causal LM is one
     SGLangEagle3Layout(),
     SGLangEagleLayout(),
+    TransformersDFlashLayout(),
+    TransformersMtpLayout(),
 )
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats
@@ -103,7 +114,11 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     family, format_ = own.get("family"), own.get("format", NATIVE)
     if family is None:
         layout = next(
-            (row for row in _TABLE if row.formats != ("sglang",) and row.recognises(fields, names)),
+            (
+                row
+                for row in _TABLE
+                if row.formats not in NAMED_ONLY and row.recognises(fields, names)
+            ),
             None,
         )
     else:

@@ -92,8 +92,8 @@ def _vllm(
 ) -> ServingCommand:
     folder, layout = own["model"], layout_for(format_, config.family)
     if why := layout.no_vllm(config) or layout.dropped(version):
-        if format_ == "sglang":
-            why = f"this folder is in SGLang's format: {why}; {_again(folder, NATIVE)}"
+        if format_ in ("sglang", "transformers"):
+            why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)
     options = {**own, **vllm_method(config.family)}
     if format_ == "speculators":

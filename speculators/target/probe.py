@@ -37,6 +37,7 @@ _RECURRENT_FIELDS = (
 )
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+CACHE_NAMES = ("past_key_values", "cache_params", "cache")  # the last one from transformers 5.20 on
 _OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 _PROBE_ATTENTION = "draftsmith_probe"
@@ -57,6 +58,7 @@ class Parts:
     kinds: tuple[str, ...]  # per layer FULL, SLIDING, STATES, or another name of the config's
     window: int  # of the sliding layers; 0 without any
     cache_name: str  # its forward's name for a cache
+    has_positions: bool  # its forward takes position ids and masks
     stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
 
     def refusal(self, why: str) -> UnsupportedTarget:
@@ -68,7 +70,7 @@ class Parts:
         given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
             given[self.cache_name] = cache
-        if self.cache_name == "past_key_values":  # others have no positions
+        if self.has_positions:
             given |= {"position_ids": position_ids} if position_ids is not None else {}
             given |= {"attention_mask": mask} if mask is not None else {}
         return self.decoder(**given)
@@ -128,7 +130,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
     kinds, window = _layer_kinds(config), 0
     if SLIDING in kinds:
         window = int(getattr(config, "sliding_window", None) or 0)
-    named = "cache_params" in inspect.signature(decoder.forward).parameters
+    parameters = inspect.signature(decoder.forward).parameters
+    cache_name = next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
     return Parts(
         name=name,
         config=config,
@@ -139,7 +142,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
         lm_head=model.get_output_embeddings(),
         kinds=kinds,
         window=window,
-        cache_name="cache_params" if named else "past_key_values",
+        cache_name=cache_name,
+        has_positions="position_ids" in parameters or cache_name == CACHE_NAMES[0],
         stateful=_keeps_states(model, config),
     )
 
@@ -231,6 +235,15 @@ class _ZeroPast(Cache):
         return recurrent_states
 
     def has_previous_state(self, *args, **kwargs) -> bool:
+        return False
+
+    def get_conv_state(self, *args, **kwargs) -> None:  # from transformers 5.20 on
+        return None
+
+    def get_recurrent_state(self, *args, **kwargs) -> None:
+        return None
+
+    def is_recording_past(self, *args, **kwargs) -> bool:
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -56,17 +56,18 @@ class DFlashLayout(Layout):
                 f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for"
                 " block drafters; 0 is the embedding"
             )
-        if format_ != "sglang":
+        if format_ not in ("sglang", "transformers"):
             return
         if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
             raise ConfigError(
-                f"export format sglang: SGLang drafts {config.family} over the target's whole"
-                " vocabulary and at its width; serve this one with vLLM"
+                f"export format {format_}: {config.family} is drafted there over the target's"
+                " whole vocabulary and at its width; serve this one with vLLM"
             )
         if config.num_target_layers in config.tap_layers:
             raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang cannot capture"
-                f" the output of the last one, {config.num_target_layers}; serve it with vLLM"
+                f"export format {format_}: tap_layers {list(config.tap_layers)}: the output of the"
+                f" last one, {config.num_target_layers}, cannot be captured there; serve it with"
+                " vLLM"
             )
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:

@@ -196,10 +196,11 @@ def test_states_that_are_not_where_they_are_rolled_back_are_noticed(tiny_model):
     forward = type(model.model.layers[0].conv).forward
 
     class Forgetful(type(model.model.layers[0].conv)):
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
-            output = forward(self, hidden_states, past_key_values, **kwargs)
-            if past_key_values is not None and past_key_values.layers:
-                past_key_values.layers[self.layer_idx].conv_states[0].zero_()
+        def forward(self, hidden_states, **kwargs):
+            output = forward(self, hidden_states, **kwargs)
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            if cache is not None and cache.layers:
+                cache.layers[self.layer_idx].conv_states[0].zero_()
             return output
 
     model.model.layers[0].conv.__class__ = Forgetful
@@ -222,7 +223,9 @@ def _encoder_decoder(make):
 
 def _soft_cap(make):
     model = make("gemma2")
-    model.set_attn_implementation("sdpa")
+    model.config._attn_implementation = (
+        "sdpa"  # set_attn_implementation refuses it in some versions
+    )
     return model
 
 
