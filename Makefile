@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm lint format compare bench-peers check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench-peers check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ test-fast: $(VENV)/.installed  ## run the quick tests, some two minutes (ARGS=te
 test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)
 	$(BIN)/python scripts/setup_vllm.py $(VLLM_VENV)
 	DRAFTSMITH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) tests/vllm $(ARGS)
+
+test-real: $(VENV)/.installed  ## run every method on SmolLM2-135M, which is fetched first (ten minutes)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet gguf
+	DRAFTSMITH_REAL=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/real $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff (lint and format), import-linter and mypy, changing nothing
 	$(BIN)/ruff check .

@@ -19,8 +19,9 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 REAL = sorted(
     path
     for path in RECIPES.glob("*/*.yaml")
-    if path.parent.name not in ("quickstart", "accelerate")
+    if path.parent.name not in ("quickstart", "accelerate", "smollm2-135m-instruct")
 )
+SMOLLM2 = sorted((RECIPES / "smollm2-135m-instruct").glob("*.yaml"))
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -159,3 +160,12 @@ def test_a_real_recipe_names_its_sources_and_its_guesses(path: Path) -> None:
         "no source that can be looked up"
     )
     assert guesses
+
+
+@pytest.mark.parametrize("path", SMOLLM2, ids=lambda path: path.stem)
+def test_a_recipe_of_smollm2_loads_and_fits_an_hour(path: Path) -> None:
+    """tests/real runs them."""
+    recipe = load_recipe(path)
+    assert recipe.name == f"{path.parent.name}/{path.stem}"
+    assert path.stem in (recipe.family, "base")
+    assert recipe.training.max_minutes <= 60
