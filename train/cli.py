@@ -23,6 +23,7 @@ from draftsmith.inference.console import json_option, user_errors
 from draftsmith.inference.server import command as serve
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands import artefact
+from draftsmith.train.commands.certify import certify
 from draftsmith.train.commands.evaluate import evaluate
 from draftsmith.train.commands.features import cache_features
 from draftsmith.train.commands.init import init
@@ -268,6 +269,7 @@ for command in (
     regenerate,
     plan,
     init,
+    certify,
     prepare,
     artefact.export,
     artefact.inspect,

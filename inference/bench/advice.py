@@ -1,8 +1,9 @@
 """Which K to serve with: from gains by concurrency and K to options of a `speculative_config` for
-vLLM and for this project. Pure functions."""
+vLLM and for this project, and to flags of SGLang and llama.cpp. Pure functions."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,3 +44,19 @@ def advised_lengths(gains: Mapping[int, Mapping[int, float]]) -> dict[str, Any] 
     if not most:
         return None
     return {"num_speculative_tokens": most} | ({SCHEDULE: ranges} if len(ranges) > 1 else {})
+
+
+def engine_flags(advice: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(engine, flags) for an advice. SGLang and llama.cpp hold one K: they get that of each range
+    of batch sizes, as an engine of its own."""
+    given = json.dumps(advice)
+    lines = [("vLLM, Draftsmith", f"--speculative-config '{{…, {given[1:-1]}}}'")]
+    whole = [[1, LARGEST_BATCH, advice["num_speculative_tokens"]]]
+    for smallest, largest, tokens in advice.get(SCHEDULE, whole):
+        batch = "" if SCHEDULE not in advice else f", {smallest} to {largest} requests"
+        sglang = f"--speculative-num-steps {tokens} --speculative-eagle-topk 1"
+        sglang += f" --speculative-num-draft-tokens {tokens + 1}"
+        off = "start it without a drafter"
+        lines.append((f"SGLang{batch}", sglang if tokens else off))
+        lines.append((f"llama.cpp{batch}", f"--spec-draft-n-max {tokens}" if tokens else off))
+    return lines

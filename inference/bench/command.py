@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.inference import flags
+from draftsmith.inference.bench.advice import engine_flags
 from draftsmith.inference.bench.options import PANELS, BenchOptions
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
@@ -119,7 +120,8 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
         console.print(Text("one repeat tells no spread; give --repeats 3", "yellow"))
     advice = comparison["advice"]
     if advice is not None:
-        console.print(f"advice: -sc '{json.dumps(advice)}'", markup=False, soft_wrap=True)
+        for engine, flags in engine_flags(advice):
+            console.print(f"{engine}: {flags}", markup=False, soft_wrap=True)
     elif not comparison["failed"]:
         console.print("advice: serve without a drafter; no K gains at any concurrency")
 

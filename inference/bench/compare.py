@@ -15,7 +15,7 @@ from typing import Any
 from draftsmith.inference.bench.advice import advised_lengths
 from draftsmith.inference.bench.load import (
     Work,
-    client_of,
+    client_at,
     drafting_counters,
     measure,
     without_details,
@@ -77,7 +77,7 @@ async def serving_modes(options: BenchOptions) -> dict[int | None, Mode]:
     of the same K."""
     modes: dict[int | None, Mode] = {None: Mode(str(options.baseline_url))}
     for url in options.base_url:
-        async with client_of(options, url) as client:
+        async with client_at(url) as client:
             counters = await drafting_counters(client)
         if counters is None:
             raise ConfigError(f"--base-url {url}: its /metrics tell of no drafting")

@@ -74,7 +74,8 @@ def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
     return asyncio.run(_measure(options, work))
 
 
-def client_of(options: BenchOptions, url: str) -> openai.AsyncOpenAI:
+def client_at(url: str) -> openai.AsyncOpenAI:
+    """A client of the server at `url`, with or without /v1."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     return openai.AsyncOpenAI(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1",
@@ -85,7 +86,7 @@ def client_of(options: BenchOptions, url: str) -> openai.AsyncOpenAI:
     )
 
 
-async def _card(client: openai.AsyncOpenAI, model: str | None) -> Any:
+async def served_card(client: openai.AsyncOpenAI, model: str | None) -> Any:
     """The server's entry for a model, None: its first one. DraftsmithError without an answer."""
     try:
         cards = (await client.models.list()).data
@@ -100,14 +101,14 @@ async def _card(client: openai.AsyncOpenAI, model: str | None) -> Any:
 
 
 async def _served_model(options: BenchOptions) -> str:
-    async with client_of(options, options.url) as client:
-        card = await _card(client, None)
+    async with client_at(options.url) as client:
+        card = await served_card(client, None)
     return getattr(card, "root", None) or card.id
 
 
 async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
-    async with client_of(options, options.url) as client:
-        name, count = (await _card(client, options.model)).id, len(work.questions)
+    async with client_at(options.url) as client:
+        name, count = (await served_card(client, options.model)).id, len(work.questions)
         first = await stream(client, options, name, work.questions[0], 0)  # warms the server up
         if first.error:
             raise DraftsmithError(f"{options.url}: a first request failed: {first.error}")

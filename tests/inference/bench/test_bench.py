@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from draftsmith.inference.bench import load
-from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths, best
+from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths, best, engine_flags
 from draftsmith.inference.bench.compare import compare
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.bench.load import (
@@ -478,3 +478,13 @@ def test_help_fits_80_columns():
     found = CliRunner().invoke(app, ["bench", "-h"], env={"COLUMNS": "80"}).output
     assert max(map(len, found.splitlines())) <= 80 and "{" not in found
     assert all(f"\n{panel}:" in found for panel in ("Server", "Prompts", "Load", "Results"))
+
+
+def test_engine_flags_of_an_advice_name_every_range():
+    schedule = [[1, 8, 4], [9, 512, 0]]
+    lines = dict(engine_flags({"num_speculative_tokens": 4, SCHEDULE: schedule}))
+    assert lines["llama.cpp, 1 to 8 requests"] == "--spec-draft-n-max 4"
+    assert "--speculative-num-draft-tokens 5" in lines["SGLang, 1 to 8 requests"]
+    assert "without a drafter" in lines["SGLang, 9 to 512 requests"]
+    assert json.dumps(schedule) in lines["vLLM, Draftsmith"]
+    assert dict(engine_flags({"num_speculative_tokens": 2}))["llama.cpp"] == "--spec-draft-n-max 2"

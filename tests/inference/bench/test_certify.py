@@ -1,0 +1,92 @@
+"""`draftsmith certify` against servers of our own: lossless ones, and ones made lossy here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from scipy import stats
+
+from draftsmith.inference.bench.certify import chi2_tail, homogeneity
+from draftsmith.inference.engine import engine
+from tests.support.engines import drafting_llm
+from tests.train.test_cli import call
+
+PROMPTS = ["one two", "so it goes"]
+
+
+@pytest.fixture
+def servers(serving, tiny_model, tmp_path):
+    """`servers(kind)`: the options of a certification of a server that drafts by `kind`, and the
+    path of its certificate."""
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{p}"}}\n' for p in PROMPTS))
+
+    def start(kind: str) -> list[str]:
+        model = tiny_model("llama", vocab_size=320, max_position_embeddings=256)
+        model.generation_config.eos_token_id = None
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3.0)  # few likely tokens, as in a trained model
+        url, baseline = (serving(drafting_llm(each, model)) for each in (kind, "off"))
+        out = ["--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "certificate.json"]
+        return [url, "--baseline", baseline, "--max-tokens", "16", "--samples", "80", *out]
+
+    return start
+
+
+def make_lossy(monkeypatch, *, greedy: bool) -> None:
+    """Of rows that are greedy: drafts are favoured. Of the others: verified at another
+    temperature."""
+    verify = engine.verify_and_sample
+
+    def lossy(logits, proposal, params, *rest):
+        for row, drafts in enumerate(proposal.token_ids.tolist()):
+            drafts = drafts[: proposal.counts[row]]
+            if drafts and params[row].greedy and greedy:
+                logits[row, range(len(drafts)), drafts] += 8
+            elif drafts and not params[row].greedy and not greedy:
+                logits[row] *= 3
+        return verify(logits, proposal, params, *rest)
+
+    monkeypatch.setattr(engine, "verify_and_sample", lossy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "fake"])
+def test_certify_of_a_lossless_server_says_so(kind, servers, tmp_path):
+    code, output = call("certify", *servers(kind))
+    assert code in (0, 1), output
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert (code, certificate["verdict"]) == (0, "lossless"), output
+    assert certificate["greedy"]["mismatches"] == 0
+    assert len(certificate["sampled"]["tests"]) == 6 and certificate["num_drafts"] > 0
+    assert certificate["acceptance_length"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("greedy", [True, False])
+def test_certify_of_a_lossy_server_says_so(greedy, servers, tmp_path, monkeypatch):
+    make_lossy(monkeypatch, greedy=greedy)
+    code, output = call("certify", *servers("fake"))
+    assert code in (0, 1), output
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert (code, certificate["verdict"]) == (1, "lossy"), output
+    assert bool(certificate["greedy"]["mismatches"]) == greedy
+
+
+def test_certify_of_a_baseline_that_drafts_is_refused(servers):
+    url, flag, _, *rest = servers("ngram")
+    code, output = call("certify", url, flag, url, *rest)
+    assert code == 2 and "--baseline" in output
+
+
+def test_homogeneity_of_two_samples_is_scipys():
+    drawn, expected = Counter(a=40, b=30, c=30), Counter(a=25, b=45, c=30)
+    statistic, freedom = homogeneity(drawn, expected)
+    table = [[drawn[name] for name in "abc"], [expected[name] for name in "abc"]]
+    reference = stats.chi2_contingency(table, correction=False)
+    assert statistic == pytest.approx(reference.statistic) and freedom == reference.dof
+    assert chi2_tail(statistic, freedom) == pytest.approx(reference.pvalue)
+    rare = Counter({str(i): 1 for i in range(50)})
+    assert homogeneity(rare, rare) == (0.0, 0)
