@@ -15,7 +15,7 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.plain_decoder import PlainDecoder, TargetForward, plain_decoder
 from draftsmith.speculators.layers import frozen_linear
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.conftest import ARCHITECTURES, make_tiny_model
+from tests.support.models import ARCHITECTURES, make_tiny_model
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PLAIN = {

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from draftsmith.train.trainer import checkpoint
-from tests.forked import Forked
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
+from tests.support.processes import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "accelerate"
@@ -30,11 +30,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@pytest.fixture(autouse=True)
-def _forked(interpreter, monkeypatch):
-    monkeypatch.setattr(sys, "executable", interpreter)
 
 
 def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = ()):
@@ -50,12 +45,12 @@ def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = (
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def alone(path: Path, out: Path, *overrides: str) -> Forked:
+def alone(path: Path, out: Path, *overrides: str) -> subprocess.Popen:
     """The same on one process, without the launcher."""
-    return Forked([ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides])
+    return start_python(ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides)
 
 
-def finished(process: subprocess.Popen | Forked) -> str:
+def finished(process: subprocess.Popen) -> str:
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-4000:]
     return said

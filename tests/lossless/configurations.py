@@ -16,12 +16,12 @@ from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from tests.conftest import make_tiny_model
 from tests.lossless.covering import Partial, cover
 from tests.support.cases import Case
 from tests.support.cases import make as make_drafter
 from tests.support.drafters import FakeHead, StubProposer
 from tests.support.engines import byte_tokenizer, make_llm
+from tests.support.models import make_tiny_model
 
 K = 3
 BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}
@@ -62,7 +62,7 @@ ATTENTION = {
     "own": ["deepseek_v3", "falcon", "doge", "afmoe", "mixtral", "xglm"],
     "recurrent": ["qwen3_next", "lfm2", "falcon_h1", "mamba"],
 }
-CONFIGS: dict[str, dict[str, Any]] = {  # of those that tests/conftest.py does not know
+CONFIGS: dict[str, dict[str, Any]] = {  # of those that tests/support/models.py does not know
     "afmoe": {
         "head_dim": 8,
         "num_experts": 4,

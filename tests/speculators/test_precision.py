@@ -24,7 +24,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.planner.plan import make_stage
 from draftsmith.train.recipe.sections import TargetSection
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from tests.support.recipes import recipe_of
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"

@@ -15,8 +15,8 @@ from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
-from tests.conftest import make_tiny_model
 from tests.support.engines import make_llm
+from tests.support.models import make_tiny_model
 
 
 def prompts(lengths) -> list[dict]:

@@ -15,7 +15,7 @@ from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import sketch_target
-from tests.conftest import MULTIMODAL
+from tests.support.models import MULTIMODAL
 from tests.support.tokenizers import byte_level
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)

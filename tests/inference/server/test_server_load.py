@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from tests.forked import Forked
+from tests.support.processes import start_python
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -255,14 +256,14 @@ def started(saved):
     loading and runs `code` before, and its address."""
     running = []
 
-    def start(*flags: str, code: str = "") -> tuple[Forked, str]:
+    def start(*flags: str, code: str = "") -> tuple[subprocess.Popen, str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         arguments = ["--host", "127.0.0.1", "--port", port, "--model", saved, *flags]
         code += f"import sys; sys.argv[1:] = {arguments};"
         code += "from draftsmith.inference.server import command;"
-        running.append(Forked(["-c", code + "command.main()"]))
+        running.append(start_python("-c", code + "command.main()"))
         return running[-1], f"http://127.0.0.1:{port}"
 
     yield start
@@ -270,7 +271,7 @@ def started(saved):
         process.kill()
 
 
-def wait_for(url: str, process: Forked) -> None:
+def wait_for(url: str, process: subprocess.Popen) -> None:
     def answers() -> bool:
         assert process.poll() is None, process.stdout.read()
         try:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.conftest import ARCHITECTURES, RECURRENT
+from tests.support.models import ARCHITECTURES, RECURRENT
 
 
 def close(a, b, tolerance=1e-5):

@@ -30,8 +30,8 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
-from tests.conftest import make_tiny_model
-from tests.forked import Forked
+from tests.support.models import make_tiny_model
+from tests.support.processes import start_python
 from tests.train.trainer.test_loop import (
     assert_equal,
     make_recipe,
@@ -273,7 +273,7 @@ import sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.train.features.test_feature_cache import SHARD, TAPS, make_key, make_rows
 from draftsmith.train.features.cache import FeatureCache, ShardWriter, texts_of
@@ -298,8 +298,8 @@ def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
     """Between them, and after a kill -9, every text is there once, and the target is asked for the
     rest alone."""
 
-    def start(number: int) -> Forked:
-        return Forked(["-c", SCRIPT, tmp_path, number, 2])
+    def start(number: int) -> subprocess.Popen:
+        return start_python("-c", SCRIPT, tmp_path, number, 2)
 
     first, second = start(0), start(1)
     assert first.stdout.readline() == "ready\n"

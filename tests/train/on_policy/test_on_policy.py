@@ -17,7 +17,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.on_policy.refresh import FOLDER, OnPolicy
 from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.trainer.trainer import Trainer
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from tests.train.trainer.test_loop import assert_equal, make_rows, weights
 from tests.train.worlds import Scenario, in_worlds
 

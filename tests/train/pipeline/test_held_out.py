@@ -21,9 +21,9 @@ from draftsmith.train.recipe import recipe as recipe_module
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer.trainer import held_out_figure
-from tests.conftest import make_tiny_model
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
+from tests.support.models import make_tiny_model
 
 
 def recipe(**sections):

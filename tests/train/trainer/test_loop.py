@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from draftsmith.train.trainer.trainer import (
     Trainer,
     Unread,
 )
-from tests.forked import Forked
+from tests.support.processes import start_python
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -139,21 +140,21 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import torch
-from tests import conftest
+from tests.support.models import make_tiny_model
 from tests.train.trainer import test_loop
 torch.set_num_threads(1)
 recipe = test_loop.make_recipe(steps=30, save_every=3)
-trainer = test_loop.make_trainer(conftest.make_tiny_model, Path(sys.argv[1]), recipe)
+trainer = test_loop.make_trainer(make_tiny_model, Path(sys.argv[1]), recipe)
 print("ready", flush=True)
 trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
 """
 
 
-def start(folder: Path) -> Forked:
-    return Forked(["-c", SCRIPT, folder])
+def start(folder: Path) -> subprocess.Popen:
+    return start_python("-c", SCRIPT, folder)
 
 
-def steps_seen(process: Forked, count: int) -> None:
+def steps_seen(process: subprocess.Popen, count: int) -> None:
     for _ in range(count + 1):
         assert process.stdout.readline(), "the training process ended early"
 

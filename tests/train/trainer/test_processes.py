@@ -29,7 +29,7 @@ from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import share_out
 from draftsmith.train.trainer.trainer import Trainer
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.on_policy.test_on_policy import make_trainer as on_policy_trainer
 from tests.train.trainer.test_loop import make_rows
