@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,10 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
     """True if the device multiplies bfloat16 natively; for a CPU, if this machine's does."""
     if torch.device(device).type != "cpu":
         return True
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    architecture = found.get("architecture", "")
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    architecture = capabilities.get("architecture", "")
     names = BFLOAT16.get({"aarch64": "arm64", "amd64": "x86_64"}.get(architecture, architecture))
-    return names is None or any(found.get(name) for name in names)
+    return names is None or any(capabilities.get(name) for name in names)
 
 
 def running_dtype(

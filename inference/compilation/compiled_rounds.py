@@ -60,9 +60,10 @@ class CachedStep(nn.Module):
     def forward(self, placed: Tensor, keys: int, *inputs: Tensor) -> Outputs:
         """placed [2, R]: each row's length, and how many of its new tokens are no padding."""
         memory = [getattr(self, f"memory_{i}") for i in range(2 * self._layers)]
-        shape = Shape(*inputs[0].shape[:2], keys)
-        rows = StaticRows(placed[0], memory[: self._layers], memory[self._layers :], shape)
-        return self._step(rows, placed[1], *inputs)
+        rows, tokens = inputs[0].shape[:2]
+        shape = Shape(rows, tokens, keys)
+        static = StaticRows(placed[0], memory[: self._layers], memory[self._layers :], shape)
+        return self._step(static, placed[1], *inputs)
 
     def run(self, start: int, rows: int, *inputs: Tensor, counts: Sequence[int] = ()) -> Outputs:
         """inputs [b, T, …] each -> outputs of these rows; (), and nothing was done, where the step
@@ -208,7 +209,8 @@ def greedy_chain(drafter: Any, depth: int, *, reads_tokens: bool) -> Step:
             taps = features[0] if drafter.reads_taps else None
             state = drafter.first_state(taps, features[-1] if drafter.reads_last_hidden else None)
         newest = torch.arange(rows.shape.rows, device=counts.device)
-        state, drafted = extend(rows, token_ids, state)[newest, counts - 1][:, None], []
+        state = extend(rows, token_ids, state)[newest, counts - 1][:, None]
+        drafted: list[Tensor] = []
         one = Shape(rows.shape.rows, 1, rows.shape.keys)
         for k in range(depth):
             if k:

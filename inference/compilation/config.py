@@ -33,7 +33,7 @@ def read_compilation(options: EngineOptions, device: str) -> Compilation | None:
     `enforce_eager=True` and mode NONE have the last word. On a CPU, where it gains next to nothing,
     a backend must be named too. vLLM's other fields have no effect, and the log names them."""
     given = options.compilation_config
-    fields = {"mode": given} if isinstance(given, int) else dict(given or {})
+    fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
     mode = _mode(fields.pop("mode", fields.pop("level", None)))  # `level`: its older name
     graphs = str(fields.pop("cudagraph_mode", None) or "").upper()
     backend = fields.pop("backend", "")

@@ -71,7 +71,7 @@ class StaticRows(Cache):
     layer_class_to_replicate = None
     offloading = False
     is_compileable = True
-    is_sliding: tuple[bool, ...] = ()  # no layer drops positions
+    is_sliding = ()  # type: ignore[assignment]  # no layer drops positions
 
     def __init__(
         self, lengths: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], shape: Shape

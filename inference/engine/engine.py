@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -273,7 +273,7 @@ class Engine:
         if self.compiled is not None:
             features = self.compiled.forward(start, stop, token_ids, proposal)
             if features is not None:
-                return features
+                return cast("tuple[Tensor | None, Tensor]", features)
         key_position_ids = None
         if proposal is None or proposal.parents is None or T == 1:
             position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)

@@ -218,11 +218,12 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
         )
     if asked is None:
         original = original_length(target.config)
-        if original is not None and original < own:
+        if original is not None and own is not None and original < own:
             message = "%s: beyond %d tokens its short frequencies end, and so does max_model_len=%d"
             logger.warning(message, target.name_or_path, original, original)
             own = original
-        asked = min(own, (drafter.max_length if drafter is not None else None) or own)
+        limits = (own, drafter.max_length if drafter is not None else None)
+        asked = min(limit for limit in limits if limit)
     target.serve_up_to(asked)
     return asked
 

@@ -68,7 +68,7 @@ class RequestSampling:
             forbidden |= {ids[-1] for ids in self._bad_words(params.bad_words)}
         if params.min_tokens:
             forbidden |= {
-                *params.stop_token_ids,
+                *(params.stop_token_ids or ()),
                 *(() if params.ignore_eos else self._eos_token_ids),
             }
         if params.allowed_token_ids is not None:

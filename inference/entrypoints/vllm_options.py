@@ -129,8 +129,8 @@ def read_options(given: Mapping[str, Any], *, stacklevel: int = 3) -> EngineOpti
         read = EngineOptions.model_validate(options)
     except ValidationError as error:
         faults = [
-            f"{each['loc'][0]}={given.get(each['loc'][0])!r}: {each['msg']}"
-            for each in error.errors()
+            f"{fault['loc'][0]}={given.get(str(fault['loc'][0]))!r}: {fault['msg']}"
+            for fault in error.errors()
         ]
         raise ConfigError(f"LLM: {'; '.join(faults)}") from error
     if not known_device(read.device):

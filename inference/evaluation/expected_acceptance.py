@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ def accept_tables(
         index = step.target_index[kept]
         table[step.depth, step.anchor_index[kept]] = accept_probabilities(
             step.hidden[kept],
-            lambda hidden, depth=step.depth: drafter.head(hidden, depth),
+            partial(drafter.head, depth=step.depth),
             states[index],
             target.logits,
             ids[index + 1],

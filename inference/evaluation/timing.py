@@ -91,7 +91,9 @@ def transformers_generate(
         **({} if params.greedy else sampling),
     )
     with seeded(seed, model.device):
-        written = model.generate(ids, attention_mask=mask, generation_config=config)
+        written = model.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, generation_config=config
+        )
     return sum(_length(row, eos_token_ids) for row in written[:, width:].tolist())
 
 

@@ -285,7 +285,7 @@ class RaggedView(Cache):
     layer_class_to_replicate = None
     offloading = False
     is_compileable = False
-    is_sliding: tuple[bool, ...] = ()  # no layer drops positions
+    is_sliding = ()  # type: ignore[assignment]  # no layer drops positions
 
     def __init__(self, cache: RaggedCache, start: int, stop: int, num_new_tokens: int) -> None:
         lengths = cache.lengths[start:stop]

@@ -24,7 +24,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
-        self._stops: tuple[str, ...] = params.stop
+        self._stops = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
         self._held = (
             0 if self._include_stop else max((len(stop) - 1 for stop in self._stops), default=0)

@@ -59,7 +59,7 @@ class Request:
         )
         self.end = min(max_model_len, longest)
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
         self.most_drafts = (
             max_model_len
             if params.num_speculative_tokens is None

@@ -210,8 +210,13 @@ class AdaptiveDraftLength(DraftLength):
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
-        proposer.go_on = lambda confidence: self._plan.decide_next(confidence, drafted=False)
+        proposer.go_on = self._continues
         self._stops_early = proposer.stops_early
+
+    def _continues(self, confidence: Sequence[float]) -> int:
+        """As `RoundPlan.decide_next`, asked by the proposer before it draws the next draft."""
+        assert self._plan is not None  # `limits` has planned the round
+        return self._plan.decide_next(confidence, drafted=False)
 
     def forget(self, *, costs: bool = False) -> None:
         """Starts anew: what became of the drafts of a warm-up says nothing about texts."""

@@ -9,9 +9,8 @@ given probabilities."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 
 import numpy as np
@@ -19,7 +18,10 @@ from torch import Tensor
 
 from draftsmith.inference.metrics import acceptance_length, influences, sum_of_squares
 
-_pairs = partial(zip_longest, fillvalue=0.0)
+
+def _pairs(first: Sequence[float], second: Sequence[float]) -> Iterable[tuple[float, float]]:
+    """Both sequences side by side; the shorter one goes on with zeros."""
+    return zip_longest(first, second, fillvalue=0.0)
 
 
 @dataclass

@@ -164,7 +164,7 @@ class VllmEngine(MeasuredEngine):
         }
         for speculate in (True, False):
             config = {**self.config, **self.options.drafting} if speculate else None
-            question = {"model": self.drafting.model, "options": options}
+            question: dict[str, Any] = {"model": self.drafting.model, "options": options}
             question["speculative_config"] = config
             self.workers[speculate] = Worker(self.python, question)
             self._facts = self.workers[speculate].facts

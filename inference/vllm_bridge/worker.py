@@ -118,7 +118,8 @@ def write(
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    engine, written = llm.llm_engine, {}
+    engine = llm.llm_engine
+    written: dict[str, dict[str, Any]] = {}
     for prompt, fields in zip(prompts, params):
         name = str(next(names))
         sampling = SamplingParams(**fields, detokenize=False, output_kind=RequestOutputKind.DELTA)

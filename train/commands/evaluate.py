@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,7 +144,7 @@ def evaluate(
         engines=engines,
         dtype=dtype,
         chat_template_kwargs=json_option("--chat-template-kwargs", chat_template_kwargs),
-        suites=dict(zip(suite or (), suite_path or [None] * len(suite or ()), strict=True)),
+        suites=dict(zip_longest(suite or (), suite_path or ())),
         suite_prompts=prompts_per_workload,
         num_speculative_tokens=num_speculative_tokens or default_tokens(method),
         max_tokens=max_tokens,

@@ -60,6 +60,7 @@ def _initialised(
                 torch.from_numpy(row.input_ids[row.loss_mask]).long(), minlength=config.vocab_size
             )
         ids = choose_draft_vocabulary(counts, config.draft_vocab_size)
+        assert drafter.draft_to_target is not None  # the vocabulary is reduced
         drafter.draft_to_target.copy_(ids)
         stages.say(
             f"      draft vocabulary: {config.draft_vocab_size} of {config.vocab_size} tokens, "

@@ -224,6 +224,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             (Path(recipe.output_dir) / RECIPE).write_text(as_given)
         state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
         history += state.history
+    assert drafter is not None  # a recipe has at least one stage
     return Trained(
         drafter, replace(state, history=history), tokenizer, data.held_out, trainer.joint
     )
