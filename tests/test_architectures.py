@@ -12,6 +12,7 @@ from scripts import architectures
 from scripts.architectures import Row, examine, examine_apart, table, tiny_config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type, chains, trees", [("llama", "yes", "yes"), ("qwen3_5_text", "yes", "draft chains")]
 )

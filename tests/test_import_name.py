@@ -3,9 +3,12 @@ place."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import draftsmith
 
@@ -16,6 +19,7 @@ print(LLM.__module__, SamplingParams().temperature)
 """
 
 
+@pytest.mark.slow
 def test_import_beside_files_of_the_packages_names_finds_draftsmith(tmp_path):
     for name in ("train", "inference", "speculators"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
@@ -30,8 +34,13 @@ def test_install_has_one_top_level_package():
     """`train`, `inference` and `speculators` are importable below `draftsmith` alone."""
     code = "import importlib.util as u; print([n for n in NAMES if u.find_spec(n)])"
     code = code.replace("NAMES", "('train', 'inference')")
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=Path("/")
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path("/"),
+        env=installed,
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -40,6 +40,7 @@ def run(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("demo", ["te", "chat"])
 def test_the_command_of_the_guide(folders, tmp_path, demo):
     saved = tmp_path / "deep" / "results.json"

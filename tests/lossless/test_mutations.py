@@ -429,6 +429,7 @@ GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", GREEDY_BUGS)
 def test_greedy_text_of_the_engine(bug, monkeypatch):
     configuration, *patch = GREEDY_BUGS[bug]

@@ -110,9 +110,9 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16
-    monkeypatch.setattr(
-        "draftsmith.inference.vllm_bridge.engine.vllm_python", lambda _: "python"
-    )  # of some environment with vLLM
+    bridge = "draftsmith.inference.vllm_bridge.engine"
+    monkeypatch.setattr(f"{bridge}.vllm_python", lambda _: "python")  # of some environment
+    monkeypatch.setattr(f"{bridge}.vllm_version", lambda _: "0.32.0")
     engine = VllmEngine(
         Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"}), VllmOptions()
     )

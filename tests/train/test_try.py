@@ -35,6 +35,7 @@ def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
     return str(root / "target"), str(root / "head")
 
 
+@pytest.mark.slow
 def test_all_methods_and_a_drafter_stand_side_by_side(folders, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     target, head = folders

@@ -153,6 +153,7 @@ pieces = st.lists(
 scripts = st.lists(pieces.map(lambda p: Script(tuple(p))), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_streams(fake):
     """Tokens are those of the usage, however many a piece holds; times are never shorter than the
     server took."""

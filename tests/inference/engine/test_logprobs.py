@@ -72,6 +72,7 @@ def undrafted(model, drafting_llm):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 2, "temperature": 0.8}], ids=str)
 def test_each_token_has_the_models_logprob_at_its_place(

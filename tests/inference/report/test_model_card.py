@@ -35,6 +35,7 @@ def facts_of(tiny_model, name: str, **changes) -> CardFacts:
     return CardFacts("org/head", config, {}, 3, "the-target", **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_has_a_card(tiny_model, name):
     facts = facts_of(tiny_model, name)

@@ -148,6 +148,7 @@ def test_a_drafter_that_has_no_allowed_token_has_a_distribution_too():
     assert torch.equal(logits.softmax(-1), torch.full_like(logits, 2 / V))
 
 
+@pytest.mark.slow
 def test_processed_drafts_are_accepted_more_often(model, drafting_llm, monkeypatch):
     params = SamplingParams(
         seed=1, max_tokens=40, allowed_token_ids=list(range(20, 40)), repetition_penalty=1.5

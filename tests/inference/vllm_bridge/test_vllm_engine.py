@@ -108,6 +108,7 @@ def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder
             drafting(target_folder, drafter, method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_training_free_methods_are_evaluated_in_this_runtime(target_folder, method) -> None:
     settings = EvaluationSettings(

@@ -92,6 +92,7 @@ def test_every_format_reads_back_to_the_same_drafter(
         assert (third / "config.json").read_text() == (folder / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_at_least_one_case_of_every_table_is_written(all_cases, make_drafter, tiny_model) -> None:
     """The test above passes over drafters that a format refuses; no table may be left out that
     way."""

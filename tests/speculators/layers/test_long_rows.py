@@ -67,6 +67,7 @@ def test_spans_are_of_texts_that_are_whole():
     assert text_spans(torch.tensor([[0, 1, 0]])) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BASE.values(), "eagle3, two layers, window"])
 def test_activations_computed_again_give_the_same_gradients(tiny_model, monkeypatch, name):
     monkeypatch.setattr(attention, "KEPT_SCORES", 4)

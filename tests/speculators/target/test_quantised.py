@@ -43,6 +43,7 @@ def write(llm) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
 def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_path, scheme):
     target = load(tiny_model("qwen3"), tmp_path, scheme)

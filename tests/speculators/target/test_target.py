@@ -99,6 +99,7 @@ def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
         start += size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "bloom", "rwkv"])
 def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
     """Also where states, or attention that takes no masks, would carry one sequence into the

@@ -31,6 +31,7 @@ def options(target, chats, out, *more):
     return ("init", "--model", str(target), "--data", str(chats), "--out", str(out), *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_init_of_model_and_data_writes_a_recipe_that_plans(family, chats, tmp_path):
     out = tmp_path / "my.yaml"

@@ -50,6 +50,7 @@ def call(*arguments: object, width: int = 120, code: int = 0) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_it_counts_what_a_run_trains_on(recipe_file, tmp_path):
     report = json.loads(call(recipe_file, "--json"))
     recipe = load_recipe(recipe_file)

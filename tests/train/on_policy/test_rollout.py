@@ -13,6 +13,7 @@ PROMPTS = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 12, 5)]
 DRAFTS, WRITTEN = 3, 21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_writer_counts_the_drafts_of_its_texts(tiny_model, tmp_path, temperature) -> None:
     """Greedy text is the target's own; seeds decide everything; the drafter goes on training as it

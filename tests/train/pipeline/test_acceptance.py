@@ -104,6 +104,7 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     assert not load_report(root / "run" / "acceptance.json").passed
 
 
+@pytest.mark.slow
 def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
     """The same questions give the same counts through `bench`."""
     root, recipe = world

@@ -124,6 +124,7 @@ def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
     )  # one workload has all of them
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_that_of_repeated_draws() -> None:
     """Prompts are easy or hard at both temperatures, so that the mean over them is less sure than
     if they were not."""

@@ -169,6 +169,7 @@ ALL = {
 # what is sent
 
 
+@pytest.mark.slow
 def test_what_arrives_is_the_run_and_the_run_is_only_read(hub, run):
     before = contents(run)
     code, output = call("push", run, REPO)
@@ -186,6 +187,7 @@ def test_a_dry_run_lists_the_files_and_contacts_nobody(hub, run):
     assert all(f"bytes  {name}" in output for name in ALL) and "pipeline_tag" in output
 
 
+@pytest.mark.slow
 def test_no_absolute_path_is_sent(tiny_model, tmp_path):
     root, said = tmp_path / "somebody" / "run", []
     made_run(tiny_model, root, root.parent / "private-target")

@@ -149,6 +149,7 @@ def test_only_what_cannot_fit_is_refused(monkeypatch, recipe_file):
     assert not (recipe_file.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_time_grows_with_steps_and_falls_with_devices(folder):
     def likely(count: int = 1, **training) -> float:
         recipe = make_recipe(tree(folder, **training) | {"regenerate": {"enabled": False}})
@@ -184,6 +185,7 @@ def test_cached_features_take_their_bytes_for_every_token(recipe_file):
     assert code == 0 and size_text(stage.cached_bytes * stage.tokens) in output
 
 
+@pytest.mark.slow
 def test_stages_add_up(folder):
     recipe = tree(folder) | {"regenerate": {"enabled": False}}
     one = make_plan(make_recipe(recipe), DEVICES["l4"])

@@ -130,6 +130,7 @@ def local_recipe(path: Path, folder: Path, *overrides: str) -> Recipe:
     return load_recipe(path, [*local, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", REAL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_real_recipe_fits_the_devices_that_it_names(path: Path, tmp_path: Path) -> None:
     """By the plan that its first lines name, as it is launched; from config.json alone."""

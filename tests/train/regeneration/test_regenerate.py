@@ -79,6 +79,7 @@ write_with(make_llm(), Path(sys.argv[1]), progress=report)
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_asks_for_the_rest_alone(write, llm, tmp_path, monkeypatch):
     """What had ended is there after a kill -9, but for a line that was torn; nothing is asked for
     that was answered, and the responses are those of a run that nothing stopped."""

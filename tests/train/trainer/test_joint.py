@@ -64,6 +64,7 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exported", ["merged", "adapter"])
 def test_what_is_exported_is_what_was_trained(tiny_model, tmp_path, exported):
     trainer = make_trainer(tiny_model, tmp_path / "run", export=exported)
@@ -135,6 +136,7 @@ def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_pat
     assert 0.1 < joint.heads_weight(0.5) < 0.2
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_weights(tiny_model, tmp_path):
     whole = make_trainer(tiny_model, tmp_path / "whole", dropout=0.1)
     whole.run()

@@ -374,6 +374,7 @@ def test_evaluation_not_finite_is_never_best(tiny_model, tmp_path):
     assert (state.best_value, state.best_step) == (2.0, 4)
 
 
+@pytest.mark.slow
 def test_time_budget_spent_while_reading_evaluates_and_saves_the_last_step(
     tiny_model, tmp_path, monkeypatch
 ):
@@ -393,6 +394,7 @@ def test_time_budget_spent_while_reading_evaluates_and_saves_the_last_step(
     assert checkpoint.latest(tmp_path).name == f"step-{state.step:08d}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"max_minutes": 1.0}, {"steps": 40}])
 def test_evaluations_without_eval_every_are_ten_a_run(tiny_model, tmp_path, budget):
     recipe = make_recipe(**{"steps": None, "save_every": None, **budget})
@@ -408,6 +410,7 @@ def test_evaluations_without_eval_every_are_ten_a_run(tiny_model, tmp_path, budg
     assert len([r for r in state.history if EXPECTED in r]) == 10
 
 
+@pytest.mark.slow
 def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monkeypatch):
     """Seconds that were spent, and with them the learning rate, are part of a checkpoint."""
     recipe = make_recipe(steps=None, max_minutes=1.0, save_every=5)

@@ -160,6 +160,7 @@ NEVER_WAIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEVER_WAIT)
 def test_a_step_never_waits_and_is_read_at_once(claimed_gpu, tmp_path, name):
     """Whatever its rows and micro-steps; reading the figures of several steps waits once for
@@ -185,6 +186,7 @@ def test_texts_are_written_on_policy(claimed_gpu, tmp_path, family):
     assert any(record["on_policy"] for record in state.history)
 
 
+@pytest.mark.slow
 def test_a_target_trained_along(claimed_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(joint_tests, "Accelerator", lambda **named: Accelerator())
     trainer = joint_tests.make_trainer(on_device, tmp_path, FrozenTarget(on_device("qwen2")))
@@ -193,6 +195,7 @@ def test_a_target_trained_along(claimed_gpu, tmp_path, monkeypatch):
     assert before != after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["exact", "bf16", "rotated"])
 def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path, encoding):
     rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])

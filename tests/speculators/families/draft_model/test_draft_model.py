@@ -97,6 +97,7 @@ NEOX = dict(COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
 NEOX |= dict(num_attention_heads=4, max_position_embeddings=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, fields", [("gpt2", GPT2), ("gpt_neox", NEOX), ("opt", OPT | {"vocab_size": 101})]
 )

@@ -100,6 +100,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(IDS).logits
 
 
+@pytest.mark.slow
 @any_peft
 def test_an_adapter_is_trained_drafts_and_is_exported_merged(
     target, base, peft, tmp_path: Path

@@ -184,6 +184,7 @@ def test_the_option_belongs_to_draft_models() -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_intersection_drafts_and_is_exported_with_its_map(
     target_folder: str, draft_folder: str, tmp_path
 ) -> None:
