@@ -4,6 +4,7 @@ own report."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,10 @@ def recipes(recipe, tmp_path) -> list[Path]:
 
 
 @pytest.mark.integration
-def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path) -> None:
+def test_compare_gives_every_recipe_its_time_and_its_row(
+    recipes, tmp_path, interpreter, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter)
     out = tmp_path / "compare"
     entries = compare_recipes(recipes, 0.02, out)
     assert [(e["name"], e["family"]) for e in entries] == [

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from draftsmith.train.trainer import checkpoint
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
-from tests.support.processes import start_python
+from tests.support.forked import PythonProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = Path(__file__).resolve().parent / "accelerate"
@@ -30,6 +30,11 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def _forked(interpreter, monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter)
 
 
 def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = ()):
@@ -45,12 +50,12 @@ def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = (
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
 
-def alone(path: Path, out: Path, *overrides: str) -> subprocess.Popen:
+def alone(path: Path, out: Path, *overrides: str) -> PythonProcess:
     """The same on one process, without the launcher."""
-    return start_python(ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides)
+    return PythonProcess(ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides)
 
 
-def finished(process: subprocess.Popen) -> str:
+def finished(process: subprocess.Popen | PythonProcess) -> str:
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-4000:]
     return said

@@ -1,12 +1,11 @@
 """Worlds of 1, 2 and 4 gloo processes on one machine, for tests of what several processes compute
 together.
 
-The processes come from Python's fork server, which has imported what they need; each scenario is a
-world of the first few."""
+The processes are forked from one that has everything imported; each scenario is a world of the
+first few."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "tests.support.models",
-        "draftsmith.train.pipeline.run",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-    ]
-)
+from tests.support.forked import CONTEXT
+
 WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

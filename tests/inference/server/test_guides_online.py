@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from draftsmith.inference.entrypoints.vllm_options import read_options
-from tests.support.processes import start_python
+from tests.support.forked import PythonProcess
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SERVER = """python -m draftsmith.inference.serve \
@@ -63,7 +63,7 @@ def server(command: list[str], log: list[str]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = start_python(*command, "--host", "127.0.0.1", "--port", port)
+    process = PythonProcess(*command, "--host", "127.0.0.1", "--port", port)
     try:
         end = time.monotonic() + 300
         while True:
@@ -88,12 +88,12 @@ def test_a_server_and_its_client(pair, tmp_path):
     log: list[str] = []
     with server(words(line, drafter), log) as port:
         client = [*words(CLIENT), "--port", str(port)]
-        refused = start_python(*client)
+        refused = PythonProcess(*client)
         said, _ = refused.communicate()
         assert refused.returncode == 2 and "max_model_len is 2048" in said
         shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
         saved = ["--save-result", "--result-dir", str(tmp_path)]
-        answered = start_python(*client, *shorter, *saved)
+        answered = PythonProcess(*client, *shorter, *saved)
         said, _ = answered.communicate()
         assert answered.returncode == 0, said
     found = json.loads((tmp_path / "bench.json").read_text())

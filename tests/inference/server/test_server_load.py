@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from tests.support.processes import start_python
+from tests.support.forked import PythonProcess
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -256,14 +255,14 @@ def started(saved):
     loading and runs `code` before, and its address."""
     running = []
 
-    def start(*flags: str, code: str = "") -> tuple[subprocess.Popen, str]:
+    def start(*flags: str, code: str = "") -> tuple[PythonProcess, str]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         arguments = ["--host", "127.0.0.1", "--port", port, "--model", saved, *flags]
         code += f"import sys; sys.argv[1:] = {arguments};"
         code += "from draftsmith.inference.server import command;"
-        running.append(start_python("-c", code + "command.main()"))
+        running.append(PythonProcess("-c", code + "command.main()"))
         return running[-1], f"http://127.0.0.1:{port}"
 
     yield start
@@ -271,7 +270,7 @@ def started(saved):
         process.kill()
 
 
-def wait_for(url: str, process: subprocess.Popen) -> None:
+def wait_for(url: str, process: PythonProcess) -> None:
     def answers() -> bool:
         assert process.poll() is None, process.stdout.read()
         try:

@@ -14,7 +14,7 @@ import yaml
 from draftsmith.inference import LLM
 from draftsmith.train.commands.options import parse_part
 from tests.quickstart_data import source as quickstart
-from tests.support.processes import start_python
+from tests.support.forked import PythonProcess
 from tests.train.test_cli import TOKENIZER, call, refused
 
 
@@ -61,7 +61,7 @@ def test_a_kill_loses_the_responses_in_flight_and_no_other(recipe, serving, tmp_
         llm = LLM(str(tmp_path / "target"), max_num_seqs=8)
         url = serving(llm, served_model_name=(str(tmp_path / "target"),)) + "/v1"
         overrides.append(f"regenerate.endpoints=[{{url: '{url}', max_concurrency: 2}}]")
-    process = start_python("-m", "draftsmith.train.cli", "regenerate", recipe, *overrides)
+    process = PythonProcess("-m", "draftsmith.train.cli", "regenerate", recipe, *overrides)
     while len(stored(folder)) < 12:
         assert process.poll() is None
         time.sleep(0.01)

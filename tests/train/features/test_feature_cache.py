@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -30,8 +29,8 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
+from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
-from tests.support.processes import start_python
 from tests.train.trainer.test_loop import (
     assert_equal,
     make_recipe,
@@ -256,7 +255,7 @@ def test_a_full_disk_is_said_and_what_was_written_stays(target, rows, tmp_path, 
 def test_what_a_killed_writer_left_is_ignored_and_removed(written, target, rows, tmp_path):
     import socket
 
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead = PythonProcess([sys.executable, "-c", ""])
     dead.wait()
     torn = written.folder / f"a.{socket.gethostname()}.{dead.pid}.partial"
     alive = written.folder / f"b.{socket.gethostname()}.{os.getppid()}.partial"
@@ -298,8 +297,8 @@ def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
     """Between them, and after a kill -9, every text is there once, and the target is asked for the
     rest alone."""
 
-    def start(number: int) -> subprocess.Popen:
-        return start_python("-c", SCRIPT, tmp_path, number, 2)
+    def start(number: int) -> PythonProcess:
+        return PythonProcess("-c", SCRIPT, tmp_path, number, 2)
 
     first, second = start(0), start(1)
     assert first.stdout.readline() == "ready\n"

@@ -22,8 +22,8 @@ from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
+from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
-from tests.support.processes import start_python
 from tests.train.worlds import Scenario, in_worlds
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -84,7 +84,7 @@ def test_killed_in_the_middle_it_asks_for_the_rest_alone(write, llm, tmp_path, m
     """What had ended is there after a kill -9, but for a line that was torn; nothing is asked for
     that was answered, and the responses are those of a run that nothing stopped."""
     whole = write(tmp_path / "whole")
-    process = start_python("-c", KILLED, tmp_path / "killed")
+    process = PythonProcess("-c", KILLED, tmp_path / "killed")
     while int(process.stdout.readline()) <= 4:
         pass
     process.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +32,7 @@ from draftsmith.train.trainer.trainer import (
     Trainer,
     Unread,
 )
-from tests.support.processes import start_python
+from tests.support.forked import PythonProcess
 
 
 def make_rows(count: int = 24, vocab: int = 100):
@@ -150,11 +149,11 @@ trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
 """
 
 
-def start(folder: Path) -> subprocess.Popen:
-    return start_python("-c", SCRIPT, folder)
+def start(folder: Path) -> PythonProcess:
+    return PythonProcess("-c", SCRIPT, folder)
 
 
-def steps_seen(process: subprocess.Popen, count: int) -> None:
+def steps_seen(process: PythonProcess, count: int) -> None:
     for _ in range(count + 1):
         assert process.stdout.readline(), "the training process ended early"
 
