@@ -44,6 +44,7 @@ CHECK = (
     " speculators.models.eagle3.core; import speculators.models.dflash.core; print(f'speculators"
     ' {v("speculators")}, torch {torch.__version__}, transformers {v("transformers")}\')'
 )
+COLUMNS = ("setting", "T", "seconds", "tokens/s", "CPU", "MiB", "memory")
 SIDES = ("ours", "speculators")
 # Largest |difference| / |value| of the loss, and the same of norms for the gradient of every
 # weight.
@@ -102,7 +103,7 @@ SETTINGS = {
 class PeerEnvironment(setup_vllm.Environment):
     """The library with torch's CPU build, or with CUDA's where a GPU is measured."""
 
-    inputs = (Path(__file__), Path(setup_vllm.__file__))
+    pins = (PEER, setup_vllm.TORCH)
     size = "some minutes and 2 GB"
 
     def fill(self, *options: object) -> str:
@@ -329,7 +330,7 @@ def main(
     }
     try:
         if peer_python is None:
-            environment = PeerEnvironment(venv.absolute(), "pip")
+            environment = PeerEnvironment(venv.absolute())
             environment.make(*(("cuda",) if device == "cuda" else ()))
             peer_python = environment.python
         for name in names:
@@ -354,7 +355,7 @@ def main(
         f" {pairs} pairs"
     )
     unequal = [f"Δ {kind}" for kind in any_result["equality"]]
-    shown = table(title, "setting", "T", "seconds", "tokens/s", "CPU", "MiB", "memory", *unequal)
+    shown = table(title, *COLUMNS, *unequal)
     for name, result in results.items():
         shown.add_row(*cells(name, result))
     Console().print(shown)

@@ -2,10 +2,11 @@
 
 `index.md` is README.md. The pages below `reference/` (recipe keys, acceptance.json, command line,
 Python API) are read off the code. A page names a table by `<!-- table: NAME -->` on a line of its
-own."""
+own, and a measured one, `docs/results/NAME.json`, by `<!-- result: NAME -->`."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,7 +30,7 @@ from draftsmith.train.recipe.schema import SchemaRow
 
 VLLM_VERSIONS = ("0.32", "0.33")  # of the table of engines
 ROOT = Path(__file__).resolve().parents[1]
-MARK = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (table|result): (\w+) -->$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -42,7 +43,24 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page with its tables; mkdocs calls it for every page. Raises KeyError for a table that
     nothing makes."""
-    return MARK.sub(lambda match: "\n".join(["", *TABLES[match[1]](), ""]), markdown)
+
+    def lines(match: re.Match[str]) -> str:
+        kind, name = match.groups()
+        return "\n".join(["", *(TABLES[name]() if kind == "table" else _result(name)), ""])
+
+    return MARK.sub(lines, markdown)
+
+
+def _result(name: str) -> list[str]:
+    """A measured table with its date, commit, machine and command, as far as it was measured."""
+    file = ROOT / "docs" / "results" / f"{name}.json"
+    if not file.exists():
+        return [f"Not measured for this release; `python scripts/bench.py {name}` does."]
+    result = json.loads(file.read_text(encoding="utf-8"))
+    rule = ["---", *["---:"] * (len(result["columns"]) - 1)]
+    table = [f"| {' | '.join(cells)} |" for cells in (result["columns"], rule, *result["rows"])]
+    origin = f"{result['date']}, commit {result['commit']}, {result['machine']}:"
+    return [f"{result['title']}:", "", *table, "", origin, "", "```bash", result["command"], "```"]
 
 
 def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:

@@ -1,7 +1,7 @@
 """Creates the environment that tests/vllm runs real vLLM in: its CPU build, and this project
 without its dependencies.
 
-    python scripts/setup_vllm.py [FOLDER] [--installer pip|uv] [--no-suffix]
+    python scripts/setup_vllm.py [FOLDER]
 
 Needs nothing but Python 3.11 or newer. `make test-vllm` calls it. FOLDER (.venv-vllm) is left alone
 if this script finished it before with the same pins and the same interpreter; otherwise it is
@@ -17,7 +17,6 @@ method is skipped with a reason."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -40,10 +39,10 @@ TORCH_SOURCES = (
 )
 SUFFIX = "arctic-inference==0.3.0"
 CHECK = (
-    "import torch, transformers, vllm; from vllm.platforms import current_platform as p; import"
-    " inference; assert p.is_cpu(), f'the platform that vLLM sees is {p}, not a CPU'; from vllm"
-    " import LLM, SamplingParams; print(f'vLLM {vllm.__version__}, torch {torch.__version__},"
-    " transformers {transformers.__version__}')"
+    "import torch, transformers, vllm, draftsmith.inference; from vllm.platforms import"
+    " current_platform as p; assert p.is_cpu(), f'the platform that vLLM sees is {p}, not a CPU';"
+    " from vllm import LLM, SamplingParams; print(f'vLLM {vllm.__version__}, torch"
+    " {torch.__version__}, transformers {transformers.__version__}')"
 )
 CHECK_SUFFIX = "from arctic_inference.suffix_decoding import SuffixDecodingCache as C; C(8, 0)"
 
@@ -52,50 +51,33 @@ class SetupError(Exception):
     """A step failed; the text has its command and output."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".venv-vllm")
-    parser.add_argument(
-        "--installer", choices=("pip", "uv"), help="default: uv if it is on the path, then pip"
-    )
-    parser.add_argument("--no-suffix", action="store_true", help=f"do not build {SUFFIX}")
-    chosen = parser.parse_args(arguments)
-    installers = (
-        [chosen.installer] if chosen.installer else ["uv", "pip"] if shutil.which("uv") else ["pip"]
-    )
-    options = () if chosen.no_suffix else ("suffix",)
-    for installer in installers:
-        try:
-            VllmEnvironment(chosen.folder.absolute(), installer).make(*options)
-            return 0
-        except SetupError as error:
-            print(f"setup_vllm: {error}", file=sys.stderr)
-            if (
-                installer != installers[-1]
-            ):  # uv does not read pip's configuration, such as an index or a proxy
-                print(
-                    f"setup_vllm: {installer} could not; starting again with {installers[-1]}",
-                    file=sys.stderr,
-                )
-    return 1
+def main(arguments: Sequence[str]) -> int:
+    folder = Path(arguments[0]) if arguments else ROOT / ".venv-vllm"
+    try:
+        VllmEnvironment(folder.absolute()).make()
+    except SetupError as error:
+        print(f"setup_vllm: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 class Environment:
-    """A virtual environment in a folder. A kind of it says what fills it (`fill`), from which files
-    (`inputs`)."""
+    """A virtual environment in a folder. A kind of it says what fills it (`fill`), with which pins
+    (`pins`, and those in the files `inputs`)."""
 
-    inputs: tuple[Path, ...] = (Path(__file__),)
+    pins: tuple[str, ...] = ()
+    inputs: tuple[Path, ...] = ()
     size = ""  # what filling it takes
 
-    def __init__(self, folder: Path, installer: str) -> None:
-        self.folder, self.installer, self.python = folder, installer, folder / "bin" / "python"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
 
     def make(self, *options: object) -> None:
         """Fills the folder anew, unless a stamp says that this was done with the same inputs and
         options."""
-        text = f"{sys.version} {options} {ROOT}".encode() + b"".join(
-            file.read_bytes() for file in self.inputs
-        )
+        text = f"{sys.version} {self.pins} {options} {ROOT}".encode()
+        text += b"".join(file.read_bytes() for file in self.inputs)
         stamp, key = self.folder / ".draftsmith", hashlib.sha256(text).hexdigest()
         if stamp.exists() and self.python.exists() and stamp.read_text() == key:
             return
@@ -103,10 +85,8 @@ class Environment:
         self._start_anew()
         versions = self.fill(*options).strip().splitlines()[-1]
         stamp.write_text(key)
-        print(
-            f"{self.folder} is set up after {time.monotonic() - start:.0f} s: {versions}",
-            flush=True,
-        )
+        seconds = time.monotonic() - start
+        print(f"{self.folder} is set up after {seconds:.0f} s: {versions}", flush=True)
 
     def fill(self, *options: object) -> str:
         """Installs everything and imports it; its last line says what that is."""
@@ -120,9 +100,7 @@ class Environment:
                     f"{self.folder} is no Python environment and not empty; name another folder"
                 )
             shutil.rmtree(self.folder)
-        print(
-            f"Setting up {self.folder} with {self.installer}; this takes {self.size}.", flush=True
-        )
+        print(f"Setting up {self.folder}; this takes {self.size}.", flush=True)
         self._run("make the environment", [sys.executable, "-m", "venv", self.folder])
 
     def _install_torch(self, *more: str | Path) -> None:
@@ -136,40 +114,18 @@ class Environment:
                 print("  not available there", flush=True)
 
     def _install(self, *arguments: str | Path, step: str) -> None:
-        command: list[str | Path]
-        if self.installer == "uv":
-            command = [
-                "uv",
-                "pip",
-                "install",
-                "--quiet",
-                "--compile-bytecode",
-                "--python",
-                self.python,
-            ]
-        else:
-            command = [
-                self.python,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-            ]
-        self._run(step, [*command, *arguments])
+        pip = [self.python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        self._run(step, [*pip, *arguments])
 
     def _run(self, step: str, command: Sequence[str | Path]) -> str:
         """Runs a command and returns its output. SetupError has the step, the command and the end
         of the output."""
         print(f"  {step}", flush=True)
-        bin_first = {
-            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "VLLM_PLUGINS": "",
-        }
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             [str(part) for part in command],
             cwd=ROOT,
-            env=os.environ | bin_first,
+            env={**os.environ, "PATH": path, "VLLM_PLUGINS": ""},
             capture_output=True,
             text=True,
         )
@@ -183,37 +139,31 @@ class Environment:
 
 
 class VllmEnvironment(Environment):
-    """Real vLLM, and this project without its dependencies; with arctic-inference if `fill` is told
-    so."""
+    """Real vLLM, and this project without its dependencies."""
 
-    inputs = (Path(__file__), CONSTRAINTS, ROOT / "pyproject.toml")
+    pins = (VLLM, TORCH, SUFFIX)
+    inputs = (CONSTRAINTS, ROOT / "pyproject.toml")
     size = "some minutes and 4 GB"
 
     def fill(self, *options: object) -> str:
         self._install_torch("-c", CONSTRAINTS)
         self._install("-r", CONSTRAINTS, step=f"install what {VLLM} needs")
         self._install(VLLM, "--no-deps", step=f"install {VLLM}")
-        if options == ("suffix",):
-            self._build_suffix()
+        self._build_suffix()
         self._install("--no-deps", "--editable", ROOT, step="install this project")
         return self._run("import vLLM", [self.python, "-P", "-c", CHECK])
 
     def _build_suffix(self) -> None:
         """Builds arctic-inference against the installed torch; its build tools are among the
         pins."""
-        reason: object = "no C++ compiler"
-        if any(map(shutil.which, ("c++", "g++", "clang++"))):
-            try:
-                self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
-                self._run("import it", [self.python, "-c", CHECK_SUFFIX])
-                return
-            except SetupError as error:
-                reason = error
-        print(
-            f"  {SUFFIX} is left out, and with it the test of the method 'suffix': {reason}",
-            flush=True,
-        )
+        try:
+            if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+                raise SetupError("no C++ compiler")
+            self._install(SUFFIX, "--no-deps", "--no-build-isolation", step=f"build {SUFFIX}")
+            self._run("import it", [self.python, "-c", CHECK_SUFFIX])
+        except SetupError as error:
+            print(f"  {SUFFIX} and the test of the method 'suffix' are left out: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -110,7 +110,7 @@ def test_the_environment_pins_torch_and_is_made_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PeerEnvironment, "_run", record)
     monkeypatch.setattr(PeerEnvironment, "_start_anew", lambda self: None)
-    environment = PeerEnvironment(tmp_path, "pip")
+    environment = PeerEnvironment(tmp_path)
     environment.python.parent.mkdir()
     environment.python.touch()
     environment.make()

@@ -1,43 +1,37 @@
-"""The environment of real vLLM is set up by whichever installer can."""
+"""scripts/setup_vllm.py: an environment is filled once, and only where nothing else is."""
 
 from __future__ import annotations
 
 import pytest
 
 from scripts import setup_vllm
-from scripts.setup_vllm import Environment, SetupError
+from scripts.setup_vllm import SetupError, VllmEnvironment
 
 
-@pytest.fixture
-def commands(tmp_path, monkeypatch) -> list[list[str]]:
-    """What would be run, on a machine whose `uv` finds no package."""
-    run: list[list[str]] = []
+def test_environment_without_compiler_leaves_suffix_out_and_is_filled_once(
+    tmp_path, monkeypatch, capsys
+):
+    commands: list[str] = []
 
     def record(self, step, command):
-        run.append([str(part) for part in command])
-        if command[0] == "uv":
-            raise SetupError(f"could not {step}: exit status 2")
-        return "vLLM\n"
+        commands.append(" ".join(map(str, command)))
+        self.python.parent.mkdir(parents=True, exist_ok=True)
+        self.python.touch()
+        return "versions\n"
 
-    monkeypatch.setattr(Environment, "_run", record)
-    monkeypatch.setattr(Environment, "_start_anew", lambda self: self.folder.mkdir(exist_ok=True))
-    monkeypatch.setattr(
-        setup_vllm.shutil, "which", lambda name: "/bin/uv" if name == "uv" else None
-    )
-    return run
-
-
-def test_pip_follows_a_uv_that_fails(commands, tmp_path, capsys):
-    assert setup_vllm.main([str(tmp_path / "venv"), "--no-suffix"]) == 0
-    assert commands[0][0] == "uv" and any(
-        "pip" in command for command in commands if command[0] != "uv"
-    )
-    assert "uv could not; starting again with pip" in capsys.readouterr().err
+    monkeypatch.setattr(VllmEnvironment, "_run", record)
+    monkeypatch.setattr(setup_vllm.shutil, "which", lambda name: None)
+    assert setup_vllm.main([str(tmp_path / "venv")]) == 0
+    assert any(setup_vllm.VLLM in command for command in commands)
+    assert not any(setup_vllm.SUFFIX in command for command in commands)
+    assert "no C++ compiler" in capsys.readouterr().out
+    count = len(commands)
+    assert setup_vllm.main([str(tmp_path / "venv")]) == 0
+    assert len(commands) == count
 
 
-def test_an_installer_that_was_asked_for_is_the_only_one(commands, tmp_path, capsys):
-    assert setup_vllm.main([str(tmp_path / "venv"), "--no-suffix", "--installer", "uv"]) == 1
-    assert (
-        all(command[0] == "uv" for command in commands)
-        and "starting again" not in capsys.readouterr().err
-    )
+def test_environment_in_a_folder_of_other_files_is_refused(tmp_path):
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(SetupError, match="not empty"):
+        VllmEnvironment(tmp_path).make()
+    assert (tmp_path / "mine.txt").exists()

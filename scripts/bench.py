@@ -1,0 +1,225 @@
+"""Measures what the documentation publishes, and writes `docs/results/NAME.json`, which
+docs/results.md shows.
+
+    python scripts/bench.py quickstart methods        # these; without names: all, some two hours
+    python scripts/bench.py --list                    # the commands
+    python scripts/bench.py methods --record          # the command has run: only write the result
+
+Every file holds its table with the date, the commit, the machine and the command. Measure on a
+quiet machine, from a clean clone. Results are renewed for a release, not for a commit."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from draftsmith.inference.provenance import cpu_model, git_commit
+from draftsmith.inference.whole_file import write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+TARGET = "recipes/quickstart/target"
+PROMPTS = "recipes/quickstart/data/test.jsonl.gz"
+HEAD = "runs/quickstart/eagle3/export"  # the quickstart writes it
+OUT = "runs/bench"  # what the other commands write
+Rows = list[list[str]]
+QUICKSTART = {
+    "acceptance_length": "acceptance length τ, measured",
+    "expected_acceptance_length": "acceptance length τ, expected",
+    "tokens_per_second": "tokens/s with drafting",
+    "speedup_vs_autoregressive": "speedup over the same engine, drafting off",
+    "speedup_vs_transformers": "speedup over `transformers.generate`",
+    "efficiency": "efficiency: speedup ÷ the cost model's limit",
+}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def estimate(value: dict[str, float] | None) -> str:
+    """An estimate with the interval of its repeats."""
+    return "–" if value is None else number(value["value"])
+
+
+def quickstart(report: dict[str, Any]) -> Rows:
+    """acceptance.json -> its summary at both temperatures."""
+    rows = [["", "T = 0", "T = 1"]]
+    for key, name in QUICKSTART.items():
+        values = [report["summary"].get(f"t{temperature}.{key}") for temperature in (0, 1)]
+        rows.append([name, *(number(x, 0 if key == "tokens_per_second" else 2) for x in values)])
+    return [*rows, ["mismatches", str(int(report["summary"]["lossless_mismatches"])), ""]]
+
+
+def methods(results: dict[str, Any]) -> Rows:
+    """The JSON of `draftsmith try` -> a row per method."""
+    rows = [["method", "τ", "tokens per forward", "tokens/s", "speedup", "same text"]]
+    for name, result in results.items():
+        if name in ("versions", "arguments"):
+            continue
+        cell = result["metrics"]
+        checks = cell["lossless"]
+        prompts = sum(check["checked_prompts"] for check in checks)
+        differing = sum(check["mismatches"] + check["ties"] for check in checks)
+        off = name == "default"
+        rows.append(
+            [
+                "drafting off" if off else f"`{name}`",
+                "–" if off else number(cell["acceptance_length"]),
+                "–" if off else number(cell["tokens_per_forward"]),
+                number(result["timings"]["tokens_per_second"], 0),
+                estimate(cell.get("speedup_vs_autoregressive")),
+                f"{prompts - differing} of {prompts}" if prompts else "–",
+            ]
+        )
+    return rows
+
+
+def engines(report: dict[str, Any]) -> Rows:
+    """acceptance.json of several engines -> a row per engine, greedy, all workloads pooled."""
+    rows = [["engine", "τ", "tokens/s", "drafting off", "speedup"]]
+    for cell in report["results"]:
+        if (cell["workload"], cell["temperature"], cell["suite"]) != ("all", 0, None):
+            continue
+        rates = {kind: rate["value"] for kind, rate in cell["tokens_per_second"].items()}
+        rows.append(
+            [
+                cell["engine"],
+                number(cell["acceptance_length"]),
+                number(rates.get("speculative"), 0),
+                number(rates.get("autoregressive"), 0),
+                estimate(cell["speedup_vs_autoregressive"]),
+            ]
+        )
+    return rows
+
+
+def load(comparison: dict[str, Any]) -> Rows:
+    """comparison.json of `draftsmith bench` -> a row per concurrency and way of serving."""
+    rows = [["users", "drafts per round", "tokens/s", "gain", "TTFT, ms", "TPOT, ms", "τ"]]
+    for level in comparison["levels"]:
+        for mode, result in level["modes"].items():
+            rows.append(
+                [
+                    str(level["max_concurrency"]),
+                    mode,
+                    number(result["output_throughput"], 0),
+                    number(result.get("gain")),
+                    number(result["median_ttft_ms"], 0),
+                    number(result["median_tpot_ms"], 1),
+                    number(result.get("spec_decode_acceptance_length")),
+                ]
+            )
+    return rows
+
+
+def training(results: dict[str, Any]) -> Rows:
+    """The JSON of bench_peers.py -> a row per setting."""
+    from scripts.bench_peers import COLUMNS, cells
+
+    rows = [cells(name, result)[: len(COLUMNS)] for name, result in results["results"].items()]
+    return [list(COLUMNS), *rows]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A table: what it shows, the shell command that measures it, the JSON file that the command
+    writes, and how its rows come from that; the first row is the head."""
+
+    title: str
+    command: str
+    file: str
+    rows: Callable[[dict[str, Any]], Rows]
+
+
+SERVE = f"draftsmith serve --model {TARGET} --max-num-seqs 8 --port"
+LOAD = f"""{SERVE} 8001 &
+{SERVE} 8002 --speculative-config '{{"model": "{HEAD}"}}' &
+trap 'kill $(jobs -p)' EXIT
+until curl -sf localhost:8001/health && curl -sf localhost:8002/health; do sleep 1; done
+draftsmith bench --base-url http://localhost:8002 --baseline-url http://localhost:8001 \\
+  --dataset-name custom --dataset-path {PROMPTS} --num-prompts 64 --output-len 128 \\
+  --temperature 0 --concurrencies 1,4,8 --draft-lengths 2,4 --repeats 3 --result-dir {OUT}"""
+BENCHES = {
+    "quickstart": Bench(
+        "The quickstart's head, all workloads pooled, one request at a time",
+        "make quickstart",
+        "runs/quickstart/eagle3/acceptance.json",
+        quickstart,
+    ),
+    "methods": Bench(
+        "Methods side by side, greedy, one request at a time",
+        f"draftsmith try --model {TARGET} --drafter {HEAD} --prompts {PROMPTS}"
+        f" --json {OUT}/methods.json",
+        f"{OUT}/methods.json",
+        methods,
+    ),
+    "engines": Bench(
+        "This runtime and vLLM's CPU build, greedy, one request at a time",
+        f"draftsmith evaluate --model {TARGET} --drafter {HEAD} --temperature 0"
+        f" --engine draftsmith --engine vllm --out {OUT}/engines",
+        f"{OUT}/engines/acceptance.json",
+        engines,
+    ),
+    "load": Bench("Load: drafting off and on", LOAD, f"{OUT}/comparison.json", load),
+    "training": Bench(
+        "A training step beside vLLM's `speculators`",
+        f"python scripts/bench_peers.py --json {OUT}/peers.json",
+        f"{OUT}/peers.json",
+        training,
+    ),
+}
+
+
+def record(name: str) -> Path:
+    """Writes the result of a bench whose command has run; returns the file."""
+    bench = BENCHES[name]
+    written = ROOT / bench.file
+    head, *rows = bench.rows(json.loads(written.read_text(encoding="utf-8")))
+    result = {
+        "title": bench.title,
+        "date": datetime.date.fromtimestamp(written.stat().st_mtime).isoformat(),
+        "commit": git_commit(ROOT),
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores",
+        "command": bench.command,
+        "columns": head,
+        "rows": rows,
+    }
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHES)}")
+    parser.add_argument("--record", action="store_true", help="the commands have run")
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    chosen = parser.parse_args(arguments)
+    for name in chosen.names or BENCHES:
+        if name not in BENCHES:
+            parser.error(f"{name}: expected {', '.join(BENCHES)}")
+        print(f"{name}: {BENCHES[name].command}", flush=True)
+        if chosen.list:
+            continue
+        if not chosen.record:
+            (ROOT / OUT).mkdir(parents=True, exist_ok=True)
+            here = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+            command = ["bash", "-euo", "pipefail", "-c", BENCHES[name].command]
+            subprocess.run(command, cwd=ROOT, env=os.environ | here, check=True)
+        print(f"  {record(name).relative_to(ROOT)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

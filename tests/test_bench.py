@@ -1,0 +1,60 @@
+"""scripts/bench.py reads what the commands write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.inference.evaluation.side_by_side import results
+from scripts import bench
+from scripts.docs_tables import _result
+from tests.support.reports import both_engines, make_measurement, make_report
+
+
+def test_methods_of_the_results_of_try_are_rows():
+    measured = {name: make_measurement("chat", 0.0, 0.8) for name in ("default", "ngram")}
+    tree = results(measured, {name: one.cell() for name, one in measured.items()})
+    head, off, ngram = bench.methods({**json.loads(json.dumps(tree)), "versions": {}})
+    cell = tree["ngram"]["metrics"]
+    assert (off[:3], ngram[0]) == (["drafting off", "–", "–"], "`ngram`")
+    assert ngram[1] == f"{cell['acceptance_length']:.2f}"
+    assert ngram[4] == f"{cell['speedup_vs_autoregressive']['value']:.2f}"
+    assert len(head) == len(off) == len(ngram)
+
+
+def test_quickstart_and_engines_of_a_report_are_rows():
+    report = make_report()
+    _, tau, *_, mismatches = bench.quickstart(json.loads(report.model_dump_json()))
+    assert tau[1:] == [f"{report.summary[f't{t}.acceptance_length']:.2f}" for t in (0, 1)]
+    assert mismatches[1] == str(int(report.summary["lossless_mismatches"]))
+    for one in both_engines(report):
+        rows = bench.engines(json.loads(one.model_dump_json()))[1:]
+        assert rows and {row[0] for row in rows} <= {"draftsmith", "vllm"}
+
+
+def test_load_of_a_comparison_is_a_row_per_mode():
+    result = {"output_throughput": 40.0, "median_ttft_ms": 20.0, "median_tpot_ms": 3.0}
+    level = {"max_concurrency": 4, "modes": {"off": result, "K=2": {**result, "gain": 1.5}}}
+    _, off, drafting = bench.load({"levels": [level]})
+    assert (off[:4], drafting[:4]) == (["4", "off", "40", "–"], ["4", "K=2", "40", "1.50"])
+
+
+def test_record_of_a_command_that_ran_has_its_origin(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "docs" / "results")
+    written = tmp_path / bench.BENCHES["quickstart"].file
+    written.parent.mkdir(parents=True)
+    written.write_text(make_report().model_dump_json())
+    bench.main(["quickstart", "--record"])
+    result = json.loads((tmp_path / "docs" / "results" / "quickstart.json").read_text())
+    assert result["command"] == "make quickstart" and result["machine"] and result["date"]
+    assert all(len(row) == len(result["columns"]) for row in result["rows"])
+
+
+@pytest.mark.parametrize("file", sorted(bench.RESULTS.glob("*.json")), ids=lambda f: f.stem)
+def test_published_result_is_shown_with_its_origin(file: Path):
+    result, shown = json.loads(file.read_text()), "\n".join(_result(file.stem))
+    assert file.stem in bench.BENCHES
+    assert all(result[key] in shown for key in ("date", "commit", "machine", "command"))
