@@ -8,7 +8,7 @@ first, then time and memory.
 
 Both sides get the same weights and the same row. In float32, and again in the dtype that is timed,
 loss and gradients of one step must agree within TOLERANCE, or nothing is timed. Then each side is a
-process that stays alive (peers/worker.py), and steps alternate: forward and backward, without
+process that stays alive (tests/peers/worker.py), and steps alternate: forward and backward, without
 target and optimizer. Figures are medians over pairs. Memory is the peak of a process's first step
 above what it held before (on a GPU of its last step, as the first compiles)."""
 
@@ -155,7 +155,7 @@ class Worker:
 
     def __init__(self, side: str, python: Path | str, folder: Path, threads: int) -> None:
         self.side, self.log = side, folder / f"{side}.log"
-        script = Path(__file__).parent / "peers" / "worker.py"
+        script = setup_vllm.ROOT / "tests" / "peers" / "worker.py"
         hidden = {
             "PYTHONPATH",
             "PYTHONSAFEPATH",

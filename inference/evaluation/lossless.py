@@ -76,7 +76,7 @@ def compare_greedy(
     )
 
 
-def first_difference(reference: Tokens, output: Tokens) -> int | None:
+def first_difference(reference: Sequence[object], output: Sequence[object]) -> int | None:
     """The first index at which the two differ, the end of the shorter one included; None if they
     are equal."""
     return next((i for i, (a, b) in enumerate(zip_longest(reference, output)) if a != b), None)

@@ -1,9 +1,13 @@
-"""scripts/bench_peers.py without the library: our side computes the loss that the library defines,
-on its terms."""
+"""The training step of vLLM's library `speculators` beside ours: the same loss and gradients.
+
+Without the library, our side computes the loss that it defines, on its terms. With it, both compute
+the same numbers: `DRAFTSMITH_PEERS_PYTHON=.venv-peers/bin/python pytest tests/peers`."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +18,7 @@ from draftsmith.speculators.drafter import valid_terms
 from scripts.bench_peers import (
     PEER,
     SETTINGS,
+    TOLERANCE,
     DifferentNumbers,
     PeerEnvironment,
     Setting,
@@ -21,11 +26,13 @@ from scripts.bench_peers import (
     WorkerFailed,
     differences,
     make_batch,
+    measure,
     speedup,
 )
-from scripts.peers.worker import Ours
 from scripts.setup_vllm import TORCH
+from tests.peers.worker import Ours
 
+LIBRARY = os.environ.get("DRAFTSMITH_PEERS_PYTHON", "")
 TINY = Setting(
     tokens=48, documents=2, vocab=40, draft_vocab=24, hidden=32, depths=3, dtype="float32"
 )
@@ -52,6 +59,15 @@ def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
     expected = sum(sums) / (sum(counts) + 1e-5) if setting.family == "dflash" else depth_means
     assert ours.whole() == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None for p in ours.module.parameters())
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not LIBRARY, reason="DRAFTSMITH_PEERS_PYTHON names no interpreter")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_step_of_the_library_has_the_same_loss_and_gradients(name):
+    small = replace(SETTINGS[name], tokens=256, vocab=512, draft_vocab=256, hidden=128, anchors=16)
+    equality = measure(replace(small, dtype="float32"), (sys.executable, LIBRARY), 0)["equality"]
+    assert all(a <= b for a, b in zip(equality["float32"]["differences"], TOLERANCE["float32"]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

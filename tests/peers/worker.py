@@ -1,7 +1,7 @@
 """One side of scripts/bench_peers.py: a process that runs a training step of a head whenever it is
 told to.
 
-    python -P scripts/peers/worker.py ours|speculators FOLDER
+    python -P tests/peers/worker.py ours|speculators FOLDER
 
 FOLDER has `setting.json` (a `Setting`), `batch.safetensors` (what `make_batch` made) and
 `weights.safetensors`, the head's weights, which our side writes, as it does the anchors that it
@@ -12,9 +12,7 @@ line of stdout a JSON answer:
     step            a step: its seconds, its CPU seconds, its loss, and its peak memory if the
                     device is a GPU
     gradients FILE  writes the gradients of the last step
-
-The library `speculators` has the name of a package of this project. So our side alone sees the
-project's folder."""
+"""
 
 from __future__ import annotations
 
