@@ -63,6 +63,7 @@ def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[tor
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("copies", [False, True])
 def test_taps_and_states_are_those_of_the_model(name: str, copies: bool) -> None:

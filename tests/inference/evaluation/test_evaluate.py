@@ -112,6 +112,7 @@ def texts_of(outputs) -> list[tuple[list[int], list[int]]]:
 # ---------------------------------------------------------------------------- expected = measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, K])
 def test_greedy_replay_counts_the_rounds_of_the_runtime(llm, drafter, folders, k) -> None:
     """At temperature 0 nothing is left to chance: rounds and accepted drafts are equal, request by

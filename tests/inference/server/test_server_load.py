@@ -147,6 +147,7 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
     assert metric(url, "admission_rejections_total{.*}") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("method", ["propose", "_forward"])
 def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(

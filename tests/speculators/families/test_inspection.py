@@ -247,6 +247,7 @@ def test_fields_that_differ_from_training(broken, family, change, where) -> None
     assert places(broken(change, family, published=False, compared=False)) == {where}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_MASK)
 def test_a_mask_token_that_texts_contain(broken, family) -> None:
     tokenizer = byte_level(400, eos_token="<|end|>")

@@ -70,6 +70,7 @@ def test_taps_last_hidden_and_logits_are_the_models_own(tiny_model, any_architec
     assert not taps.requires_grad and not any(p.requires_grad for p in target.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_an_explicit_causal_mask_changes_nothing(tiny_model, any_architecture, ids, attention):
     if any_architecture in ("gpt_oss", "gemma2") and attention == "sdpa":

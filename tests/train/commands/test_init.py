@@ -52,6 +52,7 @@ def test_init_of_model_and_data_writes_a_recipe_that_plans(family, chats, tmp_pa
     assert "drafter" in call("train", str(out), "--dry-run")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag, least", [("--thinking", 4096 // 2), ("--no-thinking", 256)])
 def test_init_of_a_thinking_model_sets_the_mode_and_the_length(flag, least, chats, tmp_path):
     target = shutil.copytree(TOKENIZER, tmp_path / "target")
@@ -80,6 +81,7 @@ def test_init_keeps_a_recipe_that_exists(chats, tmp_path):
     assert out.read_text() == "mine\n"
 
 
+@pytest.mark.slow
 def test_a_recipe_that_says_nothing_of_thinking_is_warned(chats, tmp_path, caplog):
     target = shutil.copytree(TOKENIZER, tmp_path / "target")
     (target / "chat_template.jinja").write_text(THINKING)

@@ -252,6 +252,7 @@ def test_a_full_disk_is_said_and_what_was_written_stays(target, rows, tmp_path, 
     assert len(cache.scan()) > 0 and not list(cache.folder.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_left_is_ignored_and_removed(written, target, rows, tmp_path):
     import socket
 

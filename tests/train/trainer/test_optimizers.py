@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from draftsmith.train.trainer.optimizers import (
@@ -45,6 +46,7 @@ def test_muon_moves_a_matrix_equally_in_all_directions(tiny_model, tmp_path):
     assert values[0] / values[len(values) // 2] < 3
 
 
+@pytest.mark.slow
 def test_adamw_is_fused_and_goes_on_from_states_that_were_not(tiny_model, tmp_path):
     """To the same weights, but for rounding; the options of the optimizer that made the states stay
     behind."""
