@@ -24,7 +24,7 @@ ARGS ?=
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no \
 	--dynamo_backend no --num_cpu_threads_per_process
 
-.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench-peers check-gpu clean
+.PHONY: docs help venv quickstart test test-fast test-vllm test-real lint format compare bench bench-peers check-gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ format: $(VENV)/.installed  ## format the code and mend what ruff can mend
 
 compare: $(VENV)/.installed  ## train every family for the same time and put them side by side (about an hour)
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare recipes/quickstart/*.yaml $(ARGS)
+
+bench: $(VENV)/.installed  ## measure what docs/results.md shows (hours; ARGS=methods for one table)
+	$(BIN)/python scripts/bench.py $(ARGS)
 
 bench-peers: $(VENV)/.installed  ## training steps of EAGLE-3 and DFlash beside those of vLLM's speculators (makes .venv-peers first: 2 GB)
 	$(BIN)/python scripts/bench_peers.py --venv $(PEERS_VENV) $(ARGS)

@@ -122,8 +122,8 @@ def serving():
 
 @pytest.fixture
 def claimed_gpu(monkeypatch):
-    """A device that is not there (tests/device_emulation.py)."""
-    from tests import device_emulation
+    """A device that is not there (tests/support/device_emulation.py)."""
+    from tests.support import device_emulation
 
     with device_emulation.claimed_gpu(monkeypatch) as emulation:
         yield emulation

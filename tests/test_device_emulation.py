@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from draftsmith.speculators.precision import on_device
-from tests.device_emulation import DEVICE, MixedDevices
+from tests.support.device_emulation import DEVICE, MixedDevices
 
 
 def test_mixed_devices_are_refused(claimed_gpu):

@@ -24,9 +24,9 @@ from draftsmith.train.commands.features import cache_features
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy
-from tests.quantised import save_quantised
 from tests.quickstart_data import source as quickstart
 from tests.support.models import make_tiny_model
+from tests.support.quantised import save_quantised
 from tests.support.tokenizers import byte_level
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"

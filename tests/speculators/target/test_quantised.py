@@ -17,8 +17,8 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.probe import is_quantised
 from draftsmith.train.recipe.sections import JointSection
 from draftsmith.train.trainer.joint_target import JointTarget
-from tests.quantised import save_quantised
 from tests.support.engines import make_llm
+from tests.support.quantised import save_quantised
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5][:n]} for n in (7, 1, 5, 3, 6)]

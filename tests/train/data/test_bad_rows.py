@@ -23,7 +23,7 @@ from draftsmith.train.data.readers import rows_of
 from draftsmith.train.data.sources import Example, load_sources, parse_row
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
-from tests.damaged_conversations import BAD, CUT, UNPROVED, Truth, damaged
+from tests.support.damaged_conversations import BAD, CUT, UNPROVED, Truth, damaged
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 MAX_LENGTH = 512

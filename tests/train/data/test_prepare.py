@@ -15,8 +15,8 @@ from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import prepare_rows
 from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.recipe.load import load_recipe
-from tests.damaged_conversations import damaged
 from tests.quickstart_data import source as quickstart
+from tests.support.damaged_conversations import damaged
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 

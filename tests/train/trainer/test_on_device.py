@@ -24,8 +24,8 @@ from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer.trainer import Trainer
-from tests.device_emulation import DEVICE
 from tests.support.cases import OPT
+from tests.support.device_emulation import DEVICE
 from tests.support.models import make_tiny_model
 from tests.train.features import test_feature_cache as caches
 from tests.train.on_policy import test_on_policy as on_policy_tests
