@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.support.chromium import BINARY, Chromium
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
+@pytest.mark.slow
+def test_site_builds_without_a_warning(tmp_path):
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
@@ -28,42 +23,16 @@ def site(tmp_path_factory):
         lambda record: warnings.records.append(record.getMessage()),
     )
     logging.getLogger("mkdocs").addHandler(warnings)
-    out = tmp_path_factory.mktemp("site")
-    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(out))
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
     config.plugins.run_event("startup", command="build", dirty=False)
     try:
         build(config)
     finally:
         config.plugins.run_event("shutdown")
         logging.getLogger("mkdocs").removeHandler(warnings)
-    return out, warnings.records
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(site):
-    out, warnings = site
-    assert not warnings
-    reference = (out / "reference/api.html").read_text(encoding="utf-8")
+    assert not warnings.records
+    reference = (tmp_path / "reference/api.html").read_text(encoding="utf-8")
     assert 'id="draftsmith.inference.entrypoints.llm.LLM.generate"' in reference
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on this machine")
-def test_a_page_in_a_browser(site, tmp_path):
-    handler = partial(SimpleHTTPRequestHandler, directory=site[0])
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    browser = Chromium(tmp_path)
-    try:
-        browser.open(f"http://127.0.0.1:{server.server_port}/quickstart.html")
-        assert "make quickstart" in browser.evaluate("document.body.innerText")
-        assert (
-            browser.evaluate("document.querySelector('.md-nav').getBoundingClientRect().height") > 0
-        )
-        assert not browser.messages, browser.messages
-    finally:
-        browser.close()
-        server.shutdown()
 
 
 def test_files_that_the_pages_name_exist():

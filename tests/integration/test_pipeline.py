@@ -131,30 +131,21 @@ def test_cached_features(recipe, tiny_target, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("family", ["eagle3", "dflash"])
-def test_a_fitted_start_muon_and_kept_features(family, recipe, tmp_path, capsys):
-    """The quickstart's way: a stage more, and the same command again trains nothing twice."""
-    if family == "dflash":
-        fields = yaml.safe_load(recipe.read_text()) | {
-            "family": "dflash",
-            "drafter": {"block_size": 3, "num_layers": 1},
-        }
-        recipe.write_text(yaml.safe_dump(fields))
+def test_run_with_a_fitted_start_muon_and_kept_features_trains_nothing_twice(
+    recipe, tmp_path, capsys
+):
+    """The quickstart's way: a stage more."""
     fitted = [
         "drafter.init=least_squares",
         "drafter.num_key_value_heads=4",
+        "drafter.norm_before_residual=true",
         "training.optimizer=muon",
-        *SHORT,
-    ]
-    fitted += [
         "training.keep_features_gb=0.1",
-        *(["drafter.norm_before_residual=true"] if family == "eagle3" else []),
+        *SHORT,
     ]
     assert run(recipe, fitted) == 0
     assert "[3/6] fit the start" in capsys.readouterr().out
-    assert (
-        family == "dflash" or read_drafter_config(tmp_path / "run" / "export").norm_before_residual
-    )
+    assert read_drafter_config(tmp_path / "run" / "export").norm_before_residual
     weights = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
     assert run(recipe, fitted) == 0
     assert "fit the start" not in capsys.readouterr().out
@@ -250,18 +241,13 @@ def test_stages_go_on_from_one_another(recipe, tmp_path, capsys):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("regenerated", [True, False])
-def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerated):
+def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path):
     """Its texts are below its own checkpoints, and the same command again writes none."""
     second = {
         "name": "corrected",
         "on_policy": {"share": 1.0, "prompts": 6, "refresh_every": 2, "max_new_tokens": 12},
     }
-    staged = [
-        f"stages={json.dumps([{'name': 'supervised'}, second])}",
-        f"regenerate.enabled={regenerated}",
-        *SHORT,
-    ]
+    staged = [f"stages={json.dumps([{'name': 'supervised'}, second])}", *SHORT]
     assert run(recipe, staged) == 0
     root = tmp_path / "run" / "checkpoints"
     assert not (root / "supervised" / "on_policy").exists()
@@ -276,11 +262,11 @@ def test_an_on_policy_stage_follows_a_supervised_one(recipe, tmp_path, regenerat
     }
     second["on_policy"]["prompts"] = 5
     with pytest.raises(CheckpointError, match="another recipe"):
-        run(recipe, [f"stages={json.dumps([{'name': 'supervised'}, second])}", staged[1]])
+        run(recipe, [f"stages={json.dumps([{'name': 'supervised'}, second])}"])
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["cut", "adapter", "intersection"])
+@pytest.mark.parametrize("kind", ["adapter", "intersection"])
 def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
     """Its export is what the report measured, and the same command again trains nothing."""
     student = tmp_path / "student"
@@ -295,7 +281,6 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path, capsys, kind):
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(QUICKSTART / "target" / name, student / name)
     drafter = {
-        "cut": {"from_target": {"spread": 2}},
         "adapter": {
             "init_from": str(student),
             "peft": {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"},
@@ -333,14 +318,13 @@ def test_launcher_of_another_family_and_dry_run(recipe, tmp_path, capsys):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("exported", ["merged", "adapter"])
-def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path, exported):
+def test_medusa_2_exports_the_target_it_trained(recipe, tiny_target, tmp_path):
     """The LoRA is in what is exported and measured; the original is untouched; the change is
     stated."""
     tree = yaml.safe_load(recipe.read_text()) | {"family": "medusa", "drafter": {"num_heads": 2}}
     tree["joint"] = {
         "r": 4,
-        "export": exported,
+        "export": "adapter",
         "head_lr_multiplier": 0.5,
         "heads_schedule": "constant",
     }
@@ -480,19 +464,16 @@ def test_the_language_model_of_a_multimodal_target_goes_from_recipe_to_report(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("scheme", ["bitnet", "fp8"])
-def test_a_quantised_target_goes_from_recipe_to_report(
-    recipe, tiny_target, tmp_path, capsys, scheme
-):
-    """One that stays quantised, and one that a CPU dequantises, whose features by vLLM are planned.
-    An adapter is not merged into it."""
+def test_a_quantised_target_goes_from_recipe_to_report(recipe, tiny_target, tmp_path, capsys):
+    """One that stays quantised, whose features by vLLM are planned. An adapter is not merged into
+    it."""
     other = of_target(recipe, tmp_path / "plain", tiny_target, "qwen3")
     folder = tmp_path / "quantised"
     shutil.copytree(tmp_path / "plain", folder)
     save_quantised(
         make_tiny_model("qwen3", vocab_size=4096, eos_token_id=2, max_position_embeddings=512),
         folder,
-        scheme,
+        "bitnet",
     )
     other[0] = f"target.model={folder}"
     with torch.compiler.set_stance("force_eager"):
@@ -506,20 +487,17 @@ def test_a_quantised_target_goes_from_recipe_to_report(
     by_vllm = ["features.mode=cache", "features.engine=vllm", f"output_dir={tmp_path / 'planned'}"]
     assert run(recipe, [*other, *by_vllm], dry_run=True) == 0
     assert re.search(r"features +\d+ kB", capsys.readouterr().out)
-    if scheme == "bitnet":
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-        get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(
-            tmp_path / "lora"
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    with pytest.raises(UnsupportedTarget, match=r"target\.adapter: .*quantised is quantised"):
+        run(
+            recipe,
+            [
+                *other,
+                f"target.adapter={tmp_path / 'lora'}",
+                f"output_dir={tmp_path / 'adapted'}",
+            ],
         )
-        with pytest.raises(UnsupportedTarget, match=r"target\.adapter: .*quantised is quantised"):
-            run(
-                recipe,
-                [
-                    *other,
-                    f"target.adapter={tmp_path / 'lora'}",
-                    f"output_dir={tmp_path / 'adapted'}",
-                ],
-            )
 
 
 @pytest.mark.integration
