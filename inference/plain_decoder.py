@@ -281,7 +281,7 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
     ids = torch.randint(runner.vocab_size, (1, total), generator=generator).to(runner.device)
     positions = torch.arange(total, device=runner.device)[None]
     with torch.inference_mode():
-        wanted = _both(runner(ids, positions))
+        expected = _both(runner(ids, positions))
         found, past, pieces = _both(plain(ids, positions, None, _Past())), _Past(), []
         for first, width in zip((sum(PROBE[:i]) for i in range(len(PROBE))), PROBE):
             new = slice(first, first + width)
@@ -292,12 +292,12 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
             )
             pieces.append(_both(plain(ids[:, new], positions[:, new], mask, past)))
         pieced = torch.cat(pieces, dim=1)
-    sizes = [runner.hidden_size] * (wanted.shape[-1] // runner.hidden_size)
+    sizes = [runner.hidden_size] * (expected.shape[-1] // runner.hidden_size)
     allowed = TOLERANCE.get(runner.dtype, 1e-4)
     return all(
         bool((each - right).abs().mean() < allowed * right.square().mean().sqrt())
         for other in (found, pieced)
-        for each, right in zip(other.split(sizes, -1), wanted.split(sizes, -1), strict=True)
+        for each, right in zip(other.split(sizes, -1), expected.split(sizes, -1), strict=True)
     )
 
 

@@ -261,8 +261,8 @@ class SamplingParams:
             _is_int(token) and token >= 0 and _is_real(bias) and abs(bias) <= MOST_BIAS
             for token, bias in given.items()
         )
-        wanted = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
-        _require(usable, "logit_bias", given, wanted)
+        expected = f"token ids, 0 or more, and numbers between -{MOST_BIAS} and {MOST_BIAS}"
+        _require(usable, "logit_bias", given, expected)
         self.logit_bias = dict(given)
 
     def _check_logprobs(self) -> None:

@@ -222,10 +222,10 @@ class Drafter(nn.Module):
         `options`: the family's."""
         return self
 
-    def checkpoint_activations(self, wanted: bool) -> None:
+    def checkpoint_activations(self, enabled: bool) -> None:
         """Turns activation checkpointing of `unroll` on or off: each depth is recomputed in the
         backward pass."""
-        self.recomputes = wanted
+        self.recomputes = enabled
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]

@@ -114,7 +114,7 @@ def schema(
         str, typer.Argument(help="Only keys that begin with this, such as training.")
     ] = "",
     family: Annotated[
-        str, typer.Option(help="Family whose keys and defaults are wanted.")
+        str, typer.Option(help="Family whose keys and defaults are printed.")
     ] = "eagle3",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -156,7 +156,7 @@ def train(
 @app.command()
 def compare(
     recipes: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE", help="Recipes, told apart by file name.")
+        list[Path], typer.Argument(metavar="RECIPE", help="Recipe files; names must differ.")
     ],
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.")] = Path(

@@ -26,7 +26,7 @@ from typing import Any
 
 import openai
 
-from draftsmith.inference.bench.load import drafting_counters, drafting_figures, served_card
+from draftsmith.inference.bench.load import drafting_counters, drafting_results, served_card
 from draftsmith.inference.evaluation.lossless import first_difference
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
@@ -122,7 +122,7 @@ async def certify(
             where = {"prompt": number, "position": position}
             p_value = chi2_tail(statistic, freedom)
             tests.append({**where, "chi2": statistic, "degrees": freedom, "p_value": p_value})
-    drafting = drafting_figures(before, await drafting_counters(server.client))
+    drafting = drafting_results(before, await drafting_counters(server.client))
     ties = sum(difference["tie"] for difference in differences)
     smallest = min((test["p_value"] for test in tests), default=1.0)
     lossless = len(differences) == ties and smallest * max(len(tests), 1) >= SIGNIFICANCE

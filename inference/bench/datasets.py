@@ -37,7 +37,7 @@ def load_questions(options: BenchOptions, tokenizer: Any = None) -> list[Questio
     path = Path(str(options.dataset_path))
     if options.dataset_name in SUITES:
         rows = load_suite(options.dataset_name, str(path))
-        prompts = [_dressed(row.turns[0], options) for row in rows]
+        prompts = [_templated(row.turns[0], options) for row in rows]
     else:
         prompts = [_custom(row, origin, options) for origin, row in json_lines(path)]
     if not prompts:
@@ -53,7 +53,7 @@ def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
-        return _dressed(prompt, options)
+        return _templated(prompt, options)
     if not isinstance(messages, list) or not messages:
         expected = "prompt, a text, or messages, turns with a role"
         raise DataError(f"{origin}: expected {expected}: {json.dumps(row)[:80]}")
@@ -65,7 +65,7 @@ def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
     return messages[:-1] if answered else messages
 
 
-def _dressed(text: str, options: BenchOptions) -> Prompt:
+def _templated(text: str, options: BenchOptions) -> Prompt:
     return [{"role": "user", "content": text}] if options.chat else text
 
 

@@ -70,7 +70,7 @@ def prepare(options: BenchOptions) -> Work:
 
 
 def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
-    """The result of one run: the options, vLLM's figures, and DETAILS."""
+    """The result of one run: the options, vLLM's names of results, and DETAILS."""
     return asyncio.run(_measure(options, work))
 
 
@@ -127,8 +127,8 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
 
             outcomes = await asyncio.gather(*map(ask, range(count)))
         duration = time.perf_counter() - start
-        drafting = drafting_figures(before, await drafting_counters(client))
-    return _description(options, work) | figures(outcomes, duration) | drafting
+        drafting = drafting_results(before, await drafting_counters(client))
+    return _description(options, work) | latency_results(outcomes, duration) | drafting
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
@@ -189,10 +189,10 @@ def _piece(choice: Any) -> str | None:
     return None if delta.role and not delta.content else delta.content or ""
 
 
-# ------------------------------------------------------------------------------- figures
+# ------------------------------------------------------------------------------- results
 
 
-def figures(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+def latency_results(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     """The fields of vLLM's result. TPOT is (latency - TTFT) / (tokens - 1), over requests of at
     least two tokens. Throughputs are those of requests that succeeded, over `duration_s`."""
     done = [outcome for outcome in outcomes if not outcome.error]
@@ -255,7 +255,7 @@ def read_counters(text: str) -> SpecDecodeCounters | None:
     return counters if drafts else None
 
 
-def drafting_figures(
+def drafting_results(
     before: SpecDecodeCounters | None, after: SpecDecodeCounters | None
 ) -> dict[str, Any]:
     """Acceptance between two readings of the server's counters, under vLLM's names; empty if

@@ -73,7 +73,7 @@ class Engine:
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
         self.proposer, self.drafting, self.on_round = proposer, proposer, on_round
         self.scheduler = Scheduler(options.max_num_seqs)
-        drafts = proposer.max_places if proposer is not None else 0
+        drafts = proposer.max_width if proposer is not None else 0
         self.cache = RaggedCache(
             options.max_num_seqs, self.max_model_len + drafts, device=target.device
         )
@@ -177,9 +177,9 @@ class Engine:
         if self.on_round is not None:
             self.on_round(rows, proposal, [row_kept.tokens for row_kept in kept])
         # of each row the anchor and the accepted drafts
-        kept_places = [[0, *(1 + place for place in row_kept.places)] for row_kept in kept]
-        self.cache.keep(kept_places)
-        num_accepted = [len(row_kept.places) for row_kept in kept]
+        kept_nodes = [[0, *(1 + node for node in row_kept.nodes)] for row_kept in kept]
+        self.cache.keep(kept_nodes)
+        num_accepted = [len(row_kept.nodes) for row_kept in kept]
         depths = proposal.depths()
         for row, request in enumerate(rows):
             # what follows the end was not accepted
@@ -192,8 +192,8 @@ class Engine:
             self.draft_length.learn(proposal.counts, num_accepted, (t1 - t0, t4 - t1))
             if proposer.reads_features:
                 if proposal.parents is not None:
-                    taps = None if taps is None else along(kept_places, taps)
-                    last_hidden = along(kept_places, last_hidden)
+                    taps = None if taps is None else along(kept_nodes, taps)
+                    last_hidden = along(kept_nodes, last_hidden)
                 kept_counts = [1 + accepted for accepted in num_accepted]
                 proposer.observe(rows, kept_counts, taps, last_hidden)
         finished = self._release_finished()

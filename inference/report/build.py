@@ -60,7 +60,7 @@ def build_report(
 
 
 def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
-    """The headline figures of the `all` cells; one that was not measured is absent."""
+    """The headline results of the `all` cells; one that was not measured is absent."""
     summary: dict[str, float] = {}
     if checks := [check for cell in pooled for check in cell.lossless]:
         summary["lossless_mismatches"] = sum(check.mismatches for check in checks)
@@ -72,7 +72,7 @@ def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
         off = cell.speedup_vs_autoregressive
         other = cell.speedup_vs_transformers
         expected = cell.expected
-        figures: dict[str, float | None] = {
+        results: dict[str, float | None] = {
             "acceptance_length": cell.acceptance_length,
             "tokens_per_forward": cell.tokens_per_forward,
             "expected_acceptance_length": expected.acceptance_length if expected else None,
@@ -83,7 +83,7 @@ def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
             "limit_speedup": cell.limit_speedup,
             "efficiency": cell.efficiency,
         }
-        for name, value in figures.items():
+        for name, value in results.items():
             if value is not None:
                 summary[f"t{cell.temperature:g}.{name}"] = value
     return summary
@@ -126,7 +126,7 @@ def lay_beside(report: AcceptanceReport, other: AcceptanceReport) -> AcceptanceR
 def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]:
     """|τ − τ of this runtime| ÷ the latter, by temperature; absent where one of them was not
     measured, and above temperature 0 where one samples its drafts and the other does not."""
-    figures: dict[str, float] = {}
+    results: dict[str, float] = {}
     gaps = []
     name = other.provenance.engine
     alike = len({engine.draft_sample_method for engine in report.provenance.engines}) == 1
@@ -136,9 +136,9 @@ def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]
         if ours is None or (temperature > 0 and not alike):
             continue
         gaps.append(abs(theirs.acceptance_length / ours.acceptance_length - 1))
-        figures[f"t{temperature:g}.{name}_acceptance_length"] = theirs.acceptance_length
-        figures[f"t{temperature:g}.{name}_gap"] = gaps[-1]
-    return figures | ({f"{name}_gap": max(gaps)} if gaps else {})
+        results[f"t{temperature:g}.{name}_acceptance_length"] = theirs.acceptance_length
+        results[f"t{temperature:g}.{name}_gap"] = gaps[-1]
+    return results | ({f"{name}_gap": max(gaps)} if gaps else {})
 
 
 # ------------------------------------------------------------------ how far it is trained

@@ -22,7 +22,7 @@ from draftsmith.inference.requests.request import Request
 
 @dataclass(eq=False)
 class Response:
-    """`tokenizer`: None if no text is wanted."""
+    """`tokenizer`: None if no text is requested."""
 
     request_id: str
     prompt: str | None

@@ -18,20 +18,20 @@ from draftsmith.speculators.precision import on_device
 
 @dataclass
 class Proposal:
-    """Drafted tokens of B rows, K places at most: a chain per row, or with `parents` a tree.
+    """Drafted tokens of B rows, K nodes at most: a chain per row, or with `parents` a tree.
 
-    token_ids  [B, K] long; places from counts[b] on are padding (any valid token id, 0 by custom)
-               or scaffold
+    token_ids  [B, K] long; nodes from counts[b] on are padding (any valid token id, 0 by custom)
+               or unverified
     counts     tokens drafted per row, each 0..K; 0 is plain decoding of that row
     q          [B, K, V], what token_ids[b, k] was *really drawn from*, after every processor and
                over the target's whole vocabulary; None: the drafts are deterministic, q is one-hot.
                Padding, and rows whose temperature is 0, are never read. Siblings of a tree are
-               drawn one after the other without replacement, in the order of their places, and all
+               drawn one after the other without replacement, in the order of their nodes, and all
                have the q of the first one
-    parents    None for chains; for trees, per row the place of each token's parent, -1 for the root
-               (the last committed token): counts[b] + scaffold[b] numbers, parents before their
+    parents    None for chains; for trees, per row the node of each token's parent, -1 for the root
+               (the last committed token): counts[b] + unverified[b] numbers, parents before their
                children
-    scaffold   places per row, after the judged ones, that the target computes but nobody judges:
+    unverified nodes per row, after the judged ones, that the target computes but nobody judges:
                each sees the committed text, its ancestors and itself, and leaves nothing behind
     confidence  [B, K] or None: of chains, how sure the proposer was of each draft before it was
                drawn, for whoever chooses lengths; never read by a rule
@@ -42,7 +42,7 @@ class Proposal:
     counts: list[int]
     q: Tensor | None = None
     parents: list[list[int]] | None = None
-    scaffold: list[int] | None = None
+    unverified: list[int] | None = None
     confidence: Tensor | None = None
     foreseen: bool = False
 
@@ -55,13 +55,12 @@ class Proposal:
         if self.q is not None and self.q.shape[:-1] != (B, K):
             raise ValueError(f"Proposal: q has shape {list(self.q.shape)}; expected [{B}, {K}, V]")
         for row, parents in enumerate(self.parents or ()):
-            places = self.counts[row] + (self.scaffold[row] if self.scaffold else 0)
-            if len(parents) != places or any(
+            nodes = self.counts[row] + (self.unverified[row] if self.unverified else 0)
+            if len(parents) != nodes or any(
                 not -1 <= parent < k for k, parent in enumerate(parents)
             ):
                 raise ValueError(
-                    f"Proposal: parents {parents}; expected {places} numbers, -1 or an earlier"
-                    " place"
+                    f"Proposal: parents {parents}; expected {nodes} numbers, -1 or an earlier node"
                 )
 
     @classmethod
@@ -76,9 +75,9 @@ class Proposal:
         device: torch.device | str = "cpu",
         *,
         parents: Sequence[list[int]] | None = None,
-        scaffold: list[int] | None = None,
+        unverified: list[int] | None = None,
     ) -> Proposal:
-        """Drafts per row, of any lengths; the last scaffold[b] of row b are scaffold."""
+        """Drafts per row, of any lengths; the last unverified[b] of row b are unverified."""
         width = max(map(len, drafts))
         if width == 0:
             return cls.empty(len(drafts), device)
@@ -87,10 +86,10 @@ class Proposal:
             on_device(padded, torch.device(device)),
             [
                 len(row) - extra
-                for row, extra in zip(drafts, scaffold or [0] * len(drafts), strict=True)
+                for row, extra in zip(drafts, unverified or [0] * len(drafts), strict=True)
             ],
             parents=None if parents is None else list(parents),
-            scaffold=scaffold,
+            unverified=unverified,
         )
         proposal.drafted = padded
         return proposal
@@ -110,8 +109,8 @@ class Proposal:
         return self.token_ids.tolist() if self.width else [[] for _ in self.counts]
 
     def paths(self, row: int) -> list[list[int]]:
-        """The drafted tokens that lead to each judged place of the row: entry j to that of logits
-        [row, j], counts[row] + 1 of them. The first is [], the place after the committed text."""
+        """The drafted tokens that lead to each judged node of the row: entry j to that of logits
+        [row, j], counts[row] + 1 of them. The first is [], the node after the committed text."""
         paths: list[list[int]] = [[]]
         for parent, token in zip(self.parents_of(row), self.drafted[row], strict=False):
             paths.append([*paths[parent + 1], token])
@@ -125,24 +124,24 @@ class Proposal:
             [self.counts[row] for row in rows],
             None if self.q is None else self.q[index],
             None if self.parents is None else [self.parents[row] for row in rows],
-            None if self.scaffold is None else [self.scaffold[row] for row in rows],
+            None if self.unverified is None else [self.unverified[row] for row in rows],
         )
 
     def parents_of(self, row: int) -> list[int]:
-        """The parent of each judged place of the row: a place, or -1 for the root."""
+        """The parent of each judged node of the row: a node, or -1 for the root."""
         count = self.counts[row]
         return list(range(-1, count - 1)) if self.parents is None else self.parents[row][:count]
 
     def children(self, row: int) -> dict[int, list[int]]:
-        """Maps every verified place that has drafts behind it, and -1, to the places of these
+        """Maps every verified node that has drafts behind it, and -1, to the nodes of these
         drafts, in order."""
         children: dict[int, list[int]] = {}
-        for place, parent in enumerate(self.parents_of(row)):
-            children.setdefault(parent, []).append(place)
+        for node, parent in enumerate(self.parents_of(row)):
+            children.setdefault(parent, []).append(node)
         return children
 
     def depths(self) -> list[list[int]]:
-        """Per row and place, scaffold included, how many tokens after the committed text it stands:
+        """Per row and node, judged or not, how many tokens after the committed text it stands:
         1, 2, ..."""
         if self.parents is None:
             return [list(range(1, count + 1)) for count in self.counts]
@@ -165,8 +164,8 @@ class Proposal:
 
 
 class Kept(NamedTuple):
-    """The tokens a row commits: the drafts at `places` of its proposal, in this order, then one of
+    """The tokens a row commits: the drafts at `nodes` of its proposal, in this order, then one of
     the target's own."""
 
-    places: list[int]
+    nodes: list[int]
     tokens: list[int]

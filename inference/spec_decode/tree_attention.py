@@ -19,7 +19,7 @@ from draftsmith.speculators.precision import on_device, to_device
 def tree_inputs(
     cache: RaggedCache, start: int, stop: int, proposal: Proposal, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the anchors of rows [start, stop) and `width` places of their trees: position ids [b,
+    """For the anchors of rows [start, stop) and `width` nodes of their trees: position ids [b,
     1+K], mask [b, 1, 1+K, S] and the positions of the keys [b, S]."""
     lengths = cache.lengths[start:stop]
     depths, visible = ancestors(proposal, width, cache.device)
@@ -30,7 +30,7 @@ def tree_inputs(
 
 
 def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Of the anchor (entry 0) and `width` places of a proposal: depths [B, 1+K] and visible bool
+    """Of the anchor (entry 0) and `width` nodes of a proposal: depths [B, 1+K] and visible bool
     [B, 1+K, 1+K].
 
     visible[b, i, j]: entry i sees entry j, which is itself, the anchor or an ancestor. Padding sees
@@ -44,17 +44,17 @@ def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tup
     rows, depths = np.arange(B), np.zeros((B, T), dtype=np.int64)
     visible = np.eye(T, dtype=bool)[None].repeat(B, axis=0)
     visible[:, :, 0] = True
-    for place in range(1, T):
-        above = parents[:, place - 1] + 1
-        depths[:, place] = np.where(used[:, place - 1], depths[rows, above] + 1, 0)
-        visible[:, place] |= visible[rows, above]
+    for node in range(1, T):
+        above = parents[:, node - 1] + 1
+        depths[:, node] = np.where(used[:, node - 1], depths[rows, above] + 1, 0)
+        visible[:, node] |= visible[rows, above]
     device = torch.device(device)
     return to_device(torch.from_numpy(depths), device), to_device(torch.from_numpy(visible), device)
 
 
-def along(places: Sequence[Sequence[int]], features: Tensor) -> Tensor:
-    """Features [b, 1+K, ·] of the last committed token and of every place -> [b, T, ·] at the
-    places kept."""
-    width = max(map(len, places))
-    index = on_device([[*row, *[0] * (width - len(row))] for row in places], features.device)
+def along(nodes: Sequence[Sequence[int]], features: Tensor) -> Tensor:
+    """Features [b, 1+K, ·] of the last committed token and of every node -> [b, T, ·] at the
+    nodes kept."""
+    width = max(map(len, nodes))
+    index = on_device([[*row, *[0] * (width - len(row))] for row in nodes], features.device)
     return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -106,7 +106,7 @@ class ChainDrafter(Drafter):
         valid = self.terms(host_batch(features), steps)  # K x [B, T], in the host's memory
         present = PackedQueries(segments)  # the slots that a depth runs over
         rows = T * torch.arange(B)[:, None]
-        asking = present  # those whose states are wanted
+        asking = present  # those whose states are needed
         if self.selects_queries:
             used = slots_in_use(torch.stack(valid).any(0))
             asking = PackedQueries(segments, to_device(used, device))
@@ -171,7 +171,7 @@ class ChainDrafter(Drafter):
     # -------------------------------------------------------------- inference
 
     def append(self, inputs: DraftInput) -> None:
-        """See `Drafter.append`: keys and values are all that is wanted."""
+        """See `Drafter.append`: keys and values are all that is needed."""
         self._append(inputs, inputs.token_ids[:, :0] if self.selects_queries else None)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
@@ -305,14 +305,14 @@ class DecoderChain(ChainDrafter):
             layer.unfuse()
 
 
-def slots_in_use(wanted: Tensor) -> Tensor:
-    """wanted bool [B, T] -> [B, M] slots of each row, wanted ones first and ascending; M is the
+def slots_in_use(needed: Tensor) -> Tensor:
+    """needed bool [B, T] -> [B, M] slots of each row, needed ones first and ascending; M is the
     most a row wants.
 
-    A row that wants fewer is filled up with slots that are not wanted: they have no term, and
+    A row that needs fewer is filled up with slots that are not needed: they have no term, and
     nobody reads them."""
-    M = max(int(wanted.sum(1).max()), 1)
-    return torch.argsort(~wanted, dim=1, stable=True)[:, :M]
+    M = max(int(needed.sum(1).max()), 1)
+    return torch.argsort(~needed, dim=1, stable=True)[:, :M]
 
 
 def _narrowed(

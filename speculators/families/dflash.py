@@ -56,8 +56,8 @@ def block_tap_layers(num_layers: int, taps: int) -> list[int]:
     over the target, none of the last two, whose states are close to the logits."""
     if taps == 1:
         return [num_layers // 2 + 1]
-    wanted = np.linspace(1, max(num_layers - 3, 1), taps).round().astype(int) + 1
-    return sorted(set(wanted.tolist()))
+    layers = np.linspace(1, max(num_layers - 3, 1), taps).round().astype(int) + 1
+    return sorted(set(layers.tolist()))
 
 
 class DFlashConfig(DecoderConfig):
@@ -150,12 +150,12 @@ class DFlashOptions(DecoderOptions, TapOptions):
         return value
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
-        wanted = super().shape(fields, target)
+        shape = super().shape(fields, target)
         if target is not None:
             usual = tuple(block_tap_layers(target.num_layers, self.num_layers))
-            wanted["tap_layers"] = wanted["tap_layers"] or usual
-            wanted["draft_vocab_size"] = wanted["draft_vocab_size"] or target.vocab_size
-        return wanted
+            shape["tap_layers"] = shape["tap_layers"] or usual
+            shape["draft_vocab_size"] = shape["draft_vocab_size"] or target.vocab_size
+        return shape
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class DFlash(Drafter):
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
         """Starts what `read` makes of the token before each prediction [N], given what the block
-        leaves of the wanted state [N, H]."""
+        leaves of the needed state [N, H]."""
 
     # -------------------------------------------------------------- the family's part
 
@@ -338,9 +338,9 @@ class DFlash(Drafter):
         eligible = first & batch.loss_mask.bool().roll(-1, 1)
         noise = row_noise(batch).masked_fill_(~eligible, -1.0)
         drawn = noise.topk(min(self.max_anchors, first.shape[1]), dim=1).indices
-        wanted = torch.zeros_like(first).scatter_(1, drawn, True) & eligible
-        slots = slots_in_use(wanted)
-        return slots, wanted.gather(1, slots)
+        used = torch.zeros_like(first).scatter_(1, drawn, True) & eligible
+        slots = slots_in_use(used)
+        return slots, used.gather(1, slots)
 
     def _terms(self, batch: Any, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         """(slots [B, A], terms bool [K, B, A], blocks bool [B, A]: whether there is one).

@@ -36,14 +36,14 @@ def start_from_least_squares(
     """Writes patterns and fitted values into every layer, and scales the final norm to the size of
     the fitted states.
 
-    The wanted output of a slot is the target's last state for its token, at unit size and before
+    The desired output of a slot is the target's last state for its token, at unit size and before
     the final norm's weight. Returns, of all N slots with a term, the token before the one that each
-    predicts [N] and what is left of the wanted output [N, H]. ConfigError if no row has a whole
+    predicts [N] and what is left of the desired output [N, H]. ConfigError if no row has a whole
     block, or the head's width is not the target's."""
     if head.config.hidden_size != target.hidden_size:
         raise ConfigError("drafter.init: least_squares needs the target's hidden_size; set taps")
     batches = [_Slots(head, target, each) for each in features]
-    if not sum(len(each.wanted) for each in batches):
+    if not sum(len(each.desired) for each in batches):
         raise ConfigError("drafter.init: least_squares needs longer responses; set taps")
     for layer in head.layers:
         _look_back(head, layer.self_attn, torch.cat([each.inputs(layer) for each in batches]))
@@ -70,17 +70,17 @@ class _Slots:
         chosen[..., head.config.first_slot :] = terms
         self.chosen = chosen.flatten(1)  # [B, A·Q]
         rows = torch.arange(len(path), device=path.device)[:, None, None]
-        wanted = features.last_hidden[rows, path][terms].float()
+        desired = features.last_hidden[rows, path][terms].float()
         if target.final_norm_weight is not None:
-            wanted = wanted / target.final_norm_weight
-        self.wanted = unit(wanted)  # [N, H]
+            desired = desired / target.final_norm_weight
+        self.desired = unit(desired)  # [N, H]
         self.before = features.input_ids[rows, path][terms]  # [N]
 
     def states(self) -> Tensor:
         return self.state[self.chosen].float()
 
     def left(self) -> Tensor:
-        return self.wanted - self.states()
+        return self.desired - self.states()
 
     def inputs(self, layer: DecoderLayer) -> Tensor:
         """[·, H]: all that the layer's keys are made of, context and slots."""
@@ -130,12 +130,12 @@ def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:
         attention.k_norm.weight.fill_(SHARPNESS)
 
 
-def _fit_values(attention: Attention, attended: Tensor, wanted: Tensor) -> None:
+def _fit_values(attention: Attention, attended: Tensor, desired: Tensor) -> None:
     """Values and output projection that write the best linear map of `attended` [N, h, H] to
-    `wanted` [N, H], at the rank that the values of each group have."""
+    `desired` [N, H], at the rank that the values of each group have."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
-    H, shared = wanted.shape[1], h // g
-    fitted = ridge(attended.flatten(1), wanted).view(g, shared, -1, H)  # of each attention head
+    H, shared = desired.shape[1], h // g
+    fitted = ridge(attended.flatten(1), desired).view(g, shared, -1, H)  # of each attention head
     values = []
     for group in range(g):
         seen = attended[:, group * shared : (group + 1) * shared]  # [N, r, H]
@@ -144,4 +144,4 @@ def _fit_values(attention: Attention, attended: Tensor, wanted: Tensor) -> None:
         rows = attention.v_proj.weight[group * D : (group + 1) * D].zero_()
         rows[: basis.shape[1]] = basis.T
         values.append(pad(seen @ basis, (0, D - basis.shape[1])))
-    attention.o_proj.weight.copy_(ridge(torch.cat(values, dim=1).flatten(1), wanted).T)
+    attention.o_proj.weight.copy_(ridge(torch.cat(values, dim=1).flatten(1), desired).T)

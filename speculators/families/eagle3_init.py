@@ -144,10 +144,10 @@ def _recursion(
     def fed(result: Tensor) -> Tensor:
         return unit(result if fed_through is None else result * fed_through)
 
-    wanted = states[0] if fed_through is None else states[0] * fed_through
-    direct = P = ridge(taps, wanted)  # a state that could have been fed back
+    outputs = states[0] if fed_through is None else states[0] * fed_through
+    direct = P = ridge(taps, outputs)  # a state that could have been fed back
     step = ridge(torch.cat([unit(taps @ P), embeds[1]], 1), states[1])
-    H = wanted.shape[1]
+    H = outputs.shape[1]
     for _ in range(ROUNDS):
         state, inputs = unit(taps @ P), []
         for k in range(DEPTHS):

@@ -14,14 +14,14 @@ def terms_for(inputs: int) -> int:
     return max(LEAST_TERMS, 2 * inputs)
 
 
-def ridge(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] with the least |inputs W - wanted|² + ridge |W|²; columns weigh by
+def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """[N, I], [N, O] -> [I, O] with the least |inputs W - outputs|² + ridge |W|²; columns weigh by
     their own size."""
     size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
     scaled = inputs / size
     gram = scaled.T @ scaled
     gram.diagonal().add_(RIDGE * len(inputs))
-    return torch.linalg.solve(gram, scaled.T @ wanted) / size[:, None]
+    return torch.linalg.solve(gram, scaled.T @ outputs) / size[:, None]
 
 
 def reduced_rank(inputs: Tensor, matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

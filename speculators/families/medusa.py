@@ -111,13 +111,13 @@ class Medusa(SlotwiseDrafter):
     def _next_state(self, features: Sequence[TargetFeatures], depth: int) -> Tensor:
         """[H, H]: from the state of a slot to the one that depth `depth` must match (of all depths,
         if they share)."""
-        states, wanted = [], []
+        states, outputs = [], []
         for f in features:
             for k in range(self.config.num_heads) if self.config.shared_lm_head else (depth,):
                 rows, slots = valid_terms(f, k + 2).nonzero(as_tuple=True)
                 states.append(f.last_hidden[rows, slots].float())
-                wanted.append(f.last_hidden[rows, slots + k + 1].float())
-        return ridge(torch.cat(states), torch.cat(wanted))
+                outputs.append(f.last_hidden[rows, slots + k + 1].float())
+        return ridge(torch.cat(states), torch.cat(outputs))
 
     def read(self, state: Tensor, depth: int) -> Tensor:
         """Head `depth`'s blocks: [N, H] -> [N, H]."""

@@ -136,6 +136,6 @@ class PEagle(Eagle3):
         states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)
         for row, count in enumerate(inputs.counts, inputs.start):
             inputs.cache.advance(row, count)
-        wanted = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
-        chosen = states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
+        slots = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
+        chosen = states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
         return self.head(chosen.flatten(0, 1)).unflatten(0, (b, k))

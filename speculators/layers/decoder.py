@@ -149,7 +149,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """state [B, T, H] -> the layer's output before any final norm [B, T, H].
 
-        `queries` [B, M]: the slots whose output is wanted, [B, M, H]; the others give keys and
+        `queries` [B, M]: the slots whose output is needed, [B, M, H]; the others give keys and
         values only."""
         x = state if self.input_layernorm is None else self.input_layernorm(state)
         return self.finish(x, state, rotary, attend, queries)

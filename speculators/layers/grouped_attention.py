@@ -91,7 +91,7 @@ def cached_attends(
     def attend(layer: int) -> Callable:
         def inner(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             k, v = view.update(k, v, layer)
-            if not q.shape[2]:  # keys and values were all that is wanted
+            if not q.shape[2]:  # keys and values were all that is needed
                 return q
             if first:
                 k, v = k[:, :, first:], v[:, :, first:]
@@ -111,10 +111,10 @@ def cached_attends(
 
 
 @contextmanager
-def decoding(config: PretrainedConfig, wanted: bool) -> Iterator[None]:
-    """Inside this context, models of `config` attend by `grouped_attention`, if `wanted`."""
+def decoding(config: PretrainedConfig, enabled: bool) -> Iterator[None]:
+    """Inside this context, models of `config` attend by `grouped_attention`, if `enabled`."""
     before = config._attn_implementation
-    if not wanted or before != "sdpa":
+    if not enabled or before != "sdpa":
         yield
         return
     config._attn_implementation = NAME

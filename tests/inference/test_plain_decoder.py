@@ -77,11 +77,11 @@ def test_taps_and_states_are_those_of_the_model(name: str, copies: bool) -> None
         [[50], [60]],
     ]
     with torch.inference_mode(copies), torch.no_grad():
-        wanted = features(target, RaggedCache(2, 64), pieces)
+        expected = features(target, RaggedCache(2, 64), pieces)
         plain = plain_decoder(target, copies=copies)
         assert isinstance(plain, PlainDecoder)
         found = features(plain, RaggedCache(2, 64), pieces)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
@@ -200,10 +200,10 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
         for each in (forward, again):
             each.read_weights()
             assert not each.renew()
-            (found,), (wanted,) = (
+            (found,), (expected,) = (
                 features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (each, target)
             )
-            torch.testing.assert_close(found, wanted, **CLOSE)
+            torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_a_model_that_changes_later_is_looked_at_again() -> None:
@@ -231,8 +231,8 @@ def test_large_projections_are_not_moved(monkeypatch) -> None:
     assert isinstance(plain, PlainDecoder)
     assert [each.data_ptr() for each in target.parameters()] == places
     with torch.no_grad():
-        found, wanted = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
-    torch.testing.assert_close(found, wanted, **CLOSE)
+        found, expected = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
+    torch.testing.assert_close(found, expected, **CLOSE)
 
 
 needs_packing = pytest.mark.skipif(
@@ -252,11 +252,11 @@ def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None
             for parameter in target.parameters():
                 parameter.add_(change * torch.randn_like(parameter))
             forward.read_weights()
-            found, wanted = (
+            found, expected = (
                 features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
             )
-            state = wanted[..., -32:]
-            pairs = (found, wanted), (forward.logits(state), target.logits(state))
+            state = expected[..., -32:]
+            pairs = (found, expected), (forward.logits(state), target.logits(state))
             assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
 
 

@@ -19,7 +19,7 @@ from tests.lossless import walks
 VOCAB = 3
 LOSSLESS = 1e-12
 Table = Callable[[tuple], Tensor]  # prefix (tuple of tokens) -> distribution [V] float64
-# draft, accepted places, distribution [V] of the token that follows, probability of this decision
+# draft, accepted nodes, distribution [V] of the token that follows, probability of this decision
 Outcome = tuple[int, list[int], Tensor, float]
 
 
@@ -46,7 +46,7 @@ class World:
         return replace(self, given_p=None, given_q=None, given_counts=None)
 
     def prefixes(self, tokens: tuple) -> list[tuple]:
-        """The tokens up to each place."""
+        """The tokens up to each node."""
         found: list[tuple] = []
         for token, parent in zip(tokens, self.parents, strict=True):
             found.append((*(found[parent] if parent >= 0 else ()), token))
@@ -101,8 +101,8 @@ class World:
 
 def residuals(verdict: Verdict) -> Tensor:
     """[B, K+1, V]: entry j is what the bonus token is drawn from if j drafts are accepted."""
-    rows, places = verdict.p.shape[:2]
-    return torch.stack([verdict.residual_at([j] * rows) for j in range(places)], dim=1)
+    rows, nodes = verdict.p.shape[:2]
+    return torch.stack([verdict.residual_at([j] * rows) for j in range(nodes)], dim=1)
 
 
 def _of_verdict(verdict: Verdict) -> Iterator[Outcome]:
@@ -173,7 +173,7 @@ def _of_match(p: Tensor, proposal: Proposal) -> Iterator[Outcome]:
         for b, (path, token) in enumerate(follow(proposal, target_ids)):
             if (b, *path, token) not in seen:
                 seen.add((b, *path, token))
-                entries = [0, *(1 + place for place in path)]
+                entries = [0, *(1 + node for node in path)]
                 chance = math.prod(float(p[b, i, x]) for i, x in zip(entries, text, strict=False))
                 one_hot = torch.nn.functional.one_hot(torch.tensor(token), VOCAB).double()
                 yield b, path, one_hot, chance
@@ -193,7 +193,7 @@ def enumerate_rule(world: World, rule: str, only: tuple | None = None) -> tuple[
         mass = drawn[b] * chance
         expected_accepted += mass * len(path)
         for token, weight in enumerate(weights.tolist()):
-            text = (*(drafts[b][place] for place in path), token)
+            text = (*(drafts[b][node] for node in path), token)
             written[text] = written.get(text, 0.0) + mass * weight
     distance = 0.0
     length = 1 + max(map(len, world.prefixes(drafts[0])))
@@ -218,8 +218,8 @@ def random_table(seed: int, sparse: bool = False) -> Table:
 
     def table(prefix: tuple) -> Tensor:
         if prefix not in known:
-            place = sum((x + 1) * 4**k for k, x in enumerate(prefix))
-            generator = torch.Generator().manual_seed(seed * 1000 + place)
+            code = sum((x + 1) * 4**k for k, x in enumerate(prefix))
+            generator = torch.Generator().manual_seed(seed * 1000 + code)
             weights = torch.rand(VOCAB, generator=generator, dtype=torch.float64) ** 2 + 1e-3
             if sparse:
                 weights[torch.randint(VOCAB, (), generator=generator)] = 0

@@ -133,7 +133,7 @@ def test_input_of_traversal(world):
 
 
 class BadVerdict(Verdict):
-    """A wrong distribution after a rejection; `residual_at` is asked for the same place of all
+    """A wrong distribution after a rejection; `residual_at` is asked for the same node of all
     rows."""
 
     wrong: Callable[[Tensor, Tensor], Tensor]
@@ -392,12 +392,12 @@ def at_positions_of_a_chain(proposal, width, device):
     return torch.arange(width + 1, device=device).expand_as(depths), visible
 
 
-def kept_where_they_were(self: RaggedCache, places) -> None:
-    self.advance_rows(0, [len(kept) for kept in places])
+def kept_where_they_were(self: RaggedCache, nodes) -> None:
+    self.advance_rows(0, [len(kept) for kept in nodes])
 
 
-def kept_with_a_rejected_one(self: RaggedCache, places) -> None:
-    self.advance_rows(0, [len(kept) + (len(kept) == 2) for kept in places])
+def kept_with_a_rejected_one(self: RaggedCache, nodes) -> None:
+    self.advance_rows(0, [len(kept) + (len(kept) == 2) for kept in nodes])
 
 
 TREE = Configuration("branches", "auto", "static", "fixed", "none", "3", "qwen3")

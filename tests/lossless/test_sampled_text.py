@@ -55,12 +55,12 @@ def test_matched_drafts_leave_every_seeds_text_as_it_is(kind):
 
 
 def drafted_batch(seed: int, rows=6, width=7, vocab=12, *, chains: bool, sampled: bool):
-    """Chains or trees of all sizes, scaffold behind those that were not sampled, rows of many
+    """Chains or trees of all sizes, unverified behind those that were not sampled, rows of many
     parameters: logits, proposal, params."""
     source, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(rows, width + 1, vocab, generator=generator)
     counts = [source.randint(0, width) for _ in range(rows)]
-    scaffold = [0 if chains or sampled else source.randint(0, width - count) for count in counts]
+    unverified = [0 if chains or sampled else source.randint(0, width - count) for count in counts]
     parents = [[source.randint(-1, k // 2 - 1) for k in range(width)] for _ in range(rows)]
     tokens = torch.randint(vocab, (rows, width), generator=generator)
     q = torch.full((rows, width, vocab), float("nan"))
@@ -78,9 +78,9 @@ def drafted_batch(seed: int, rows=6, width=7, vocab=12, *, chains: bool, sampled
             left[above] = left[above].clone()
             left[above][tokens[b, k]] = 0
     judged = [
-        row[: count + more] for row, count, more in zip(parents, counts, scaffold, strict=True)
+        row[: count + more] for row, count, more in zip(parents, counts, unverified, strict=True)
     ]
-    shape = () if chains else (judged, scaffold)
+    shape = () if chains else (judged, unverified)
     proposal = Proposal(tokens, counts, q if sampled else None, *shape)
     params = [
         SamplingParams(

@@ -95,5 +95,5 @@ def test_a_tree_is_checked_when_made():
         Proposal(torch.tensor([[0, 1]]), [2], None, [[1, -1]])
     with pytest.raises(ValueError, match="parents"):
         Proposal(torch.tensor([[0, 1]]), [2], None, [[-1]])
-    tree = Proposal(torch.tensor([[5, 6, 7, 8]]), [2], None, [[-1, 0, -1, 2]], scaffold=[2])
+    tree = Proposal(torch.tensor([[5, 6, 7, 8]]), [2], None, [[-1, 0, -1, 2]], unverified=[2])
     assert tree.depths() == [[1, 2, 1, 2]] and tree.children(0) == {-1: [0], 0: [1]}

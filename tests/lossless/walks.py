@@ -16,7 +16,7 @@ ROOT = -1
 
 
 class Tree(NamedTuple):
-    """One row of a proposal: tokens and q [K, V] by place, children by parent."""
+    """One row of a proposal: tokens and q [K, V] by node, children by parent."""
 
     tokens: list[int]
     children: dict[int, list[int]]
@@ -48,14 +48,14 @@ def ratio(p: Tensor, q: Tensor, token: int) -> float:
 
 def sample_match(p: Tensor, tree: Tree, draw: Draw) -> tuple[list[int], int]:
     """The target draws its own token; where it was drafted, the walk goes on from there."""
-    path, place = [], ROOT
+    path, node = [], ROOT
     while True:
-        token = draw(p[place + 1])
-        matching = [child for child in tree.children.get(place, []) if tree.tokens[child] == token]
+        token = draw(p[node + 1])
+        matching = [child for child in tree.children.get(node, []) if tree.tokens[child] == token]
         if not matching:
             return path, token
-        place = matching[0]
-        path.append(place)
+        node = matching[0]
+        path.append(node)
 
 
 def greedy(p: Tensor, tree: Tree) -> tuple[list[int], int]:
@@ -68,9 +68,9 @@ def recursive(p: Tensor, tree: Tree, flip: Flip) -> tuple[list[int], Tensor]:
 
     SpecInfer (Miao et al. 2305.09781), with sampling without replacement (Yang et al. 2402.13720).
     On a chain it is the token rule."""
-    path, place = [], ROOT
+    path, node = [], ROOT
     while True:
-        here, children = p[place + 1], tree.children.get(place, [])
+        here, children = p[node + 1], tree.children.get(node, [])
         q = tree.q[children[0]] if children else None
         for child in children:
             token = tree.tokens[child]
@@ -80,14 +80,14 @@ def recursive(p: Tensor, tree: Tree, flip: Flip) -> tuple[list[int], Tensor]:
         else:
             return path, here
         path.append(child)
-        place = child
+        node = child
 
 
 def traversal(p: Tensor, tree: Tree, flip: Flip) -> tuple[list[int], Tensor]:
     """From the leaves up: a path that fails gives what it had to its siblings, and then to its
     parent (Weng et al. 2505.12398). -> the path, and the distribution [V] of the token after it."""
     path, rates, left_p, left_q = [ROOT], [1.0], {ROOT: p[0]}, {}
-    untried = {place: list(below) for place, below in tree.children.items()}
+    untried = {node: list(below) for node, below in tree.children.items()}
     while True:
         while untried.get(path[-1]):
             above, child = path[-1], untried[path[-1]][0]

@@ -208,8 +208,8 @@ class _Emulation:
             return copied
         if func in MOVES:
             return self._move(func, here, args, kwargs)
-        wanted = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        if wanted is not None and wanted.type == "cuda":
+        expected = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if expected is not None and expected.type == "cuda":
             kwargs["device"] = HOST
             if func in FACTORIES_FROM_HOST:
                 self._wait("upload")
@@ -239,8 +239,8 @@ class _Emulation:
             return None
         if func is Tensor.copy_ or (isinstance(out, Tensor) and any(out is t for t in tensors)):
             return out if func is not Tensor.copy_ else here
-        if wanted is not None:
-            return _claim_all(out) if wanted.type == "cuda" else out
+        if expected is not None:
+            return _claim_all(out) if expected.type == "cuda" else out
         if func is Tensor.__getitem__:
             return _claim(out) if on_device else out
         return _claim_all(out) if claimed else out

@@ -33,7 +33,7 @@ class StubProposer(Proposer):
         self.drafts_trees = kind == "branches"
 
     @property
-    def max_places(self) -> int:
+    def max_width(self) -> int:
         return self.num_speculative_tokens * (3 if self.drafts_trees else 1)
 
     def propose(self, requests, limits) -> Proposal:

@@ -207,8 +207,8 @@ def walk(
         del target_logits
         if not want:
             continue
-        wanted = [*([states] if needs_hidden else []), *parameters]
-        grads = list(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
+        leaves = [*([states] if needs_hidden else []), *parameters]
+        grads = list(torch.autograd.grad(logits, leaves, grad, allow_unused=True))
         del logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)

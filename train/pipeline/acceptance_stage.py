@@ -376,13 +376,13 @@ def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
     measured."""
     bounds: dict[str, Bound] = {}
     for name, gate in recipe.gates.items():
-        temperature, figure = split_gate(name)
+        temperature, metric = split_gate(name)
         if temperature is not None:
-            names = [f"t{temperature:g}.{figure}"]
-        elif figure in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):
-            names = [figure]  # over all temperatures already
+            names = [f"t{temperature:g}.{metric}"]
+        elif metric in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):
+            names = [metric]  # over all temperatures already
         else:
-            names = [f"t{t:g}.{figure}" for t in recipe.evaluation.temperatures]
+            names = [f"t{t:g}.{metric}" for t in recipe.evaluation.temperatures]
         for key in names:
             if key not in bounds or temperature is not None:
                 bounds[key] = Bound(gate.min, gate.max)

@@ -87,13 +87,13 @@ def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
 
 
 def _sample_features(
-    drafter: Drafter, features: RowFeatures, wanted: int, advance
+    drafter: Drafter, features: RowFeatures, requested: int, advance
 ) -> list[TargetFeatures]:
     terms, sample = 0, []
     for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
         sample.append(features.of([index]))
         terms += int(drafter.count_terms(sample[-1], 1)[0])
-        advance(min(round(100 * terms / wanted, 1), 100.0))
-        if terms >= wanted:
+        advance(min(round(100 * terms / requested, 1), 100.0))
+        if terms >= requested:
             break
     return sample

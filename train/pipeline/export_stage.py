@@ -98,8 +98,8 @@ def reexport(
     else:
         step = state.step
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
-    wanted = dtype if dtype != "auto" else recipe.export.dtype
-    exported = target.checkpoint_dtype if wanted == "auto" else as_dtype(wanted)
+    requested = dtype if dtype != "auto" else recipe.export.dtype
+    exported = target.checkpoint_dtype if requested == "auto" else as_dtype(requested)
     tokenizer = recipe.target.load_tokenizer()
     facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)
     provenance = recipe.provenance(step) | facts | {"target": describe_target(target)}

@@ -110,26 +110,26 @@ def fill(
 ) -> None:
     """Writes the missing features of a part of the rows. ConfigError if the disk is too small for
     those of all rows."""
-    wanted = missing(cache, rows)
-    tokens, section = sum(wanted.values()), recipe.features
+    absent = missing(cache, rows)
+    tokens, section = sum(absent.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
     stages.say(
         f"      features in {cache.folder}: {cache.bytes_per_token:,} bytes per token"
         f" ({section.encoding}), {size_text(whole)} for the rows of this run,"
         f" {size_text(cache.bytes_per_token * tokens)} to be written"
     )
-    if not wanted:
+    if not absent:
         return
     refuse_small_disk(cache, tokens)
     if part is None:
         return
     first, step = part
-    mine = [row for row in rows[first::step] if any(text in wanted for text, _ in texts_of(row))]
-    texts = {text: wanted[text] for row in mine for text, _ in texts_of(row) if text in wanted}
+    own = [row for row in rows[first::step] if any(text in absent for text, _ in texts_of(row))]
+    texts = {text: absent[text] for row in own for text, _ in texts_of(row) if text in absent}
     features = (
-        _from_vllm(recipe, target, mine, set(texts))
+        _from_vllm(recipe, target, own, set(texts))
         if section.engine == "vllm"
-        else _from_target(target, mine, set(texts))
+        else _from_target(target, own, set(texts))
     )
     with (
         stages.stage("write features", sum(texts.values())) as advance,
@@ -163,7 +163,7 @@ def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
 
 
 def _from_target(
-    target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]
+    target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
     """Packed rows one by one, as kept features are made, so that a text is what it is in a run
     without a cache."""
@@ -171,17 +171,17 @@ def _from_target(
     for index, row in enumerate(rows):
         taps, last_hidden = features.made(index)
         for text, place in texts_of(row):
-            if text in wanted:
-                wanted.discard(text)
+            if text in absent:
+                absent.discard(text)
                 yield text, None if taps is None else taps[place], last_hidden[place]
 
 
 def _from_vllm(
-    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], wanted: set[bytes]
+    recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
     """Every text is a prompt of its own; the states before the final norm are normed here, as the
     target does it."""
-    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in wanted}
+    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in absent}
     texts = [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
     with HiddenStates(
         str(cached_folder(recipe.target.model, recipe.target.revision)),

@@ -40,8 +40,8 @@ from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.checkpoint import fingerprint
 from draftsmith.train.trainer.joint_target import JointTarget
-from draftsmith.train.trainer.parallel import share_out
-from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_figure
+from draftsmith.train.trainer.parallel import shard_over_processes
+from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_result
 
 STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
 LAST_STAGES = ("export", "acceptance")
@@ -187,7 +187,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
-            share_out(accelerator, target, recipe.target.sharding)
+            shard_over_processes(accelerator, target, recipe.target.sharding)
             stages.say(_sizes(drafter, target))
         data_hash = checkpoint.hash_rows(data.rows, data.prompts)
         previous = fingerprint(part, data.hashes.combined, previous, data_hash)
@@ -240,7 +240,7 @@ def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.Tra
         checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)
         stages.say(
             "      best of the held-out evaluations:"
-            f" {held_out_figure(state.history, state.best_step)}"
+            f" {held_out_result(state.history, state.best_step)}"
         )
     return state
 
@@ -265,7 +265,7 @@ def held_out_evaluation(
     e = recipe.evaluation
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
-        figures, samples = {}, []
+        rates, samples = {}, []
         for temperature, responses in held_out.items():
             texts = [(r.prompt_ids, r.output_ids) for r in responses]
             results = expected_acceptance(
@@ -277,18 +277,18 @@ def held_out_evaluation(
                 top_p=e.top_p,
                 top_k=e.top_k,
             )
-            figures[f"{EXPECTED}_t{temperature:g}"] = sum(
+            rates[f"{EXPECTED}_t{temperature:g}"] = sum(
                 results, ReplayResult()
             ).expected_acceptance_length
             sample: dict[Hashable, ReplayResult] = {}
             for (prompt, _), result in zip(texts, results, strict=True):
                 sample[prompt] = sample.get(prompt, ReplayResult()) + result
             samples.append(sample)
-        mean = sum(figures.values()) / len(figures)
+        mean = sum(rates.values()) / len(rates)
         errors = {
             f"{ERROR}_t{t:g}": standard_error([sample])
             for t, sample in zip(held_out, samples, strict=True)
         }
-        return {**figures, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
+        return {**rates, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
 
     return evaluate

@@ -1,7 +1,7 @@
 """Trackers besides the run's folder: wandb, trackio and tensorboard, through accelerate.
 
 A run that is continued goes on under the same id, which is kept in the run's folder. At the end it
-gets the figures of the acceptance report, and the path of its page."""
+gets the results of the acceptance report, and the path of its page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from draftsmith.train.recipe.run_folder import PAGE, REPORT
 from draftsmith.train.regeneration.store import write_json
 
 IDS = "trackers.json"  # in the run's folder
-PREFIX = "acceptance/"  # of the report's figures
+PREFIX = "acceptance/"  # of the report's results
 
 
 def require(recipe: Recipe) -> None:
@@ -60,7 +60,7 @@ def offline_without_a_key() -> None:
 
 
 def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
-    """The acceptance report of a run that is done: its figures, and the path of its page."""
+    """The acceptance report of a run that is done: its results, and the path of its page."""
     folder = Path(recipe.output_dir)
     if accelerator.is_main_process and accelerator.trackers and (folder / REPORT).is_file():
         page = {f"{PREFIX}report": str((folder / PAGE).resolve())}
@@ -70,12 +70,12 @@ def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:
 def summary_of(report: AcceptanceReport) -> dict[str, Any]:
     """The report's summary, and the acceptance length of every workload: names that all trackers
     take."""
-    figures = {
+    results = {
         f"{PREFIX}{k}": float(v) for k, v in report.summary.items() if isinstance(v, int | float)
     }
     for cell in report.own_cells():
-        figures[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
-    return figures
+        results[f"{PREFIX}t{cell.temperature:g}/{cell.workload}"] = float(cell.acceptance_length)
+    return results
 
 
 def _flat(recipe: Recipe) -> dict[str, int | float | str | bool]:

@@ -25,24 +25,24 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     """The recipe's drafter for this target; with `init_from`, that head's own, which the recipe may
     not contradict. `planning`: of a student's folder config.json will do."""
     options, fields = recipe.drafter, family_class(recipe.family).config_class.model_fields
-    wanted = options.shape(fields, target)
+    expected = options.shape(fields, target)
     config_only = planning and recipe.family == "draft_model"
     if (start := start_folder(recipe, weights=not config_only)) is None:
-        if "draft_vocab_size" in wanted and wanted["draft_vocab_size"] is None:
-            wanted["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
-        if "mask_token_id" in wanted and wanted["mask_token_id"] is None:
-            wanted["mask_token_id"] = default_mask_token(recipe, target)
-        return fitting(recipe, config_for_target(target, recipe.family, **wanted))
+        if "draft_vocab_size" in expected and expected["draft_vocab_size"] is None:
+            expected["draft_vocab_size"] = min(DEFAULT_DRAFT_VOCABULARY, target.vocab_size)
+        if "mask_token_id" in expected and expected["mask_token_id"] is None:
+            expected["mask_token_id"] = default_mask_token(recipe, target)
+        return fitting(recipe, config_for_target(target, recipe.family, **expected))
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
         raise ConfigError(
             f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's"
             f" is {recipe.family!r}"
         )
-    for key in options.model_fields_set & set(wanted):
-        if wanted[key] is not None and wanted[key] != getattr(config, key):
+    for key in options.model_fields_set & set(expected):
+        if expected[key] is not None and expected[key] != getattr(config, key):
             raise ConfigError(
-                f"drafter.{key}: the recipe says {wanted[key]}, but the head of drafter.init_from"
+                f"drafter.{key}: the recipe says {expected[key]}, but the head of drafter.init_from"
                 f" ({options.init_from}) has {getattr(config, key)}; leave {key} out or start from"
                 " scratch"
             )

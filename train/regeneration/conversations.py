@@ -17,7 +17,7 @@ from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.regeneration.store import Response, digest
 
 SEED = 0  # of the sampling, with the conversation and the turn
-LEFT_OUT_SHARE = 0.05  # of the wanted responses, above which what is left out is warned of
+LEFT_OUT_SHARE = 0.05  # of the requested responses, above which what is left out is warned of
 CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
 LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
 TOO_LONG = "the prompt leaves no room in data.max_length"
@@ -46,9 +46,9 @@ class Ask:
 
 @dataclass
 class Account:
-    """The fate of every wanted response. wanted = written + reused + left out when a run has ended.
+    """The fate of every response: at the end of a run, requested = written + reused + left out.
 
-    wanted     turns to be written, over all conversations
+    requested  turns to be written, over all conversations
     reused     stored before, or asked for already under the same key
     written    by this run; `tokens` of them
     left_out   by reason: not asked for, or refused by a server
@@ -56,7 +56,7 @@ class Account:
     cut        responses without an end: max_new_tokens or data.max_length came first
     """
 
-    wanted: int = 0
+    requested: int = 0
     reused: int = 0
     written: int = 0
     tokens: int = 0
@@ -71,10 +71,10 @@ class Account:
     @property
     def total(self) -> int:
         """Responses that will be done, as far as is known."""
-        return self.wanted - self.left_out.total()
+        return self.requested - self.left_out.total()
 
     def __str__(self) -> str:
-        parts = [f"{self.wanted} responses wanted: {self.written} written, {self.reused} reused"]
+        parts = [f"{self.requested} responses: {self.written} written, {self.reused} reused"]
         if self.left_out:
             reasons = (f"{reason}: {number}" for reason, number in self.left_out.most_common())
             parts.append(f"{self.left_out.total()} left out ({', '.join(reasons)})")
@@ -85,8 +85,8 @@ class Account:
     def lines(self, max_new_tokens: int) -> list[str]:
         """What the console says of a run: the account, and warnings with what to do."""
         lines, left_out = [str(self)], self.left_out.total()
-        if left_out > LEFT_OUT_SHARE * self.wanted:
-            what = f"{left_out} of {self.wanted} responses ({left_out / self.wanted:.0%})"
+        if left_out > LEFT_OUT_SHARE * self.requested:
+            what = f"{left_out} of {self.requested} responses ({left_out / self.requested:.0%})"
             hint = "; a larger data.max_length takes longer prompts"
             lines.append(f"warning: {what} are left out{hint * (TOO_LONG in self.left_out)}")
         if self.cut:
@@ -128,7 +128,7 @@ class Conversation:
         self._rules, self._messages = rules, list(example.messages)
         self._turns, self._next = _written_turns(example, rules.section.turns), 0
         self._pending: Ask | None = None
-        rules.account.wanted += len(self._turns)
+        rules.account.requested += len(self._turns)
 
     @property
     def length(self) -> int:

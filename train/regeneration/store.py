@@ -89,7 +89,7 @@ class ResponseStore:
 @dataclass(frozen=True)
 class Record:
     """regeneration.json in a run's folder: of which target its responses are, how they were
-    sampled, who wrote them, and what became of all that were wanted."""
+    sampled, who wrote them, and what became of all that were requested."""
 
     folder: Path
     target: Mapping[str, Any]

@@ -31,16 +31,16 @@ class StepRows:
     def __init__(self, training: TrainingSection, process: int = 0, processes: int = 1) -> None:
         self.seed, self.batch_size = training.seed, training.batch_size
         self.process, self.processes = process, processes
-        wanted = training.global_batch_size
-        if wanted is None:
+        requested = training.global_batch_size
+        if requested is None:
             self.rows, self.micro_steps = training.batch_size, training.gradient_accumulation_steps
         else:
-            if wanted % processes:
+            if requested % processes:
                 raise ConfigError(
-                    f"training.global_batch_size: {wanted} rows cannot be shared by {processes}"
+                    f"training.global_batch_size: {requested} rows cannot be shared by {processes}"
                     " processes; choose a multiple, or another number of processes"
                 )
-            share = wanted // processes
+            share = requested // processes
             self.rows = max(
                 rows for rows in range(1, min(share, training.batch_size) + 1) if share % rows == 0
             )

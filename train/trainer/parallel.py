@@ -155,7 +155,7 @@ def spread(
     return Sharded(accelerator, drafter) if sharded else Replicated(accelerator, drafter)
 
 
-def share_out(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
+def shard_over_processes(accelerator: Accelerator, target: FrozenTarget, sharding: str) -> None:
     """Shards the target in place as `target.sharding` says; with one process it stays whole."""
     if sharding == "fsdp" and accelerator.num_processes > 1:
         shard_target(target, mesh_of(accelerator)).to(accelerator.device)

@@ -179,7 +179,7 @@ class Trainer:
         if found is not None:
             self.state = checkpoint.load(found, self.fingerprint)
             checkpoint.load_tensors(found, self.replica, self.optimizer, self.modules(), self.joint)
-            self.held_out = held_out_figure(self.state.history)
+            self.held_out = held_out_result(self.state.history)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
             self.accelerator.wait_for_everyone()
@@ -477,10 +477,10 @@ class Trainer:
         state's read."""
         assert self.on_policy is not None
         step = self.state.step - 1
-        wanted = [self.on_policy.wants(step, number) for number in self._numbers(step)]
-        here = sum(wanted) / len(wanted)
+        due = [self.on_policy.wants(step, number) for number in self._numbers(step)]
+        here = sum(due) / len(due)
         record: dict[str, Any] = {"on_policy": here}
-        return record | self.on_policy.figures(step) if any(wanted) else record
+        return record | self.on_policy.figures(step) if any(due) else record
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(records of the steps since the last time, which join the history; what these steps
@@ -537,7 +537,7 @@ class Trainer:
                 value = results[EXPECTED]
                 if math.isfinite(value):
                     records[-1] |= results
-                    self.held_out = held_out_figure(self.state.history)
+                    self.held_out = held_out_result(self.state.history)
                 if value > (self.state.best_value or 0.0):  # False for NaN
                     self.state.best_value, self.state.best_step = value, self.state.step
                     if self.accelerator.is_main_process:
@@ -568,7 +568,7 @@ def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:
     return t.steps or (math.ceil(rows * t.epochs / rows_per_step) if t.epochs else None)
 
 
-def held_out_figure(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
+def held_out_result(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
     """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is
     none."""
     for record in reversed(history):

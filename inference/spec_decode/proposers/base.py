@@ -16,7 +16,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 
 # How sure the drafter is of its next draft, a probability per row, before it is drawn -> how many
-# more drafts are wanted, this one included.
+# more drafts are asked for, this one included.
 GoOn = Callable[[Sequence[float]], int]
 
 
@@ -24,7 +24,7 @@ class Proposer:
     """Drafts for the rows of an engine.
 
     num_speculative_tokens  most drafts per row and round
-    num_scaffold_tokens     most places per row that a proposal has beside its drafts
+    num_unverified_tokens     most nodes per row that a proposal has beside its drafts
     reads_features          the engine calls `prefill` and `observe`
     reads_logits            the engine calls `see_logits`
     drafts_trees            its proposals may have several tokens after one
@@ -34,7 +34,7 @@ class Proposer:
     cache                   its own keys and values, if it has any
     """
 
-    num_scaffold_tokens: int = 0
+    num_unverified_tokens: int = 0
     reads_features: bool = False
     reads_logits: bool = False
     drafts_trees: bool = False
@@ -46,9 +46,9 @@ class Proposer:
         self.num_speculative_tokens = num_speculative_tokens
 
     @property
-    def max_places(self) -> int:
-        """Places of its longest proposal, scaffold included."""
-        return self.num_speculative_tokens + self.num_scaffold_tokens
+    def max_width(self) -> int:
+        """Nodes of its longest proposal, unverified included."""
+        return self.num_speculative_tokens + self.num_unverified_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         """Drafts at most limits[b] tokens to follow the token_ids of each request in rows 0..B-1; 0
@@ -79,7 +79,7 @@ class Proposer:
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
         """The target's logits [B, 1+K, V] over its own proposal before verification: entry 0 after
-        the committed text, entry 1+k after place k, scaffold included."""
+        the committed text, entry 1+k after node k, unverified included."""
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         """Drafts `depth` tokens for every row and forgets them, to be timed; False if drafting

@@ -99,7 +99,7 @@ class HeadProposer(Proposer):
         self._waiting = _WaitingFeatures(max_rows, self._room)
         # behind the text a round writes at most `room` padded true slots, and the speculative ones
         speculative = depth if tree is None else tree.speculative_slots
-        longest = max_model_len + self._room + max(speculative, self.max_places)
+        longest = max_model_len + self._room + max(speculative, self.max_width)
         self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
         self._best_chain: BestChain | None = None
 
@@ -217,18 +217,18 @@ class HeadProposer(Proposer):
                 logits = process_chain_logits(
                     step.logits, requests, drafted, self._draft_to_target, self._vocab_size
                 )
-                wanted = depth - len(drafted)  # further drafts, this one included
+                remaining = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
                     confidence = _confidence(logits)
                     if step.confidence is not None:
                         confidence = _both(step.confidence, confidence)
                     if self.stops_early:
-                        wanted = go_on(confidence.tolist())
+                        remaining = go_on(confidence.tolist())
                     else:
                         confidences.append(confidence)
-                if wanted:
+                if remaining:
                     drafted.append(sample(logits))
-                if wanted <= 1:
+                if remaining <= 1:
                     break
         token_ids = torch.stack(drafted, 1) if drafted else torch.zeros(len(requests), 0).long()
         return token_ids, torch.stack(confidences, 1) if confidences else None

@@ -1,10 +1,10 @@
-"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in places it has
+"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in nodes it has
 left in a round.
 
 Fu et al., arXiv 2402.02057. Each round the target judges guesses, n-grams from a pool that start
 with the last token, and in the same forward takes one step of a parallel Jacobi iteration over a
 window of tokens further on, from which new n-grams enter the pool. Both are one tree behind the
-last token: guesses are drafts, the window is scaffold.
+last token: guesses are drafts, the window is unverified.
 
 The window has N-1 levels of W columns, level 0 being a chain behind the last token. Column i of
 level l stands i + l tokens after it and sees level 0 up to column i, then its own column on the
@@ -61,22 +61,22 @@ class JacobiWindow:
         return len(self.levels) == self._height
 
     def tree(self, first: int) -> tuple[list[int], list[int]]:
-        """Its tokens and their parents, if the first token's place is `first`."""
+        """Its tokens and their parents, if the first token's node is `first`."""
         tokens, parents = (
             list(self.levels[0]),
             [-1, *range(first, first + len(self.levels[0]))][:-1],
         )
-        # places of the level before, column by column
+        # nodes of the level before, column by column
         before = [-1, *range(first, first + len(tokens))]
         for level in self.levels[1:]:
-            places = range(first + len(tokens), first + len(tokens) + len(level))
+            nodes = range(first + len(tokens), first + len(tokens) + len(level))
             tokens += level
             parents += before
-            before = [*places]
+            before = [*nodes]
         return tokens, parents
 
     def read_at(self, first: int) -> list[int]:
-        """Entries of the logits (0 the last token's, 1 + k those of place k) that `advance` wants
+        """Entries of the logits (0 the last token's, 1 + k those of node k) that `advance` wants
         the argmax of."""
         before = sum(len(level) for level in self.levels[:-1])
         entries = range(1 + first + before, 1 + first + before + len(self.levels[-1]))
@@ -135,13 +135,13 @@ class LookaheadProposer(Proposer):
         super().__init__(num_speculative_tokens)
         self._columns, self._n, self._most_guesses = window_size, ngram_size, num_guesses
         self._pool_from_prompt, self._device = pool_from_prompt, device
-        self.num_scaffold_tokens = max(
+        self.num_unverified_tokens = max(
             f * (window_size + ngram_size - 1 - f) - 1 for f in range(1, ngram_size)
         )
         self._rows: dict[int, _Row] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        drafts, parents, scaffold = [], [], []
+        drafts, parents, unverified = [], [], []
         for row, request in enumerate(requests):
             state = self._state(row, request)
             tokens, guessed_parents = merged(
@@ -151,13 +151,13 @@ class LookaheadProposer(Proposer):
             )
             window: tuple[list[int], list[int]] = ([], [])
             # a row that is not drafted for gathers nothing either; near the context limit there is
-            # no place left
+            # no node left
             if limits[row] and request.draft_limit >= self._columns + self._n - 3:
                 window = state.window.tree(len(tokens))
             drafts.append(tokens + window[0])
             parents.append(guessed_parents + window[1])
-            scaffold.append(len(window[0]))
-        return Proposal.deterministic(drafts, self._device, parents=parents, scaffold=scaffold)
+            unverified.append(len(window[0]))
+        return Proposal.deterministic(drafts, self._device, parents=parents, unverified=unverified)
 
     def _state(self, row: int, request: Request) -> _Row:
         text, n = request.token_ids, self._n
@@ -173,7 +173,7 @@ class LookaheadProposer(Proposer):
         return state
 
     def see_logits(self, requests: Sequence[Request], proposal: Proposal, logits: Tensor) -> None:
-        rows = [row for row, places in enumerate(proposal.scaffold or []) if places]
+        rows = [row for row, nodes in enumerate(proposal.unverified or []) if nodes]
         if not rows:
             return
         entries = [self._rows[row].window.read_at(proposal.counts[row]) for row in rows]
@@ -204,22 +204,22 @@ def merged(
     parents, which come first. Tokens that guesses begin with alike are there once."""
     tokens: list[int] = []
     parents: list[int] = []
-    place_of: dict[tuple[int, int], int] = {}  # (parent, token) -> place
+    node_of: dict[tuple[int, int], int] = {}  # (parent, token) -> node
     for guess in guesses:
         at = -1
         for token in guess[:depth]:
-            if (at, token) not in place_of:
+            if (at, token) not in node_of:
                 if len(tokens) == most:
                     break
-                place_of[at, token] = len(tokens)
+                node_of[at, token] = len(tokens)
                 tokens.append(token)
                 parents.append(at)
-            at = place_of[at, token]
+            at = node_of[at, token]
     return tokens, parents
 
 
 class LookaheadOptions(MethodOptions):
-    """The defaults are small: every place costs a token's computation, which a CPU has not to
+    """The defaults are small: every node costs a token's computation, which a CPU has not to
     spare. The paper's for a large GPU are W = 15, N = 5, G = 15."""
 
     vllm_note: ClassVar[str] = "vLLM has no lookahead decoding; ngram and suffix are the nearest"

@@ -51,12 +51,12 @@ class Verdict:
         rejecting = [j < count for j, count in zip(accepted, proposal.counts, strict=True)]
         if not any(rejecting):
             return p
-        place = kept.clamp(max=width - 1)
+        position = kept.clamp(max=width - 1)
         weights = p if self.scale is None else p * self.scale[rows, kept].unsqueeze(-1)
         if proposal.q is None:  # s p - onehot(x) is negative at x only
-            weights = weights.scatter(-1, proposal.token_ids[rows, place].unsqueeze(-1), 0.0)
+            weights = weights.scatter(-1, proposal.token_ids[rows, position].unsqueeze(-1), 0.0)
         else:
-            weights = (weights - proposal.q[rows, place]).clamp_(min=0)
+            weights = (weights - proposal.q[rows, position]).clamp_(min=0)
         total = weights.sum(-1, keepdim=True)
         # p = q to the last bit leaves no residual, and nothing that could be rejected but by
         # rounding

@@ -198,6 +198,6 @@ def _draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
 
 def _kept(proposal: Proposal, walks: _Walks) -> list[Kept]:
     return [
-        Kept(path, [*(row[place] for place in path), token])
+        Kept(path, [*(row[node] for node in path), token])
         for row, (path, token) in zip(proposal.drafted, walks, strict=True)
     ]

@@ -1,9 +1,9 @@
 """Verification rules for trees of drafts: which path of each row is kept.
 
 p [B, 1+K, V] are the target's distributions: entry 0 after the committed text, entry 1+k after
-place k. Like q they come after every processor. A chain is a tree of width one.
+node k. Like q they come after every processor. A chain is a tree of width one.
 
-- `follow`: the target's own token decides at every place (temperature 0, `sample_match`).
+- `follow`: the target's own token decides at every node (temperature 0, `sample_match`).
 - `traverse`: traversal verification of sampled drafts.
 
 The random numbers are arguments: `rejection_sampler.py` draws them, the tests enumerate them."""
@@ -25,18 +25,18 @@ ROOT = -1
 def follow(proposal: Proposal, target_ids: Tensor) -> list[tuple[list[int], int]]:
     """Walks each row as far as the tree holds the target's own tokens.
 
-    target_ids [B, 1+K]: the token that the target takes after each place, greedily or drawn from p.
-    Returns per row (accepted places, the target's token after them). Whatever was drafted, the text
+    target_ids [B, 1+K]: the token that the target takes after each node, greedily or drawn from p.
+    Returns per row (accepted nodes, the target's token after them). Whatever was drafted, the text
     is the target's own: a seed gives the same text with and without drafts."""
     walks = []
-    for row, wanted in enumerate(target_ids.tolist()):
+    for row, target_row in enumerate(target_ids.tolist()):
         children, drafted = proposal.children(row), proposal.drafted[row]
         path: list[int] = []
-        place: int | None = ROOT
-        while place is not None:
-            token = wanted[1 + place]
-            matches = [child for child in children.get(place, ()) if drafted[child] == token]
-            place = matches[0] if matches else None
+        node: int | None = ROOT
+        while node is not None:
+            token = target_row[1 + node]
+            matches = [child for child in children.get(node, ()) if drafted[child] == token]
+            node = matches[0] if matches else None
             path += matches[:1]
         walks.append((path, token))
     return walks
@@ -68,7 +68,7 @@ def traverse(p: Tensor, proposal: Proposal, flips: Sequence[Flip]) -> list[list[
     a path that is rejected gives what it had to its siblings, and then to its parent.
 
     Siblings are drawn one after the other without replacement. On a chain it is the block rule.
-    Returns the accepted places of each row. p and proposal.q are overwritten: p[b, 1 + last place]
+    Returns the accepted nodes of each row. p and proposal.q are overwritten: p[b, 1 + last node]
     is then the distribution of the token that follows. A row takes a flip per draft it tries; the
     device is waited for once per step, however many rows there are."""
     walks = [
@@ -90,9 +90,9 @@ def traverse(p: Tensor, proposal: Proposal, flips: Sequence[Flip]) -> list[list[
 
 def _walk(children: dict[int, list[int]], ratios: list[float], flip: Flip) -> _Walk:
     """The walk of one row, without its distributions; ratios [K]: p / q of every draft before any
-    of its siblings was tried. Returns the accepted places."""
+    of its siblings was tried. Returns the accepted nodes."""
     ratios = list(ratios)
-    untried = {place: list(below) for place, below in children.items()}
+    untried = {node: list(below) for node, below in children.items()}
     path, rates = [ROOT], [1.0]  # from the root to where the walk stands
     while True:
         while untried.get(path[-1]):  # down to the first leaf

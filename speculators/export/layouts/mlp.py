@@ -74,14 +74,14 @@ class MLPLayout(Layout):
         kept: dict[str, Tensor] = {}
         source: dict[str, str] = {}
         for name in sorted(found):
-            wanted = _kept(name, config)
-            if wanted in kept and not torch.equal(kept[wanted], found[name]):
+            stored = _kept(name, config)
+            if stored in kept and not torch.equal(kept[stored], found[name]):
                 raise CheckpointError(
-                    f"{source[wanted]} and {name} differ, but config.json says tie_weights: true;"
+                    f"{source[stored]} and {name} differ, but config.json says tie_weights: true;"
                     " set it to false if the heads were trained apart"
                 )
-            kept.setdefault(wanted, found[name])
-            source.setdefault(wanted, name)
+            kept.setdefault(stored, found[name])
+            source.setdefault(stored, name)
         return kept
 
 

@@ -282,9 +282,9 @@ class DraftModel(TokenDrafter):
             self.adapter = Adapter(self.model, options.peft)
         return self
 
-    def checkpoint_activations(self, wanted: bool) -> None:
-        super().checkpoint_activations(wanted)
-        if wanted:
+    def checkpoint_activations(self, enabled: bool) -> None:
+        super().checkpoint_activations(enabled)
+        if enabled:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()

@@ -27,8 +27,8 @@ from draftsmith.inference.bench.load import (
     Outcome,
     Work,
     arrival_times,
-    drafting_figures,
-    figures,
+    drafting_results,
+    latency_results,
     measure,
     prepare,
     read_counters,
@@ -193,12 +193,12 @@ def test_figures_of_outcomes():
         Outcome(ttft=1.0, latency=3.0, itl=(0.5, 1.5), prompt_len=7, output_tokens=5),
         Outcome(ttft=2.0, latency=2.0, output_tokens=1),
     ]
-    found = figures([*done, Outcome(error="x")], 4.0)
+    found = latency_results([*done, Outcome(error="x")], 4.0)
     assert (found["mean_tpot_ms"], found["median_itl_ms"]) == (500, 1000)
     assert (found["mean_ttft_ms"], found["p90_e2el_ms"]) == (1500, pytest.approx(2900))
     assert (found["output_throughput"], found["request_throughput"]) == (1.5, 0.5)
     assert (found["failed"], found["total_token_throughput"]) == (1, 13 / 4)
-    assert figures([Outcome(error="x")], 1.0)["p99_ttft_ms"] is None
+    assert latency_results([Outcome(error="x")], 1.0)["p99_ttft_ms"] is None
 
 
 def test_failures_are_counted_and_in_no_figure(fake):
@@ -265,12 +265,12 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
     before, after = read_counters(text), SpecDecodeCounters(14, 56, 26, [13, 12, 1])
     assert before == SpecDecodeCounters(10, 40, 20, [10, 10])
     assert read_counters("vllm:request_success_total 4\n") is None
-    found = drafting_figures(before, after)
+    found = drafting_results(before, after)
     assert found["spec_decode_acceptance_length"] == 2.5
     assert found["spec_decode_acceptance_rate"] == 37.5
     assert found["spec_decode_per_position_acceptance_rates"] == [0.75, 0.5, 0.25]
     for pair in ((None, after), (before, None), (after, before), (after, after)):
-        assert drafting_figures(*pair) == {}
+        assert drafting_results(*pair) == {}
 
 
 # ------------------------------------------------------------------------------ data sets

@@ -83,7 +83,7 @@ def test_drafting_behind_many_tokens(tiny_model, length: int) -> None:
             steps = list(drafter.unroll(features, K))
         assert largest.numel < length * 1024
         anchor = length - 2 - K
-        wanted = [drafter.head(s.hidden[s.anchor_index == anchor])[0].softmax(-1) for s in steps]
+        reference = [drafter.head(s.hidden[s.anchor_index == anchor])[0].softmax(-1) for s in steps]
         cache, seen = RaggedCache(1, length + 64), []
 
         def forced(logits: torch.Tensor) -> torch.Tensor:
@@ -96,5 +96,5 @@ def test_drafting_behind_many_tokens(tiny_model, length: int) -> None:
 
         drafter.append(slots(0, anchor - 10))
         drafter.draft(slots(anchor - 10, anchor + 1), K, forced)
-    for found, expected in zip(seen, wanted, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for found, right in zip(seen, reference, strict=True):
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)

@@ -232,9 +232,9 @@ def test_bfloat16_ties_are_told_from_mistakes(folders) -> None:
     prompt = some_prompts(1)[0]
     logits = target.logits(target(torch.tensor([prompt]))[1])[0, -1].float()
     best, worst = int(logits.argmax()), int(logits.argmin())
-    twin = (best + 1) % 250
-    target.lm_head.weight.data[twin] = target.lm_head.weight.data[best]
-    tied = check(target, prompt, [best], [twin])
+    runner_up = (best + 1) % 250
+    target.lm_head.weight.data[runner_up] = target.lm_head.weight.data[best]
+    tied = check(target, prompt, [best], [runner_up])
     assert (tied.dtype, tied.mismatches, tied.ties) == ("bfloat16", 0, 1)
     assert tied.details[0].top_two_gap == 0
     wrong = check(target, prompt, [best], [worst])

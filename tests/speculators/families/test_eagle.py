@@ -218,13 +218,13 @@ def test_the_export_is_vllms_layout(tiny_model, tmp_path):
         layer + "mlp.down_proj.weight": [32, 48],
         layer + "post_attention_layernorm.weight": [32],
     }
-    wanted = {
+    expected = {
         "architectures": ["EagleLlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "bias": False,
     }
-    assert {name: fields[name] for name in wanted} == wanted
+    assert {name: fields[name] for name in expected} == expected
 
 
 def test_a_head_keeps_its_rotation(tiny_model, tmp_path):

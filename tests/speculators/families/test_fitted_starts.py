@@ -82,9 +82,9 @@ def accepted_by_depth(target, drafter, held_out) -> list[float]:
     for f in held_out:
         for step in drafter.unroll(f, 4):
             predicted = drafter.head(step.hidden).argmax(-1)
-            wanted = target.logits(f.last_hidden.flatten(0, 1)[step.target_index]).argmax(-1)
-            hits[step.depth] += (predicted == wanted).sum()
-            asked[step.depth] += len(wanted)
+            expected = target.logits(f.last_hidden.flatten(0, 1)[step.target_index]).argmax(-1)
+            hits[step.depth] += (predicted == expected).sum()
+            asked[step.depth] += len(expected)
     return (hits / asked).tolist()
 
 

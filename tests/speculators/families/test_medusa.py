@@ -72,7 +72,7 @@ def test_a_linear_world_is_solved_before_the_first_step(
     with torch.no_grad():
         for step in drafter.unroll(features, 3):
             said = drafter.head(step.hidden, step.depth)
-            wanted = target.logits(last[0, step.target_index])
+            expected = target.logits(last[0, step.target_index])
             unfitted = target.logits(last[0, step.anchor_index])
-            error, before = (said - wanted).square().mean(), (unfitted - wanted).square().mean()
+            error, before = (said - expected).square().mean(), (unfitted - expected).square().mean()
             assert error < (0.8 if shared else 0.5) * before

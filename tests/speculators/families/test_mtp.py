@@ -370,9 +370,9 @@ def test_a_new_module_passes_the_targets_state_through(
     drafter.eval().initialise_from(target)
     ids = torch.randint(3, 100, (1, 40))
     taps, last = target(ids)
-    got, wanted = depth0(drafter, features(ids, last, taps)), last[0, :-2]
-    assert torch.cosine_similarity(got, wanted, dim=-1).mean() > 0.8
-    assert 0.8 < float(got.norm() / wanted.norm()) < 1.25
+    got, expected = depth0(drafter, features(ids, last, taps)), last[0, :-2]
+    assert torch.cosine_similarity(got, expected, dim=-1).mean() > 0.8
+    assert 0.8 < float(got.norm() / expected.norm()) < 1.25
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])

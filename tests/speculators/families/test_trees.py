@@ -78,8 +78,8 @@ def test_a_tree_is_as_many_chains(world):
     )
     assert cache.lengths == counts  # the drafts are rolled back
     by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
-    wanted = chains(drafter, target, texts, paths, deepest)
+    expected = chains(drafter, target, texts, paths, deepest)
     got = by_row[0] + by_row[1]
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

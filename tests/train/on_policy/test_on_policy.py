@@ -164,9 +164,9 @@ def test_a_share_of_nothing_changes_nothing(tiny_model, tmp_path) -> None:
 
 def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> None:
     trainer = make_trainer(tiny_model, tmp_path, make_recipe(on_policy={"share": 0.7})).on_policy
-    wanted = [[trainer.wants(step, micro) for step in range(500)] for micro in range(2)]
-    assert wanted[0] != wanted[1] and np.mean(wanted) == pytest.approx(0.7, abs=0.05)
-    assert wanted[0] == [trainer.wants(step, 0) for step in range(500)]
+    expected = [[trainer.wants(step, micro) for step in range(500)] for micro in range(2)]
+    assert expected[0] != expected[1] and np.mean(expected) == pytest.approx(0.7, abs=0.05)
+    assert expected[0] == [trainer.wants(step, 0) for step in range(500)]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from draftsmith.train.pipeline.run import held_out_evaluation
 from draftsmith.train.recipe import recipe as recipe_module
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.regeneration.store import Response
-from draftsmith.train.trainer.trainer import held_out_figure
+from draftsmith.train.trainer.trainer import held_out_result
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
 from tests.support.models import make_tiny_model
@@ -160,6 +160,6 @@ def test_the_figure_is_shown_with_its_error() -> None:
         {"step": 3, "expected_acceptance_length": 2.1, "expected_standard_error": 0.05},
         {"step": 4, "loss": 0.5},
     ]
-    assert held_out_figure(history) == "τ 2.10 ± 0.05 (step 3)"
-    assert held_out_figure(history, 2) == "τ 2.35 ± 0.03 (step 2)"
-    assert held_out_figure(history[:1]) == ""
+    assert held_out_result(history) == "τ 2.10 ± 0.05 (step 3)"
+    assert held_out_result(history, 2) == "τ 2.35 ± 0.03 (step 2)"
+    assert held_out_result(history[:1]) == ""

@@ -27,7 +27,7 @@ from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer.joint_target import JointTarget
-from draftsmith.train.trainer.parallel import share_out
+from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
 from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
@@ -92,7 +92,7 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
     torch.manual_seed(accelerator.process_index)  # the first process's weights are everybody's
     drafter = made(config_for_target(target, family, **shape)).attach(target)
     drafter.initialise_from(target, recipe.drafter)
-    share_out(accelerator, target, sharding)
+    shard_over_processes(accelerator, target, sharding)
     trainer = Trainer(
         recipe,
         target,

@@ -54,25 +54,25 @@ def greedy_next(model, text) -> int:
 
 
 def ancestors(parents: list[int]) -> list[list[int]]:
-    """Per place the places above it, itself last."""
+    """Per node the nodes above it, itself last."""
     paths: list[list[int]] = []
-    for place, parent in enumerate(parents):
-        assert parent < place
-        paths.append([*(paths[parent] if parent >= 0 else []), place])
+    for node, parent in enumerate(parents):
+        assert parent < node
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
     return paths
 
 
 @torch.no_grad()
 def tree_logits(model, text: list[int], tokens: list[int], parents: list[int]) -> torch.Tensor:
-    """[1 + places, V]: of the text's last token, then of every place, which sees the text and the
-    places above it."""
-    length, places = len(text), len(tokens)
-    mask = torch.zeros(length + places, length + places, dtype=torch.bool)
+    """[1 + nodes, V]: of the text's last token, then of every node, which sees the text and the
+    nodes above it."""
+    length, nodes = len(text), len(tokens)
+    mask = torch.zeros(length + nodes, length + nodes, dtype=torch.bool)
     mask[:length, :length] = torch.ones(length, length).tril().bool()
     mask[length:, :length] = True
     positions = [*range(length)]
-    for place, path in enumerate(ancestors(parents)):
-        mask[length + place, [length + above for above in path]] = True
+    for node, path in enumerate(ancestors(parents)):
+        mask[length + node, [length + above for above in path]] = True
         positions.append(length - 1 + len(path))
     assert max(positions) < LIMIT
     allowed = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
@@ -103,18 +103,18 @@ def one_round(model, proposer, requests: list[Request]) -> list[int]:
         return [request.commit([greedy_next(model, request.token_ids)]) for request in requests]
     trees, logits = [], []
     for row, request in enumerate(requests):
-        judged, places = proposal.counts[row], proposal.counts[row] + proposal.scaffold[row]
+        judged, nodes = proposal.counts[row], proposal.counts[row] + proposal.unverified[row]
         assert (
             judged <= proposer.num_speculative_tokens
-            and places - judged <= proposer.num_scaffold_tokens
+            and nodes - judged <= proposer.num_unverified_tokens
         )
-        tokens, parents = proposal.token_ids[row, :places].tolist(), proposal.parents[row]
+        tokens, parents = proposal.token_ids[row, :nodes].tolist(), proposal.parents[row]
         deepest = max((len(path) for path in ancestors(parents)), default=0)
         assert len(request.token_ids) - 1 + deepest < request.max_model_len
         own = tree_logits(model, request.token_ids, tokens, parents)
         trees.append((tokens, parents, judged))
         logits.append(
-            torch.cat([own, torch.full((proposal.width - places, own.shape[1]), torch.nan)])
+            torch.cat([own, torch.full((proposal.width - nodes, own.shape[1]), torch.nan)])
         )
     proposer.see_logits(requests, proposal, torch.stack(logits))
     new = [walked(own.argmax(-1).tolist(), *tree) for own, tree in zip(logits, trees, strict=True)]
