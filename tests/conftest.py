@@ -53,20 +53,6 @@ def pytest_collection_finish():
 
 
 @pytest.fixture
-def no_pictures(monkeypatch):
-    """Pages and trackers with empty figures: drawing takes half the time of a tiny run
-    (tests/inference/report)."""
-    from matplotlib.figure import Figure
-
-    from draftsmith.inference.report import html
-
-    monkeypatch.setattr(
-        html, "_figure", lambda title, height, draw: Figure(figsize=(1, 1), label=title)
-    )
-    monkeypatch.setattr(html, "svg", lambda figure: figure.get_label())
-
-
-@pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """hub_cache(name, folder, revision): puts a folder into the Hub's cache, empty before, which is
     all there is: the client is offline."""

@@ -15,8 +15,6 @@ from draftsmith.train.pipeline.compare import FILE, compare_recipes, rows
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def recipes(recipe, tmp_path) -> list[Path]:

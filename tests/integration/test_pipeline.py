@@ -35,7 +35,6 @@ SHORT = [
     "evaluation.baseline_transformers=false",
     "evaluation.repeats=0",
 ]
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ from tests.quickstart_data import source as quickstart
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def call(*arguments: object) -> tuple[int, str]:

@@ -32,7 +32,6 @@ from tests.train.test_cli import (  # noqa: F401 (fixtures)
 )
 
 TARGET, HEAD = "org/target", "org/head"
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

@@ -39,10 +39,6 @@ CLIENT = """python -m draftsmith.inference.bench \
     --random-output-len 300 \
     --request-rate 0.1 \
     --trust-remote-code"""
-PAIRS = {
-    "draft model": (SERVER, str(TARGET)),
-    "ngram": (f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]"),
-}
 TODAY = (
     "python -m draftsmith.inference.serve --host 127.0.0.1 --model MODEL --seed 42 -tp 1"
     " --gpu_memory_utilization 0.8 "
@@ -80,13 +76,11 @@ def server(command: list[str], log: list[str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS)
-def test_a_server_and_its_client(pair, tmp_path):
+def test_server_and_client_of_a_guide_measure_drafts(tmp_path):
     """As the guide has them; the client's lengths are beyond this model's context, which is said at
     once, and shorter ones are measured."""
-    line, drafter = PAIRS[pair]
     log: list[str] = []
-    with server(words(line, drafter), log) as port:
+    with server(words(f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]"), log) as port:
         client = [*words(CLIENT), "--port", str(port)]
         refused = PythonProcess(*client)
         said, _ = refused.communicate()
@@ -104,8 +98,9 @@ def test_a_server_and_its_client(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_server_of_today_s_guide():
-    with server(words(TODAY, str(TARGET)), []) as port:
+@pytest.mark.parametrize("line", [SERVER, TODAY], ids=["older flags", "today's"])
+def test_server_of_a_guide_with_a_draft_model_answers(line):
+    with server(words(line, str(TARGET)), []) as port:
         asked = {"prompt": "The future of AI is", "max_tokens": 8}
         answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=120)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
