@@ -239,6 +239,7 @@ def load_target_section(folder: Path):
     return TargetSection(model=str(folder))
 
 
+@pytest.mark.slow
 def test_dry_run_refuses_what_the_run_would_refuse(recipe_file, tmp_path):
     assert "no config.json" in refused(
         "train", recipe_file, f"target.model={tmp_path / 'none'}", "--dry-run"

@@ -316,6 +316,7 @@ def evaluated(folders):
     return report, seen
 
 
+@pytest.mark.slow
 def test_the_report_is_whole(evaluated, tmp_path) -> None:
     report, shares = evaluated
     names = [(c.workload, c.temperature) for c in report.results]

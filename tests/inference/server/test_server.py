@@ -145,6 +145,7 @@ def test_logprobs(client, offline, stream):
         assert token.logprob == best[0] and bytes(token.bytes) == token.token.encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [

@@ -77,6 +77,7 @@ CHATS = [  # with the messages HI where none are given
 ]
 
 
+@pytest.mark.slow
 def test_every_fault_names_its_field(url):
     cases = [(COMPLETION, {"prompt": "x"} | body, param) for body, param in COMPLETIONS]
     cases += [(CHAT, {"messages": HI} | body, param) for body, param in CHATS]

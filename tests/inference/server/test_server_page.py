@@ -43,6 +43,7 @@ def send(browser, prompt: str | None = None) -> str:
     return browser.evaluate("at('status').textContent")
 
 
+@pytest.mark.slow
 def test_a_completion_with_its_drafts(browser, serving, drafting_llm, model):
     """What is shown is what the server writes: accepted drafts coloured by position, the target's
     own plain, what was rejected struck through; and the figures are those of the server's
@@ -68,6 +69,7 @@ def test_a_completion_with_its_drafts(browser, serving, drafting_llm, model):
     assert browser.evaluate("at('tau').textContent") == f"{tau:.2f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [True, False])
 def test_it_opens_with_an_example(browser, serving, drafting_llm, model, byte_tokenizer, template):
     """As a chat where the model has a template, else with a text to be continued; drafts can be

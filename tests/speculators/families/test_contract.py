@@ -115,6 +115,7 @@ def test_export_reloads_to_the_same_outputs(world: World, tmp_path: Path) -> Non
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path) -> None:
     """What vLLM swallows is refused here."""
     target, drafter = world

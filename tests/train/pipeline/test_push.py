@@ -181,6 +181,7 @@ def test_what_arrives_is_the_run_and_the_run_is_only_read(hub, run):
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_the_files_and_contacts_nobody(hub, run):
     code, output = call("push", run, REPO, "--dry-run")
     assert code == 0 and hub.repositories == {}

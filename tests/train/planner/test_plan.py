@@ -137,6 +137,7 @@ def test_active_parameters_of_a_mixture(tmp_path):
     assert (active_parameters(plan.target) + embedding) / 1e9 == pytest.approx(3.35, abs=0.05)
 
 
+@pytest.mark.slow
 def test_only_what_cannot_fit_is_refused(monkeypatch, recipe_file):
     held = sum(make_stage(load_recipe(recipe_file), device=torch.device("cuda")).held.values())
     for memory, code, word in ((held - 1, 1, "does not fit"), (held + 1, 0, "may not fit")):

@@ -68,6 +68,7 @@ def same_text(llm: LLM, tokens: int = 21, prompts: Any = PROMPTS) -> LLM:
 # ---------------------------------------------------------------------- cut from the target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [[0, 2], [1, 2]])
 @torch.no_grad()
 def test_a_cut_student_is_the_target_with_layers_passed_over(
@@ -158,6 +159,7 @@ def test_one_start_is_given(options, named: str) -> None:
         recipe(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["no such thing", "t5", "gemma3", None])
 def test_no_start_and_what_is_no_causal_lm_are_refused(tiny_model, model_type) -> None:
     start = {} if model_type is None else {"config": {"model_type": model_type}}
