@@ -278,10 +278,8 @@ class ConversationTokenizer:
     def _completion_row(self, example: Example) -> TokenRow:
         """Prompt and completion, no template; no end-of-text is added, for a file may be cut
         anywhere."""
-        prompt = self.prompt_ids(example)
-        joint = self.tokenizer(example.prompt + (example.completion or ""), verbose=False)[
-            "input_ids"
-        ]
+        prompt, text = self.prompt_ids(example), example.prompt or ""
+        joint = self.tokenizer(text + (example.completion or ""), verbose=False)["input_ids"]
         if (
             joint[: len(prompt)] != prompt
         ):  # the boundary is inside a token; serving has the prompt's alone
@@ -290,7 +288,7 @@ class ConversationTokenizer:
                 raise BadRow(
                     example.origin,
                     "the prompt's tokens change when the completion is added, and the two do not"
-                    f" join: the prompt ends in {example.prompt[-40:]!r}",
+                    f" join: the prompt ends in {text[-40:]!r}",
                 )
             joint = split
         if len(joint) == len(prompt):
@@ -330,11 +328,11 @@ class ConversationTokenizer:
             raise _refusal(example, messages, end - 1, why) from None
 
     def _apply_template(self, example: Example, messages: list[Message], **options: Any) -> Any:
-        tools, template = list(example.tools) or None, self.chat_template
+        tools: Any = list(example.tools) or None
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            chat_template=template,
+            chat_template=self.chat_template,
             **options,
             **self.template_kwargs,
         )
@@ -344,8 +342,10 @@ class ConversationTokenizer:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         )
 
     def _marked(self, example: Example) -> bool:

@@ -151,8 +151,9 @@ class FeatureCache:
                 f"{self.folder}: a training text has no features there; run the same command again"
             )
         texts = [self.read(text, device) for text in names]
-        taps = torch.cat([taps for taps, _ in texts]) if self.key.taps else None
-        return taps, torch.cat([last_hidden for _, last_hidden in texts])
+        taps = [taps for taps, _ in texts if taps is not None]
+        last_hidden = torch.cat([last for _, last in texts])
+        return torch.cat(taps) if taps else None, last_hidden
 
 
 def _opened(path: Path) -> tuple[Any, dict[str, int]]:
@@ -249,7 +250,7 @@ class ShardWriter:
 def _checksum(parts: dict[str, Tensor]) -> int:
     value = 0
     for name in sorted(parts):
-        value = zlib.crc32(parts[name].contiguous().numpy(), value)
+        value = zlib.crc32(parts[name].contiguous().numpy().data, value)
     return value
 
 

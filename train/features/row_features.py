@@ -9,6 +9,7 @@ were kept already."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -40,21 +41,23 @@ class RowFeatures:
             int, tuple[Tensor | None, Tensor]
         ] = {}  # row -> taps [L, n·H], last_hidden [L, H]
 
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
         """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's
         device."""
         batch = collate([self.rows[i] for i in indices], pad_token_id=self.pad_token_id)
         return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
 
-    def of(self, indices: Sequence[int], batch: dict[str, Tensor] | None = None) -> TargetFeatures:
+    def of(self, indices: Sequence[int], batch: dict[str, Any] | None = None) -> TargetFeatures:
         """The features of the rows; `batch`: their batch, if it was made already."""
         batch = batch or self.batch(indices)
         if not self.keep_bytes and self.cache is None:
             return self.target.features(**batch)
         T, rows = batch["input_ids"].shape[1], [self._row(i) for i in indices]
-        taps = None if rows[0][0] is None else _padded([taps for taps, _ in rows], T)
+        taps = [taps for taps, _ in rows if taps is not None]
         return TargetFeatures(
-            **batch, taps=taps, last_hidden=_padded([last for _, last in rows], T)
+            **batch,
+            taps=_padded(taps, T) if taps else None,
+            last_hidden=_padded([last for _, last in rows], T),
         )
 
     def _row(self, index: int) -> tuple[Tensor | None, Tensor]:
