@@ -41,20 +41,15 @@ if TYPE_CHECKING:
 # them will be dropped).
 OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
 
-PHASES = ("schedule", "draft", "verify", "sample", "commit", "prefill")
-
 
 class Engine:
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from
     one thread.
 
-    `options`: with max_model_len given. `on_round`: called after every verification. `timers`:
-    seconds per phase since `reset_metrics`. verify is the target's forward, sample the decision
-    what to keep; prefill includes the drafter's share of it. On a GPU a phase that only launches
-    work is charged to the next one that waits for it (sample, as a rule). `counters`: totals of
-    drafting since then. `drafting`: the proposer, None while speculation is off. `compiled`: None
-    where rounds run eager (docs/runtime.md). `rejection_sample_method`: the verification rule at
-    temperature > 0."""
+    `options`: with max_model_len given. `on_round`: called after every verification. `counters`:
+    totals of drafting since `reset_metrics`. `drafting`: the proposer, None while speculation is
+    off. `compiled`: None where rounds run eager (docs/runtime.md). `rejection_sample_method`: the
+    verification rule at temperature > 0."""
 
     def __init__(
         self,
@@ -111,7 +106,6 @@ class Engine:
         self.drafting = drafting
 
     def reset_metrics(self) -> None:
-        self.timers: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.counters = SpecDecodeCounters()
 
     def read_weights(self) -> None:
@@ -140,10 +134,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Prefills what can be admitted, then does one round for all rows; returns the requests
         that finished."""
-        started = perf_counter()
         first = len(self.scheduler.running)
         admitted = self.scheduler.admit()
-        self.timers["schedule"] += perf_counter() - started
         finished = self._prefill(first) if admitted else []
         if self.scheduler.running:
             finished += self._round(self.scheduler.running)
@@ -151,29 +143,25 @@ class Engine:
 
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
-        clock, proposer = perf_counter, self.drafting
-        t0 = clock()
+        proposer = self.drafting
+        started = perf_counter()
         if proposer is None:
             proposal = Proposal.empty(len(rows), self.target.device)
         else:
             limits = self.draft_length.limits(rows)
-            planned = clock()
-            self.timers["schedule"] += planned - t0
-            t0 = planned
+            started = perf_counter()
             proposal = self.draft_length.settle(proposer.propose(rows, limits))
-        t1 = clock()
+        drafted_at = perf_counter()
         anchors = [[request.token_ids[-1]] for request in rows]
         inputs = on_device(anchors, self.target.device)  # [B, 1]
         if proposal.width:
             inputs = torch.cat([inputs, proposal.token_ids], dim=1)  # [B, 1+K]
-        t2 = clock()
         taps, last_hidden = self._forward(0, len(rows), inputs, proposal)
         logits = self.target_forward.logits(last_hidden)  # [B, 1+K, V]
-        t3 = clock()
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
-        t4 = clock()
+        decided_at = perf_counter()
         if self.on_round is not None:
             self.on_round(rows, proposal, [row_kept.tokens for row_kept in kept])
         # of each row the anchor and the accepted drafts
@@ -189,27 +177,19 @@ class Engine:
             request.count_round(drafted, accepted, depth)
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
-            self.draft_length.learn(proposal.counts, num_accepted, (t1 - t0, t4 - t1))
+            seconds = (drafted_at - started, decided_at - drafted_at)
+            self.draft_length.learn(proposal.counts, num_accepted, seconds)
             if proposer.reads_features:
                 if proposal.parents is not None:
                     taps = None if taps is None else along(kept_nodes, taps)
                     last_hidden = along(kept_nodes, last_hidden)
                 kept_counts = [1 + accepted for accepted in num_accepted]
                 proposer.observe(rows, kept_counts, taps, last_hidden)
-        finished = self._release_finished()
-        t5 = clock()
-        timers = self.timers
-        timers["draft"] += t1 - t0
-        timers["schedule"] += t2 - t1
-        timers["verify"] += t3 - t2
-        timers["sample"] += t4 - t3
-        timers["commit"] += t5 - t4
-        return finished
+        return self._release_finished()
 
     def _prefill(self, first: int) -> list[Request]:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most
         max_num_batched_tokens; then samples the first token of each."""
-        started = perf_counter()
         self.target_forward.renew()
         new, proposer = self.scheduler.running[first:], self.drafting
         if proposer is not None:
@@ -243,9 +223,7 @@ class Engine:
         for request, kept in zip(new, first_tokens, strict=True):
             request.first_token_time = now
             request.commit(kept.tokens)
-        finished = self._release_finished()
-        self.timers["prefill"] += perf_counter() - started
-        return finished
+        return self._release_finished()
 
     # ------------------------------------------------------------------ its parts
 

@@ -174,11 +174,6 @@ class MeasuredEngine(ABC):
         sampled = self.facts().draft_sample_method == "probabilistic"
         return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
-    @property
-    def phase_seconds(self) -> Mapping[str, float]:
-        """Seconds by phase of the latest `write`; empty if unknown."""
-        return {}
-
     def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
         """The parts of a round, ready to be timed alone at this context; None if that is not
         possible."""
@@ -254,7 +249,6 @@ class RuntimeEngine(MeasuredEngine):
         speculate: bool,
         batch: int,
     ) -> list[RequestOutput]:
-        self.llm.reset_metrics()
         outputs: list[RequestOutput] = []
         size = len(prompts) if batch >= self.drafting.rows else batch
         for start in range(0, len(prompts), size):
@@ -263,10 +257,6 @@ class RuntimeEngine(MeasuredEngine):
                 part, list(params[start : start + size]), use_tqdm=False, speculate=speculate
             )
         return outputs
-
-    @property
-    def phase_seconds(self) -> Mapping[str, float]:
-        return self.llm.engine.timers
 
     def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
         target, drafter = self.models

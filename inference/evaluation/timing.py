@@ -159,7 +159,7 @@ class IsolatedCosts:
     def costs(self) -> Costs:
         """The medians of all trials."""
         medians = {name: median_high(values) for name, values in self.times.items()}
-        return Costs(**medians, batch_size=self.rows, context_length=self.context)
+        return Costs(**medians)
 
     def _forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """ids [rows, T] after what the cache holds; the cache is left as it was."""

@@ -24,6 +24,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
 from draftsmith.inference.report.table import EVERY, notes, row
+from draftsmith.inference.whole_file import write_whole
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
@@ -48,11 +49,9 @@ History = Sequence[Mapping[str, Any]]  # the training loop's records, one per st
 def write_html(
     report: AcceptanceReport, path: str | os.PathLike[str], history: History = ()
 ) -> Path:
-    """Render the report (and the training history, if there is one) to `path`."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_html(report, history), encoding="utf-8")
-    return path
+    """Render the report (and the training history, if there is one) to `path`, whole or not at
+    all."""
+    return write_whole(Path(path), render_html(report, history))
 
 
 def render_html(report: AcceptanceReport, history: History = ()) -> str:

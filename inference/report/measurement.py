@@ -17,7 +17,6 @@ strict bound: they also slow the run without drafting, so that the efficiency ma
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,6 @@ from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     AUTOREGRESSIVE,
     OUR_ENGINE,
-    PHASES,
     SPECULATIVE,
     TRANSFORMERS,
     Cell,
@@ -62,7 +60,6 @@ class Measurement:
     baseline         the responses to the same prompts without drafting
     replay           one result per response, over the text of `requests`
     passes           by kind (SPECULATIVE, AUTOREGRESSIVE, TRANSFORMERS), in the order of repeats
-    phase_seconds    keys of PHASES, summed over all speculative passes
     suite            of which the workload is a category"""
 
     workload: str
@@ -73,7 +70,6 @@ class Measurement:
     baseline: list[RequestOutput] = field(default_factory=list)
     replay: list[ReplayResult] = field(default_factory=list)
     passes: dict[str, list[TimedPass]] = field(default_factory=dict)
-    phase_seconds: Counter[str] = field(default_factory=Counter)
     costs: Costs | None = None
     lossless: list[LosslessCheck] = field(default_factory=list)
     engine: str = OUR_ENGINE
@@ -92,7 +88,6 @@ class Measurement:
     def __add__(self, other: Measurement) -> Measurement:
         """Both workloads as one, `all`; what one of them lacks, the sum lacks."""
         kinds = [kind for kind in self.passes if kind in other.passes]
-        timed = bool(self.phase_seconds and other.phase_seconds)
         return Measurement(
             ALL_WORKLOADS,
             self.temperature,
@@ -102,7 +97,6 @@ class Measurement:
             self.baseline + other.baseline,
             self.replay + other.replay if self.replay and other.replay else [],
             {kind: self.passes[kind] + other.passes[kind] for kind in kinds},
-            self.phase_seconds + other.phase_seconds if timed else Counter(),
             _sum_of_costs(self, other),
             _sum_of_checks([*self.lossless, *other.lossless]),
             self.engine,
@@ -147,14 +141,13 @@ class Measurement:
             expected=expected_acceptance(metrics, self.replay),
             lossless=self.lossless,
             costs=self.costs,
-            **self._speed(where),
+            **self._speed(),
         )
 
-    def _speed(self, where: str) -> dict[str, Any]:
+    def _speed(self) -> dict[str, Any]:
         """The fields of a Cell that come from times."""
         limit = self._limit()
-        on = self.passes.get(SPECULATIVE)
-        if not on:
+        if not self.passes.get(SPECULATIVE):
             return {"limit_speedup": limit}
         speeds = Speeds(self.passes, SPECULATIVE)
         speedup = speeds.ratio(SPECULATIVE, AUTOREGRESSIVE)
@@ -169,7 +162,6 @@ class Measurement:
             "speedup_vs_autoregressive": speedup,
             "speedup_vs_transformers": speeds.ratio(SPECULATIVE, TRANSFORMERS),
             "stalled_passes": slow,
-            "time_shares": _time_shares(self.phase_seconds, sum(run.seconds for run in on), where),
             "limit_speedup": limit,
             "efficiency": speedup.value / limit if speedup and limit else None,
         }
@@ -254,22 +246,7 @@ def expected_acceptance(
         acceptance_length=expected,
         relative_difference=measured / expected - 1.0,
         standard_error=math.sqrt(variance),
-        responses=len(replay),
     )
-
-
-def _time_shares(phases: Counter[str], wall: float, where: str) -> dict[str, float] | None:
-    if not phases:
-        return None
-    if unknown := sorted(set(phases) - set(PHASES)):
-        raise DataError(f"{where}: unknown phases {unknown}; the phases are {', '.join(PHASES)}")
-    claimed = sum(phases.values())
-    if claimed > 1.05 * wall:
-        raise DataError(
-            f"{where}: phases take {claimed:.3f} s of the passes' {wall:.3f} s: they overlap"
-        )
-    shares = {phase: phases[phase] / max(wall, claimed) for phase in PHASES}
-    return shares | {"other": max(0.0, 1.0 - sum(shares.values()))}
 
 
 def _sum_of_costs(*measurements: Measurement) -> Costs | None:
@@ -286,16 +263,10 @@ def _sum_of_costs(*measurements: Measurement) -> Costs | None:
         values = [getattr(cost, name) for cost in costs]
         return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
-    def common(name: str) -> int | None:
-        values = {getattr(cost, name) for cost in costs}
-        return values.pop() if len(values) == 1 else None
-
     return Costs(
         target_step_ms=mean("target_step_ms", tokens),
         verify_ms=mean("verify_ms", rounds),
         draft_ms=mean("draft_ms", rounds),
-        batch_size=common("batch_size"),
-        context_length=common("context_length"),
     )
 
 

@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["2.0"] = "2.0"
+SCHEMA_VERSION: Literal["3.0"] = "3.0"
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
-PHASES = ("draft", "verify", "sample", "schedule", "commit", "prefill")
 SPECULATIVE = "speculative"  # kinds of timed passes
 AUTOREGRESSIVE = "autoregressive"
 TRANSFORMERS = "transformers_generate"
@@ -103,10 +102,6 @@ class Costs(Record):
     """V(K+1): one target forward over K+1 tokens per row, lm_head included."""
     draft_ms: float = Field(ge=0)
     """D(K): one whole draft phase of K tokens per row (not per token)."""
-    batch_size: int | None = None
-    """Rows in the forwards that were timed."""
-    context_length: int | None = None
-    """Tokens already in the cache of each timed row."""
 
 
 class TimedPass(Record):
@@ -148,8 +143,6 @@ class ExpectedAcceptance(Record):
     standard_error: float
     """Standard error of `relative_difference` from the spread over requests; a difference of more
     than about three of these is not chance."""
-    responses: int
-    """Responses the replay walked over."""
 
 
 class PositionBin(Record):
@@ -227,9 +220,6 @@ class Cell(Record):
     """Rate of `speculative` ÷ that of `transformers_generate`; another engine."""
     stalled_passes: list[str] = []
     """Passes slower than 60 % of the median rate of their repeats, in words."""
-    time_shares: dict[str, float] | None = None
-    """Shares of the speculative passes' wall time by phase, and `other`, which no phase claimed;
-    null if not known."""
     costs: Costs | None = None
     """The parts of a round, timed alone."""
     limit_speedup: float | None = None
@@ -416,7 +406,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["2.0"] = SCHEMA_VERSION
+    schema_version: Literal["3.0"] = SCHEMA_VERSION
     """Version of this layout."""
     provenance: Provenance
     """What was measured, with what, on what."""

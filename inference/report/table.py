@@ -50,7 +50,6 @@ def row(cell: Cell) -> Row:
             if expected
             else NONE
         ),
-        "drafted": NONE if cell.drafted_share is None else f"{100 * cell.drafted_share:.0f}%",
         "/fwd": f"{cell.tokens_per_forward:.2f}",
         "tok/s": rates.get(SPECULATIVE, NONE),
         "off": rates.get(AUTOREGRESSIVE, NONE),

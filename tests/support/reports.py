@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -112,7 +111,6 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
     off = [tokens * 0.004 * rng.uniform(0.95, 1.05) for _ in range(5)]
     on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
     hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
-    shares = dict(draft=0.2, verify=0.6, sample=0.05, schedule=0.01, commit=0.03, prefill=0.08)
     check = LosslessCheck(
         dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0
     )
@@ -131,10 +129,7 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
             "autoregressive": passes(workload, tokens, off),
             "transformers_generate": passes(workload, tokens, hugging),
         },
-        phase_seconds=Counter({name: share * sum(on) for name, share in shares.items()}),
-        costs=Costs(
-            target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1, batch_size=1, context_length=128
-        ),
+        costs=Costs(target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1),
         replay=replay_of(requests, lambda: rng.uniform(0.97, 1.03)),
         lossless=[check, half] if temperature == 0 else [],
     )

@@ -327,4 +327,4 @@ def test_speculation_off_in_the_same_engine(make_llm, texts):
         on.outputs[0].token_ids == off.outputs[0].token_ids and on.metrics.num_accepted_tokens == 9
     )
     llm.reset_metrics()
-    assert llm.get_metrics().num_drafts == 0 and set(llm.engine.timers.values()) == {0.0}
+    assert llm.get_metrics().num_drafts == 0

@@ -268,7 +268,6 @@ def test_isolated_parts_leave_their_caches_as_they_were(llm, drafter, rows) -> N
     assert parts.cache.lengths == [27] * rows and parts.head_cache.lengths == [25] * rows
     assert all(len(values) == 3 and min(values) > 0 for values in parts.times.values())
     costs = parts.costs
-    assert (costs.batch_size, costs.context_length) == (rows, 27)
     assert costs.target_step_ms == sorted(parts.times["target_step_ms"])[1]
 
 
@@ -325,7 +324,7 @@ def test_the_report_is_whole(evaluated, tmp_path) -> None:
     kinds = {"speculative", "autoregressive", "transformers_generate"}
     for cell in report.results:
         assert set(cell.tokens_per_second) == set(cell.passes) == kinds
-        assert cell.efficiency and cell.expected and cell.time_shares["verify"] > 0
+        assert cell.efficiency and cell.expected
         assert cell.tokens_per_forward == cell.acceptance_length  # a head drafts in every round
         for some in cell.passes.values() if cell.workload != "all" else ():
             assert [run.repeat for run in some] == [0, 1]
