@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,6 +199,55 @@ def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
     assert run(recipe, warm) == 0
     with pytest.raises(ConfigError, match="draft_vocab_size"):
         run(recipe, [*warm, "drafter.draft_vocab_size=300"])
+
+
+KILLED = """
+import os, signal, sys
+from draftsmith.inference import whole_file
+from draftsmith.inference.evaluation import evaluate
+from draftsmith.train.pipeline.run import run
+
+replace = os.replace
+
+def die(*_args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def replace_or_die(scratch, path):
+    die() if path.name == "report.html" else replace(scratch, path)
+
+if sys.argv[1] == "evaluation":
+    evaluate.build_report = die
+else:
+    whole_file.os.replace = replace_or_die
+run(sys.argv[2], sys.argv[3:])
+"""
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    """The responses of a run and its exported weights, by name."""
+    paths = [*(out / "responses").iterdir(), out / "export" / "model.safetensors"]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+@pytest.mark.integration
+def test_run_killed_during_the_report_continues_with_the_same_weights_and_report(recipe, tmp_path):
+    """Killed with every response written and no report; then with its page half in place."""
+    out = tmp_path / "run"
+    kept: dict[str, bytes] = {}
+    for moment in ("evaluation", "page"):
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, moment, recipe, *SHORT], capture_output=True, text=True
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
+        assert (out / "acceptance.json").exists() == (moment == "page")
+        assert not (out / "report.html").exists()
+        assert not kept or files_of(out) == kept, "asked or trained again"
+        kept = files_of(out)
+    before = json.loads((out / "acceptance.json").read_text())
+    assert run(recipe, SHORT) == 0
+    assert files_of(out) == kept
+    assert json.loads((out / "acceptance.json").read_text())["summary"] == before["summary"]
+    assert "</html>" in (out / "report.html").read_text() and not list(out.glob("*.tmp"))
 
 
 @pytest.mark.integration
