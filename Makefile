@@ -48,7 +48,7 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_
 test: $(VENV)/.installed  ## run the whole test suite
 	$(PYTEST) $(ARGS)
 
-test-fast: $(VENV)/.installed  ## run the quick tests, about a minute (ARGS=tests/inference/engine: those of one room)
+test-fast: $(VENV)/.installed  ## run the quick tests, about a minute (ARGS=tests/inference/engine: those of one package)
 	$(PYTEST) -m "not slow and not integration and not gpu" $(ARGS)
 
 test-vllm: $(VENV)/.installed  ## run the exports in real vLLM, on a CPU (makes .venv-vllm first: minutes, 4 GB)

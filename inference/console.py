@@ -49,7 +49,7 @@ def user_errors() -> Iterator[None]:
         if extra is None:
             raise
         install = f"pip install 'draftsmith[{extra}]'"
-        print_error(ConfigError(f"this needs the package {error.name}: {install}"))
+        print_error(ConfigError(f"{install}", where=f"this needs the package {error.name}"))
         sys.exit(2)
 
 
@@ -70,7 +70,7 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
             f'{name}: not JSON: {error}; write {{"method": "ngram", ...}} in single quotes'
         ) from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}: expected a JSON object of options, got {text}")
+        raise ConfigError(f"expected a JSON object of options, got {text}", where=name)
     return value
 
 

@@ -177,5 +177,5 @@ def validated(model: type[Model], command: str, given: Values) -> Model:
         name = str(first["loc"][0]) if first["loc"] else ""
         where = f"{flag_name(name)} {given.get(name, '')}: " if name else ""
         raise ConfigError(
-            f"{command}: {where}{first['msg'].removeprefix('Value error, ')}"
+            f"{where}{first['msg'].removeprefix('Value error, ')}", where=f"{command}"
         ) from None

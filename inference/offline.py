@@ -74,7 +74,8 @@ def main(
     }
     if save_output.suffix != ".json":
         raise ConfigError(
-            f"--save-output {save_output}: a JSON file is written; give a name that ends in .json"
+            "a JSON file is written; give a name that ends in .json",
+            where=f"--save-output {save_output}",
         )
     check_writable("--save-output", save_output)
     texts, chats = demo_prompts(demo)
@@ -132,10 +133,12 @@ def as_prompts(
     try:
         written = None if template is None else template.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--template {template}: could not be read: {error.strerror}") from error
+        raise ConfigError(
+            f"could not be read: {error.strerror}", where=f"--template {template}"
+        ) from error
     if written is None and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "--demo chat: the tokenizer has no chat template; give one with --template FILE"
+            "the tokenizer has no chat template; give one with --template FILE", where="--demo chat"
         )
     return chat_prompts(chats, tokenizer, {"add_generation_prompt": True, "chat_template": written})
 

@@ -106,7 +106,7 @@ def config_sha256(folder: str | os.PathLike[str]) -> str:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path}: cannot be read as JSON ({error}): expected a model directory"
+            f"cannot be read as JSON ({error}): expected a model directory", where=f"{path}"
         ) from None
     kept = {
         name: value
@@ -124,7 +124,8 @@ def weights_sha256(
     files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(endings))
     if not files:
         raise DataError(
-            f"{folder}: no weight files ({', '.join(endings)}) to hash: expected a model directory"
+            f"no weight files ({', '.join(endings)}) to hash: expected a model directory",
+            where=f"{folder}",
         )
     digest = hashlib.sha256()
     for path in files:

@@ -289,4 +289,4 @@ def _is_real(value: Any) -> bool:
 
 def _require(holds: bool, name: str, value: Any, expected: str) -> None:
     if not holds:
-        raise ConfigError(f"SamplingParams: {name}={value!r}; expected {expected}")
+        raise ConfigError(f"{name}={value!r}; expected {expected}", where="SamplingParams")

@@ -23,9 +23,10 @@ def vllm_python(given: str | None = None) -> str:
         spec = importlib.util.find_spec("vllm")
         if spec is None or spec.origin is None:  # the latter: a folder of that name
             raise ConfigError(
-                "vLLM: it is not installed beside this project, and no other interpreter is named;"
+                "it is not installed beside this project, and no other interpreter is named;"
                 f" set {PYTHON} (or --vllm-python) to the python of an environment that has it,"
-                " such as /opt/vllm/bin/python"
+                " such as /opt/vllm/bin/python",
+                where="vLLM",
             )
         return sys.executable
     where = f"{'--vllm-python' if given else PYTHON}={python}"
@@ -34,10 +35,10 @@ def vllm_python(given: str | None = None) -> str:
         found = subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{where}: cannot be run ({error}); name the python of an environment"
+            f"cannot be run ({error}); name the python of an environment", where=where
         ) from None
     if found.returncode != 0:
-        raise ConfigError(f"{where}: has no package vllm; install it there, or name another")
+        raise ConfigError("has no package vllm; install it there, or name another", where=where)
     return python
 
 
@@ -46,5 +47,7 @@ def vllm_version(python: str) -> str:
     code = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise ConfigError(f"{python}: vLLM's version cannot be read: {done.stderr.strip()}")
+        raise ConfigError(
+            f"vLLM's version cannot be read: {done.stderr.strip()}", where=f"{python}"
+        )
     return done.stdout.strip()

@@ -21,7 +21,7 @@ def check_writable(option: str, path: Path) -> None:
         scratch.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{option} {path}: cannot be written: {error.strerror}; give another file"
+            f"cannot be written: {error.strerror}; give another file", where=f"{option} {path}"
         ) from error
 
 

@@ -195,8 +195,9 @@ class Drafter(nn.Module):
         for field, value in found.items():
             if (expected := getattr(self.config, field)) != value:
                 raise ConfigError(
-                    f"drafter of family {self.config.family}: {field} is {expected}, but target"
-                    f" {target.name_or_path!r} has {value}; use the target it was trained for"
+                    f"{field} is {expected}, but target"
+                    f" {target.name_or_path!r} has {value}; use the target it was trained for",
+                    where=f"drafter of family {self.config.family}",
                 )
         self._target = [target]
         return self

@@ -1,10 +1,19 @@
-"""The project's exceptions. Every message says what was wrong, where, what was expected and what to
-do."""
+"""The project's exceptions. Every message says where it is, what was wrong, what was expected and
+what to do."""
+
+from __future__ import annotations
 
 
 class DraftsmithError(Exception):
     """Base of every error that a user can cause and fix; the command line prints it without a
-    traceback."""
+    traceback.
+
+    `where`: the key, file or option that it is about, which the message begins with; None: in the
+    message."""
+
+    def __init__(self, message: str = "", *, where: str | None = None) -> None:
+        super().__init__(message if where is None else f"{where}: {message}")
+        self.where = where
 
 
 class ConfigError(DraftsmithError):

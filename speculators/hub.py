@@ -30,7 +30,9 @@ def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, s
     if match is None or Path(path_or_id).exists():
         return path_or_id, revision
     if revision not in (None, match["revision"]):
-        raise ConfigError(f"{path_or_id}: revision {revision!r} is given too; give only one")
+        raise ConfigError(
+            f"revision {revision!r} is given too; give only one", where=f"{path_or_id}"
+        )
     return match["repository"], match["revision"]
 
 
@@ -65,7 +67,9 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
         return Path(name)
     found = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(found, str):
-        raise ConfigError(f"{path_or_id}: neither a folder nor in the Hub's cache; load it first")
+        raise ConfigError(
+            "neither a folder nor in the Hub's cache; load it first", where=f"{path_or_id}"
+        )
     return Path(found).parent
 
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by the three floors: tiny random targets of many architectures."""
+"""Fixtures shared by the three layers: tiny random targets of many architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and CONTRIBUTING.md name files, functions and rooms that exist."""
+"""ARCHITECTURE.md and CONTRIBUTING.md name files, functions and packages that exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def definitions(path: Path) -> set[str]:
     return found
 
 
-def test_every_stop_of_the_walks_exists():
+def test_architecture_walks_name_functions_that_exist():
     assert len(STOPS) > 25
     missing = []
     for path, *names in STOPS:
@@ -45,24 +45,26 @@ def test_every_stop_of_the_walks_exists():
     assert not missing
 
 
-@pytest.mark.parametrize("floor", ["speculators", "inference", "train"])
-def test_every_room_is_in_the_table_with_files_to_begin_with(floor):
-    (table,) = re.findall(rf"^\| {floor}/ \|.*\n\|.*\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
-    rooms = {
-        room for row in table.splitlines() for room in re.findall(r"`([\w/]+)/`", row.split("|")[1])
+@pytest.mark.parametrize("layer", ["speculators", "inference", "train"])
+def test_architecture_lists_every_package_with_files_to_begin_with(layer):
+    (table,) = re.findall(rf"^\| {layer}/ \|.*\n\|.*\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
+    packages = {
+        package
+        for row in table.splitlines()
+        for package in re.findall(r"`([\w/]+)/`", row.split("|")[1])
     }
     folders = {
-        str(file.parent.relative_to(ROOT / floor)) for file in (ROOT / floor).rglob("*.py")
+        str(file.parent.relative_to(ROOT / layer)) for file in (ROOT / layer).rglob("*.py")
     } - {"."}
-    assert folders - rooms <= {"vllm_bridge/connectors"}
-    assert all((ROOT / floor / room).is_dir() for room in rooms)
+    assert folders - packages <= {"vllm_bridge/connectors"}
+    assert all((ROOT / layer / package).is_dir() for package in packages)
     for row in table.splitlines():
-        places = re.findall(r"`([\w/]+)/`", row.split("|")[1]) or [""]
+        inside = re.findall(r"`([\w/]+)/`", row.split("|")[1]) or [""]
         for file in re.findall(r"`([\w/]+\.py)`", row.split("|")[3]):
-            assert any((ROOT / floor / place / file).is_file() for place in places), (places, file)
+            assert any((ROOT / layer / place / file).is_file() for place in inside), (inside, file)
 
 
-def test_paths_of_the_contributors_guides_exist():
+def test_contributors_guides_name_paths_that_exist():
     for page in ("CONTRIBUTING.md", "docs/adding-a-family.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         for path in re.findall(r"`((?:speculators|inference|train|tests|scripts)/[\w/.-]+)`", text):

@@ -124,7 +124,8 @@ def schema(
     rows = [row for row in describe_schema(family) if row.name.startswith(section)]
     if not rows:
         raise ConfigError(
-            f"schema: no key begins with {section!r}; `draftsmith schema` alone prints them all"
+            f"no key begins with {section!r}; `draftsmith schema` alone prints them all",
+            where="schema",
         )
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))

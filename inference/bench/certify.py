@@ -64,11 +64,14 @@ class Completions:
             try:
                 choice = (await create(prompt=prompt, **fields)).choices[0]
             except openai.OpenAIError as error:
-                raise DraftsmithError(f"{self.client.base_url}completions: {error}") from None
+                raise DraftsmithError(
+                    f"{error}", where=f"{self.client.base_url}completions"
+                ) from None
         if choice.logprobs is None or choice.logprobs.tokens is None:
             raise DraftsmithError(
-                f"{self.client.base_url}completions: answers without logprobs, which are compared;"
-                " start the server so that it gives them"
+                "answers without logprobs, which are compared;"
+                " start the server so that it gives them",
+                where=f"{self.client.base_url}completions",
             )
         leading = choice.logprobs.top_logprobs or []
         return Text(list(choice.logprobs.tokens), [dict(one or {}) for one in leading])
@@ -105,7 +108,7 @@ async def certify(
     await baseline.connect()
     before = await drafting_counters(server.client)
     if await drafting_counters(baseline.client) is not None:
-        raise ConfigError(f"--baseline {baseline.client.base_url}: this server drafts too")
+        raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
     texts = await server.greedy(prompts, max_tokens)
     references = await baseline.greedy(prompts, max_tokens)
     differences = []
@@ -222,7 +225,7 @@ def serving(model: str, dtype: str) -> Iterator[str]:
         until = time.monotonic() + START_S
         while not _healthy(url):
             if process.poll() is not None or time.monotonic() > until:
-                raise DraftsmithError(f"--baseline {model}: its server did not start")
+                raise DraftsmithError("its server did not start", where=f"--baseline {model}")
             time.sleep(0.2)
         yield url
     finally:

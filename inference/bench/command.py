@@ -73,7 +73,9 @@ def _save(result: dict[str, Any], path: Path, console: Console) -> None:
     try:
         write_whole(path, json.dumps(result) + "\n")
     except OSError as error:
-        raise ConfigError(f"--result-dir: {path}: {error.strerror}; give another") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}; give another", where="--result-dir"
+        ) from error
     console.print(str(path), highlight=False, soft_wrap=True)
 
 

@@ -80,12 +80,12 @@ async def serving_modes(options: BenchOptions) -> dict[int | None, Mode]:
         async with client_at(url) as client:
             counters = await drafting_counters(client)
         if counters is None:
-            raise ConfigError(f"--base-url {url}: its /metrics tell of no drafting")
+            raise ConfigError("its /metrics tell of no drafting", where=f"--base-url {url}")
         most = len(counters.num_accepted_tokens_per_pos)
         for tokens in options.draft_lengths or (most,):
             if tokens > most or tokens in modes:
                 kind = f"drafts {most} at most" if tokens > most else "is measured already"
-                raise ConfigError(f"--base-url {url}: K = {tokens} {kind}")
+                raise ConfigError(f"K = {tokens} {kind}", where=f"--base-url {url}")
             body = {"num_speculative_tokens": tokens} if options.draft_lengths else {}
             modes[tokens] = Mode(url, body)
     return modes

@@ -41,7 +41,7 @@ def load_questions(options: BenchOptions, tokenizer: Any = None) -> list[Questio
     else:
         prompts = [_custom(row, origin, options) for origin, row in json_lines(path)]
     if not prompts:
-        raise DataError(f"{path}: there are no rows")
+        raise DataError("there are no rows", where=f"{path}")
     if not options.disable_shuffle:
         random.Random(options.seed).shuffle(prompts)
     chosen = (prompts[i % len(prompts)] for i in range(options.num_prompts))
@@ -56,11 +56,11 @@ def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
         return _templated(prompt, options)
     if not isinstance(messages, list) or not messages:
         expected = "prompt, a text, or messages, turns with a role"
-        raise DataError(f"{origin}: expected {expected}: {json.dumps(row)[:80]}")
+        raise DataError(f"expected {expected}: {json.dumps(row)[:80]}", where=origin)
     if not all(isinstance(message, dict) and "role" in message for message in messages):
-        raise DataError(f"{origin}: messages: expected turns with a role")
+        raise DataError("messages: expected turns with a role", where=origin)
     if not options.chat:
-        raise ConfigError(f"{origin}: messages need --backend openai-chat")
+        raise ConfigError("messages need --backend openai-chat", where=origin)
     answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
     return messages[:-1] if answered else messages
 

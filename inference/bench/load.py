@@ -92,11 +92,11 @@ async def served_card(client: openai.AsyncOpenAI, model: str | None) -> Any:
         cards = (await client.models.list()).data
     except openai.OpenAIError as error:
         hint = "is the server running, and is this its address? Its key is read from"
-        raise DraftsmithError(f"{client.base_url}models: {error}; {hint} ${KEY}") from None
+        raise DraftsmithError(f"{error}; {hint} ${KEY}", where=f"{client.base_url}models") from None
     fitting = [card for card in cards if model in (None, card.id, getattr(card, "root", None))]
     if not fitting:
         served = ", ".join(card.id for card in cards)
-        raise ConfigError(f"--model {model}: the server has {served or 'no model'}")
+        raise ConfigError(f"the server has {served or 'no model'}", where=f"--model {model}")
     return fitting[0]
 
 
@@ -111,7 +111,7 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         name, count = (await served_card(client, options.model)).id, len(work.questions)
         first = await stream(client, options, name, work.questions[0], 0)  # warms the server up
         if first.error:
-            raise DraftsmithError(f"{options.url}: a first request failed: {first.error}")
+            raise DraftsmithError(f"a first request failed: {first.error}", where=f"{options.url}")
         arrivals = arrival_times(count, options.request_rate, options.seed)
         slots = asyncio.Semaphore(options.max_concurrency or count)
         before = await drafting_counters(client)

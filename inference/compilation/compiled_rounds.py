@@ -111,8 +111,9 @@ class CachedStep(nn.Module):
             if shape in self.shapes:
                 raise
             raise ConfigError(
-                f"LLM: enforce_eager=False: rounds cannot be compiled: {error}. Set"
-                " enforce_eager=True (in speculative_config: for the drafter alone)"
+                f"enforce_eager=False: rounds cannot be compiled: {error}. Set"
+                " enforce_eager=True (in speculative_config: for the drafter alone)",
+                where="LLM",
             ) from error
         self.shapes.add(shape)
         return tuple(None if x is None else x.clone() for x in outputs)

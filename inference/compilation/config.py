@@ -42,7 +42,7 @@ def read_compilation(options: EngineOptions, device: str) -> Compilation | None:
         logger.warning("compilation_config: without effect here: %s", ", ".join(sorted(fields)))
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(
-            f"LLM: compilation_config: cudagraph_capture_sizes={sizes}; expected >= 1"
+            f"compilation_config: cudagraph_capture_sizes={sizes}; expected >= 1", where="LLM"
         )
     asked = mode or (MODES[-1] if options.enforce_eager is False else graphs) or "NONE"
     if options.enforce_eager or asked == "NONE":
@@ -61,5 +61,7 @@ def _mode(given: Any) -> str | None:
     if isinstance(given, int) and 0 <= given < len(MODES):
         return MODES[given]
     if given is not None:
-        raise ConfigError(f"LLM: compilation_config: mode={given!r}; expected one of {MODES}")
+        raise ConfigError(
+            f"compilation_config: mode={given!r}; expected one of {MODES}", where="LLM"
+        )
     return None

@@ -62,7 +62,7 @@ class Engine:
         rejection_sample_method: str = AUTO,
     ) -> None:
         if options.max_model_len is None:
-            raise ConfigError("EngineOptions: an engine needs max_model_len")
+            raise ConfigError("an engine needs max_model_len", where="EngineOptions")
         how = read_compilation(options, target.device.type)
         _require_abilities(target, how is not None, proposer)
         self.target, self.options, self.max_model_len = target, options, options.max_model_len
@@ -100,8 +100,9 @@ class Engine:
         drafting = self.proposer if on else None
         if drafting is not self.drafting and self.has_unfinished:
             raise DraftsmithError(
-                "engine: drafting cannot be turned on or off while requests are unfinished; "
-                "finish or abort them first (a stream that is not exhausted counts: close it)"
+                "drafting cannot be turned on or off while requests are unfinished; "
+                "finish or abort them first (a stream that is not exhausted counts: close it)",
+                where="engine",
             )
         self.drafting = drafting
 
@@ -291,8 +292,8 @@ def _require_abilities(target: FrozenTarget, compiles: bool, proposer: Proposer 
     layers = f"target {target.name_or_path} has recurrent layers, whose states"
     if proposer is not None and proposer.drafts_trees:
         raise ConfigError(
-            f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no"
-            " tree)"
+            "a tree cannot be verified; draft chains (no tree)",
+            where=f"{layers} follow one chain of drafts",
         )
     if compiles:
         raise ConfigError(

@@ -195,7 +195,7 @@ class LLM:
         prompts = read_prompts(prompt, self._tokenizer)
         if len(prompts) != 1:
             raise ConfigError(
-                f"stream: {len(prompts)} prompts; expected one (use generate for several)"
+                f"{len(prompts)} prompts; expected one (use generate for several)", where="stream"
             )
         self._check(prompts, _params_per_prompt(sampling_params, 1))
         return self._stream(prompts, sampling_params, speculate)

@@ -66,7 +66,8 @@ def whole_config(
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base:
             raise CheckpointError(
-                f"target {name}: {adapter.name} names no base_model_name_or_path; merge it first"
+                f"{adapter.name} names no base_model_name_or_path; merge it first",
+                where=f"target {name}",
             )
         return whole_config(base, trust_remote_code=trust_remote_code)
     try:
@@ -76,7 +77,7 @@ def whole_config(
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"target {model}: its config.json could not be read: {one_line(error)}"
+            f"its config.json could not be read: {one_line(error)}", where=f"target {model}"
         ) from error
 
 
@@ -108,8 +109,8 @@ def load_drafter_for(
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
         raise ConfigError(
-            f"speculative_config: method is {config.method!r}, but {config.model} is of family"
-            f" {head.family!r}"
+            f"method is {config.method!r}, but {config.model} is of family {head.family!r}",
+            where="speculative_config",
         )
     target = load_target(target, head.tap_layers)
     drafter = load_drafter(config.model, target)
@@ -165,11 +166,11 @@ def load_tokenizer(
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"tokenizer {source}: could not be loaded: {one_line(error)}; {advice}"
+            f"could not be loaded: {one_line(error)}; {advice}", where=f"tokenizer {source}"
         ) from error
     if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
         raise CheckpointError(
-            f"tokenizer {source}: there is no vocabulary beside config.json; {advice}"
+            f"there is no vocabulary beside config.json; {advice}", where=f"tokenizer {source}"
         )
     return found
 
@@ -208,8 +209,8 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
     own = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
         raise ConfigError(
-            f"target {target.name_or_path}: no max_position_embeddings in its config; pass"
-            " max_model_len"
+            "no max_position_embeddings in its config; pass max_model_len",
+            where=f"target {target.name_or_path}",
         )
     if asked is not None and (asked < 2 or (own is not None and asked > own)):
         raise ConfigError(

@@ -27,7 +27,8 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
         prompts = [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise ConfigError(
-            f"prompts: a {type(prompts).__name__}; expected a string, a dict, or a list of them"
+            f"a {type(prompts).__name__}; expected a string, a dict, or a list of them",
+            where="prompts",
         )
     if prompts and all(isinstance(each, int) for each in prompts):
         prompts = [prompts]
@@ -49,7 +50,7 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
         prompt = {"prompt_token_ids": prompt}
     if isinstance(prompt, dict) and "multi_modal_data" in prompt:
         raise ConfigError(
-            "multi_modal_data: images, audio and video are not read here; only text is"
+            "images, audio and video are not read here; only text is", where="multi_modal_data"
         )
     if not isinstance(prompt, dict) or set(prompt) - {"prompt", "prompt_token_ids"} or not prompt:
         found = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
@@ -85,7 +86,9 @@ def chat_prompts(
     `max_tokens`: ConfigError for a text that cannot be as few tokens, before it is tokenized."""
     tokenizer = _needed(tokenizer)
     if not messages:
-        raise ConfigError("chat: no messages; expected a list of {'role': ..., 'content': ...}")
+        raise ConfigError(
+            "no messages; expected a list of {'role': ..., 'content': ...}", where="chat"
+        )
     conversations = [messages] if isinstance(messages[0], dict) else messages
     prompts = []
     for conversation in conversations:
@@ -94,7 +97,7 @@ def chat_prompts(
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
-            raise ConfigError(f"chat: the chat template cannot be used: {error}") from error
+            raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
         require_short(len(text), tokenizer, max_tokens)
         prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
     return prompts
@@ -105,7 +108,9 @@ def template_message(index: int, message: Any) -> dict[str, Any]:
     (no content is "", text parts are joined by line breaks), and the arguments of tool calls are
     objects. ConfigError for anything that is not text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ConfigError(f"chat: message {index}: expected {{'role': ..., 'content': ...}}")
+        raise ConfigError(
+            f"message {index}: expected {{'role': ..., 'content': ...}}", where="chat"
+        )
     read = {**message, "content": _content_text(index, message.get("content"))}
     if calls := message.get("tool_calls"):
         read["tool_calls"] = _tool_calls(index, calls)
@@ -119,8 +124,9 @@ def _content_text(index: int, content: Any) -> str:
         return content
     if not isinstance(content, (list, tuple)):
         raise ConfigError(
-            f"chat: the content of message {index} is a {type(content).__name__};"
-            " expected a string or text parts"
+            f"the content of message {index} is a {type(content).__name__};"
+            " expected a string or text parts",
+            where="chat",
         )
     return "\n".join(_part_text(index, part) for part in content)
 
@@ -130,9 +136,11 @@ def _part_text(index: int, part: Any) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
     if kind != "text":
-        raise ConfigError(f"chat: message {index} has a part of type {kind}; only text is read")
+        raise ConfigError(
+            f"message {index} has a part of type {kind}; only text is read", where="chat"
+        )
     if not isinstance(part.get("text"), str):
-        raise ConfigError(f"chat: message {index} has a text part without a text")
+        raise ConfigError(f"message {index} has a text part without a text", where="chat")
     return part["text"]
 
 
@@ -146,7 +154,7 @@ def _tool_calls(index: int, calls: Any) -> list[Any]:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             except ValueError:
                 raise ConfigError(
-                    f"chat: message {index}: tool_calls with arguments that are not JSON"
+                    f"message {index}: tool_calls with arguments that are not JSON", where="chat"
                 ) from None
     return read
 

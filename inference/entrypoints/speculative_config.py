@@ -25,25 +25,29 @@ def parse_speculative_config(options: dict[str, Any] | MethodOptions | None) -> 
         )
     if odd := [name for name in options if not isinstance(name, str)]:
         raise ConfigError(
-            f"speculative_config: the name of an option is {odd[0]!r}; expected a string"
+            f"the name of an option is {odd[0]!r}; expected a string", where="speculative_config"
         )
     if "method" not in options:
         raise ConfigError(
-            "speculative_config: method is missing: name one, or the model of a drafter, whose"
-            " config.json says it"
+            "method is missing: name one, or the model of a drafter, whose config.json says it",
+            where="speculative_config",
         )
     method = options["method"]
     if not isinstance(method, str | None):
-        raise ConfigError(f"speculative_config: method={method!r}; expected a name, or None (off)")
+        raise ConfigError(
+            f"method={method!r}; expected a name, or None (off)", where="speculative_config"
+        )
     try:
         kind = MethodOptions if method is None else method_options(method)
         return kind(**options)
     except ConfigError as error:
-        raise ConfigError(f"speculative_config: {error}") from None
+        raise ConfigError(f"{error}", where="speculative_config") from None
     except ValidationError as error:
         faults = [_fault(each, kind, method) for each in error.errors()]
         known = ", ".join(kind.model_fields)
-        raise ConfigError(f"speculative_config: {'; '.join(faults)} (options: {known})") from error
+        raise ConfigError(
+            f"{'; '.join(faults)} (options: {known})", where="speculative_config"
+        ) from error
 
 
 def known_options() -> set[str]:

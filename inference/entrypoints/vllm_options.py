@@ -111,12 +111,14 @@ def read_options(given: Mapping[str, Any], *, stacklevel: int = 3) -> EngineOpti
         logger.info("accepted without effect here: %s", ", ".join(sorted(ignored)))
     if unknown := sorted(set(options) - set(EngineOptions.model_fields)):
         raise ConfigError(
-            f"LLM: unknown options {', '.join(unknown)}; they would change nothing. Remove them "
-            f"(accepted for vLLM's sake, without effect: {', '.join(sorted(ENGINE_OPTIONS))})"
+            f"unknown options {', '.join(unknown)}; they would change nothing. Remove them "
+            f"(accepted for vLLM's sake, without effect: {', '.join(sorted(ENGINE_OPTIONS))})",
+            where="LLM",
         )
     if old and options.get("speculative_config") is not None:
         raise ConfigError(
-            f"LLM: speculative_config and also {', '.join(sorted(old))}; give the former alone"
+            f"speculative_config and also {', '.join(sorted(old))}; give the former alone",
+            where="LLM",
         )
     if old:
         config = options["speculative_config"] = from_old_options(old)
@@ -132,7 +134,7 @@ def read_options(given: Mapping[str, Any], *, stacklevel: int = 3) -> EngineOpti
             f"{fault['loc'][0]}={given.get(str(fault['loc'][0]))!r}: {fault['msg']}"
             for fault in error.errors()
         ]
-        raise ConfigError(f"LLM: {'; '.join(faults)}") from error
+        raise ConfigError(f"{'; '.join(faults)}", where="LLM") from error
     if not known_device(read.device):
         warnings.warn(
             f"device={read.device!r}: torch knows no such device here; the default one is used",
@@ -177,7 +179,8 @@ def from_old_options(old: dict[str, Any]) -> dict[str, Any] | None:
     """The speculative_config that options of older versions stand for; None without any."""
     if old and "speculative_model" not in old:
         raise ConfigError(
-            f"LLM: {', '.join(sorted(old))} without speculative_model; use speculative_config"
+            f"{', '.join(sorted(old))} without speculative_model; use speculative_config",
+            where="LLM",
         )
     return _renamed({DEPRECATED[name]: value for name, value in old.items()}) if old else None
 
@@ -202,7 +205,8 @@ def _without_effect(where: str, given: dict[str, Any], table: dict[str, Accepted
         values = table[name]
         if values is not None and given[name] not in values:
             raise ConfigError(
-                f"{where}: {name}={given[name]!r} would change what is loaded or written, and this"
-                f" runtime does not do it; leave it out (accepted: {', '.join(map(repr, values))})"
+                f"{name}={given[name]!r} would change what is loaded or written, and this"
+                f" runtime does not do it; leave it out (accepted: {', '.join(map(repr, values))})",
+                where=where,
             )
     return accepted

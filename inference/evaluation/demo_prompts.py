@@ -23,7 +23,9 @@ def demo_prompts(name: str) -> tuple[list[str], list[list[Message]]]:
     name_in_file = ALIASES.get(name, name)
     if name_in_file not in DEMOS:
         known = ", ".join((*DEMOS, *(f"{short} (= {long})" for short, long in ALIASES.items())))
-        raise ConfigError(f"--demo {name}: there are no such prompts; expected one of {known}")
+        raise ConfigError(
+            f"there are no such prompts; expected one of {known}", where=f"--demo {name}"
+        )
     prompts = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))[
         name_in_file
     ]

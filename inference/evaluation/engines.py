@@ -62,13 +62,14 @@ class Drafting:
         given."""
         if (drafter is None) == (method is None):
             raise ConfigError(
-                "evaluate: give the folder of an exported drafter, or a training-free method"
-                " without one"
+                "give the folder of an exported drafter, or a training-free method without one",
+                where="evaluate",
             )
         if method is not None and method not in TRAINING_FREE:
             raise ConfigError(
-                f"evaluate: method {method!r}; expected {', '.join(TRAINING_FREE)}, which need no"
-                " checkpoint (for a trained drafter give its folder; config.json names the method)"
+                f"method {method!r}; expected {', '.join(TRAINING_FREE)}, which need no"
+                " checkpoint (for a trained drafter give its folder; config.json names the method)",
+                where="evaluate",
             )
         if method is None:
             layers = target_config(model, **source_of(rest["options"])).num_hidden_layers

@@ -293,11 +293,12 @@ def _cells(
     if not chosen or any(not chats for *_, chats in chosen):
         counts = {name: len(chats) for _, name, chats in chosen}
         raise DataError(
-            f"evaluate: every workload needs at least one prompt; there are {counts or 'none'}"
+            f"every workload needs at least one prompt; there are {counts or 'none'}",
+            where="evaluate",
         )
     if not settings.temperatures:
         raise ConfigError(
-            "evaluate: no temperature to measure at; expected at least one, such as 0"
+            "no temperature to measure at; expected at least one, such as 0", where="evaluate"
         )
     k = settings.num_speculative_tokens
     return [

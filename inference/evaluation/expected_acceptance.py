@@ -55,8 +55,8 @@ def expected_acceptance(
     for i, (prompt, output) in enumerate(texts):
         if not prompt or not output:
             raise DataError(
-                f"expected acceptance: text {i} needs a prompt and an output of at least one token"
-                " each"
+                f"text {i} needs a prompt and an output of at least one token each",
+                where="expected acceptance",
             )
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
     results: list[ReplayResult] = [ReplayResult()] * len(texts)

@@ -42,8 +42,8 @@ def compare_greedy(
     difference."""
     if not len(prompts) == len(references) == len(outputs):
         raise DataError(
-            f"lossless: {len(prompts)} prompts, {len(references)} references and {len(outputs)}"
-            " outputs"
+            f"{len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs",
+            where="lossless",
         )
     dtype = str(target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []

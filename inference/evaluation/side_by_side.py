@@ -50,8 +50,8 @@ class SideBySide:
     ) -> None:
         if DEFAULT in methods:
             raise ConfigError(
-                f"side by side: {DEFAULT!r} is the run without drafting; give the method another"
-                " name"
+                f"{DEFAULT!r} is the run without drafting; give the method another name",
+                where="side by side",
             )
         first = LLM(model, **options)
         self.target = first.engine.target

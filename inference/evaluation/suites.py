@@ -149,8 +149,8 @@ def suite_files(name: str, path: str | Path) -> list[Path]:
             SUITES[part].fetch for part, file in files.items() if not file.is_file()
         )
         raise DataError(
-            f"suite {name}: {'; '.join(missing)}. Fetch it (docs/evaluate.md): mkdir -p {DIR};"
-            f" {commands}"
+            f"{'; '.join(missing)}. Fetch it (docs/evaluate.md): mkdir -p {DIR}; {commands}",
+            where=f"suite {name}",
         )
     return list(files.values())
 
@@ -173,9 +173,9 @@ def load_suite(name: str, path: str | Path) -> list[Conversation]:
         try:
             conversations.append(_conversation(name, suite, row, origin))
         except ValueError as error:
-            raise DataError(f"{origin}: {error}: {json.dumps(row)[:80]}") from None
+            raise DataError(f"{error}: {json.dumps(row)[:80]}", where=origin) from None
     if not conversations:
-        raise DataError(f"{file}: there are no rows; expected {suite.title}")
+        raise DataError(f"there are no rows; expected {suite.title}", where=f"{file}")
     return conversations
 
 
@@ -188,7 +188,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
         )
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: could not be read as lines of JSON: {error}") from error
+        raise ConfigError(
+            f"could not be read as lines of JSON: {error}", where=f"{path}"
+        ) from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

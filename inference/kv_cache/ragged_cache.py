@@ -45,7 +45,8 @@ class RaggedCache:
     ) -> None:
         if max_rows < 1 or max_len < 1:
             raise ConfigError(
-                f"RaggedCache: max_rows={max_rows} and max_len={max_len} must both be at least 1"
+                f"max_rows={max_rows} and max_len={max_len} must both be at least 1",
+                where="RaggedCache",
             )
         self.max_rows, self.max_len = max_rows, max_len
         self.capacity = max(1, min(initial_capacity, max_len))
@@ -72,11 +73,12 @@ class RaggedCache:
         count."""
         if not 0 <= start < stop <= self.max_rows:
             raise ConfigError(
-                f"RaggedCache.view: rows [{start}, {stop}) are not within the {self.max_rows} rows"
+                f"rows [{start}, {stop}) are not within the {self.max_rows} rows",
+                where="RaggedCache.view",
             )
         if num_new_tokens < 1:
             raise ConfigError(
-                f"RaggedCache.view: num_new_tokens={num_new_tokens}, expected at least 1"
+                f"num_new_tokens={num_new_tokens}, expected at least 1", where="RaggedCache.view"
             )
         self.reserve(start, stop, num_new_tokens)
         return RaggedView(self, start, stop, num_new_tokens)
@@ -138,7 +140,7 @@ class RaggedCache:
         for row, count in enumerate(counts, start):
             if count < 0 or self.lengths[row] + count > self.capacity:
                 where = f"row {row} of {self.lengths[row]} tokens and {self.capacity} positions"
-                raise ConfigError(f"RaggedCache: {where} cannot advance by {count}")
+                raise ConfigError(f"{where} cannot advance by {count}", where="RaggedCache")
             self.lengths[row] += count
         if self.states is not None:
             self.states.keep(start, counts)
@@ -154,8 +156,8 @@ class RaggedCache:
         ]
         if moved and self.states is not None:
             raise ConfigError(
-                "RaggedCache.keep: recurrent states follow a chain of tokens, not the branches of a"
-                " tree"
+                "recurrent states follow a chain of tokens, not the branches of a tree",
+                where="RaggedCache.keep",
             )
         if moved:
             rows, source, target = on_device(moved, self.device).unbind(1)
@@ -167,13 +169,14 @@ class RaggedCache:
         """Rolls `row` back to its first `length` tokens."""
         if not 0 <= length <= self.lengths[row]:
             raise ConfigError(
-                f"RaggedCache.truncate: row {row} holds {self.lengths[row]} tokens, cannot keep"
-                f" {length}"
+                f"row {row} holds {self.lengths[row]} tokens, cannot keep {length}",
+                where="RaggedCache.truncate",
             )
         if self.states is not None and length != self.lengths[row]:
             raise ConfigError(
-                f"RaggedCache.truncate: row {row} has the recurrent states after"
-                f" {self.lengths[row]} tokens, not those after {length}"
+                f"row {row} has the recurrent states after"
+                f" {self.lengths[row]} tokens, not those after {length}",
+                where="RaggedCache.truncate",
             )
         self.lengths[row] = length
 
@@ -225,8 +228,8 @@ class RaggedCache:
             return
         if length > self.max_len:
             raise ConfigError(
-                f"RaggedCache: {length} positions are needed; expected at most"
-                f" max_len={self.max_len}"
+                f"{length} positions are needed; expected at most max_len={self.max_len}",
+                where="RaggedCache",
             )
         capacity = self.capacity
         while capacity < length:
@@ -307,8 +310,8 @@ class RaggedView(Cache):
         if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
             brought = f"{key_states.shape[0]} × {key_states.shape[2]}"
             raise ConfigError(
-                f"RaggedView: made for {len(self._lengths)} rows × {self._T} tokens, not for"
-                f" {brought}"
+                f"made for {len(self._lengths)} rows × {self._T} tokens, not for {brought}",
+                where="RaggedView",
             )
         keys, values = self.cache._layer_rows(
             layer_idx, self._start, self._stop, key_states, value_states

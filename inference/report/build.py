@@ -97,7 +97,8 @@ def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> li
         if name not in summary:
             measured = ", ".join(sorted(summary)) or "nothing"
             raise ConfigError(
-                f"gates.{name}: no such figure in this evaluation; measured were: {measured}"
+                f"no such figure in this evaluation; measured were: {measured}",
+                where=f"gates.{name}",
             )
         value = summary[name]
         low = -math.inf if bound.min is None else bound.min

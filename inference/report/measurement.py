@@ -108,15 +108,16 @@ class Measurement:
         together."""
         where = f"{self.workload}, T={self.temperature:g}, {self.method}"
         if not self.requests:
-            raise DataError(f"{where}: no request was measured")
+            raise DataError("no request was measured", where=where)
         metrics = [request.metrics for request in self.requests]
         rounds = sum(len(m.accepted_per_round) for m in metrics)
         total = self.counters
         accepted = total.num_accepted_tokens
         if any(total.num_accepted_tokens_per_pos[self.num_speculative_tokens :]):
             raise DataError(
-                f"{where}: drafts were accepted at {len(total.num_accepted_tokens_per_pos)}"
-                f" positions, K is {self.num_speculative_tokens}"
+                f"drafts were accepted at {len(total.num_accepted_tokens_per_pos)}"
+                f" positions, K is {self.num_speculative_tokens}",
+                where=where,
             )
         del total.num_accepted_tokens_per_pos[self.num_speculative_tokens :]
         of_requests = [m.acceptance_length for m in metrics if m.num_drafts]
@@ -196,8 +197,9 @@ def position_bins(requests: Iterable[RequestOutput], where: str = "") -> list[Po
         m = request.metrics
         if m.accepted_per_round and sum(m.accepted_per_round) != m.num_accepted_tokens:
             raise DataError(
-                f"{where}: request {index} accepted {m.num_accepted_tokens} drafts by position,"
-                f" {sum(m.accepted_per_round)} by round: both must count committed drafts only"
+                f"request {index} accepted {m.num_accepted_tokens} drafts by position,"
+                f" {sum(m.accepted_per_round)} by round: both must count committed drafts only",
+                where=where,
             )
         anchor = len(request.prompt_token_ids)
         if not anchor or len(m.drafted_per_round) != len(m.accepted_per_round):
@@ -233,7 +235,9 @@ def expected_acceptance(
     if not replay:
         return None
     if len(metrics) != len(replay):
-        raise DataError(f"replay: {len(replay)} replayed responses of {len(metrics)} requests")
+        raise DataError(
+            f"{len(replay)} replayed responses of {len(metrics)} requests", where="replay"
+        )
     counts = [(m.num_drafts, m.num_accepted_tokens) for m in metrics]
     measured = acceptance_length(sum(a for _, a in counts), sum(r for r, _ in counts))
     expected = acceptance_length(sum(r.accepted for r in replay), sum(r.rounds for r in replay))

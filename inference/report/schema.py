@@ -504,10 +504,11 @@ def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise DataError(
-            f"{path}: {field}: {first['msg']}, {error.error_count()} problem(s) in all; evaluate"
-            " again with this version"
+            f"{field}: {first['msg']}, {error.error_count()} problem(s) in all; evaluate"
+            " again with this version",
+            where=f"{path}",
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path}: cannot be read as JSON ({error}); expected an acceptance.json"
+            f"cannot be read as JSON ({error}); expected an acceptance.json", where=f"{path}"
         ) from error

@@ -40,7 +40,8 @@ class Speeds:
             repeats = [[run.repeat for run in group] for group in groups]
             if any(some != repeats[0] for some in repeats):
                 raise DataError(
-                    f"timed passes of {workload}: {', '.join(self.kinds)} were not repeated alike"
+                    f"{', '.join(self.kinds)} were not repeated alike",
+                    where=f"timed passes of {workload}",
                 )
             times = np.array([[run.seconds / run.tokens for run in group] for group in groups])
             draws = random.integers(times.shape[1], size=(RESAMPLES, times.shape[1]))

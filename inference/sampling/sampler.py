@@ -113,9 +113,10 @@ def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:
     for row, token in enumerate(token_ids):
         if token >= vocab_size:
             raise DraftsmithError(
-                f"sampler: row {row} has no token of positive probability; expected finite logits."
+                f"row {row} has no token of positive probability; expected finite logits."
                 " Look for NaN in the model's output (a dtype that overflows), or a mask that"
-                " forbids all."
+                " forbids all.",
+                where="sampler",
             )
 
 

@@ -83,7 +83,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         reason = error.strerror or error
-        raise ConfigError(f"serve: --host {host} --port {port}: {reason}") from None
+        raise ConfigError(f"--host {host} --port {port}: {reason}", where="serve") from None
     return listening
 
 
@@ -110,7 +110,7 @@ def sampling_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
         SamplingParams(**defaults)
     except ConfigError as error:
-        raise ConfigError(f"the model's generation_config.json: {error}") from None
+        raise ConfigError(f"{error}", where="the model's generation_config.json") from None
     return defaults
 
 

@@ -77,13 +77,13 @@ def with_model(given: Values, words: Sequence[str]) -> tuple[Values, list[str]]:
     for i, word in enumerate(words):
         if not (word.startswith("-") or follows):
             if "model" in given:
-                raise ConfigError(f"serve: two models, {word} and --model {given['model']}")
+                raise ConfigError(f"two models, {word} and --model {given['model']}", where="serve")
             del rest[i]
             return given | {"model": word}, rest
         follows = word.startswith("-") and "=" not in word
     if not given.get("model"):
         unknown = "".join(f"; {word} is no flag" for word in words if word.startswith("--"))
-        raise ConfigError(f"serve: --model is missing: a folder or repository id{unknown}")
+        raise ConfigError(f"--model is missing: a folder or repository id{unknown}", where="serve")
     return given, rest
 
 
@@ -102,7 +102,9 @@ def undeclared(words: Sequence[str]) -> dict[str, Any]:
     while left:
         word, equals, value = left.pop(0).partition("=")
         if not word.startswith("--"):
-            raise ConfigError(f"serve: {word!r} is no flag; `draftsmith serve --help` lists them")
+            raise ConfigError(
+                f"{word!r} is no flag; `draftsmith serve --help` lists them", where="serve"
+            )
         name = word.removeprefix("--").replace("-", "_")
         if not equals and left and not left[0].startswith("--"):
             value, equals = left.pop(0), "="

@@ -61,7 +61,9 @@ def speculative_config(flags: ServeFlags, older: dict[str, Any]) -> dict[str, An
         return flags.speculative_config
     names = ", ".join(map(flag_name, older))
     if flags.speculative_config is not None:
-        raise ConfigError(f"serve: --speculative-config and older flags ({names}); give the former")
+        raise ConfigError(
+            f"--speculative-config and older flags ({names}); give the former", where="serve"
+        )
     logger.warning("%s: older flags; now --speculative-config '%s'", names, json.dumps(config))
     return config
 
@@ -83,14 +85,17 @@ def _drafting(flags: ServeFlags, older: dict[str, Any], python: str) -> dict[str
     kind = None if method is None else method_options(method)
     if kind is None or (kind.vllm is None and not kind.trained):
         raise ConfigError(
-            f"serve: --speculative-config: method {method!r}; expected a drafter's folder as"
-            " model, or a method of vLLM such as ngram or suffix"
+            f"--speculative-config: method {method!r}; expected a drafter's folder as"
+            " model, or a method of vLLM such as ngram or suffix",
+            where="serve",
         )
     layout = LAYOUTS.get((NATIVE, method))
     if layout is not None and not layout.in_vllm:
-        raise ConfigError(f"serve: no recent vLLM serves the family {method}; leave out --engine")
+        raise ConfigError(
+            f"no recent vLLM serves the family {method}; leave out --engine", where="serve"
+        )
     if layout is not None and layout.last_vllm and (why := layout.dropped(vllm_version(python))):
-        raise ConfigError(f"serve: {why}; leave out --engine")
+        raise ConfigError(f"{why}; leave out --engine", where="serve")
     rule = options.pop("rejection_sample_method", "auto")
     if rule != "auto":  # vLLM chooses if the field is absent
         theirs = {ours: name for name, ours in RULES.items()}

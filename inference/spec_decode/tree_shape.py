@@ -30,13 +30,14 @@ class StaticTree:
                 given = ast.literal_eval(given)
             except (ValueError, SyntaxError) as error:
                 raise ConfigError(
-                    f"speculative_token_tree: {given!r} is no list of choices: {error}"
+                    f"{given!r} is no list of choices: {error}", where="speculative_token_tree"
                 ) from None
         try:
             choices = {tuple(int(rank) for rank in choice) for choice in given}
         except TypeError:
             raise ConfigError(
-                f"speculative_token_tree: {given!r}; expected choices such as [(0,), (0, 0)]"
+                f"{given!r}; expected choices such as [(0,), (0, 0)]",
+                where="speculative_token_tree",
             ) from None
         for choice in sorted(choices):
             before = (*choice[:-1], choice[-1] - 1) if choice and choice[-1] > 0 else choice[:-1]
@@ -44,7 +45,7 @@ class StaticTree:
                 needed = (
                     f"{before} as well" if choice and min(choice) >= 0 else "ranks of 0 and more"
                 )
-                raise ConfigError(f"speculative_token_tree: choice {choice} needs {needed}")
+                raise ConfigError(f"choice {choice} needs {needed}", where="speculative_token_tree")
         if not choices:
             raise ConfigError(
                 "speculative_token_tree is empty; expected at least one choice, such as [(0,)]"

@@ -46,9 +46,10 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
     )
     if list(sizes[:1]) != [1] or found[: len(whole)] != whole or not fits:
         raise DataError(
-            f"vLLM: steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)}"
+            f"steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)}"
             " drafts, are not of one response: every step but the last must bring the drafts of"
-            " its round and one token more"
+            " its round and one token more",
+            where="vLLM",
         )
     if last:
         rounds[-1] = min(last[0], sizes[-1])
@@ -78,5 +79,7 @@ def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int]:
     sizes = [1, *(count + 1 for count in accepted)]
     surplus = sum(sizes) - tokens
     if not 0 <= surplus < sizes[-1]:
-        raise DataError(f"vLLM: {tokens} tokens do not come of rounds that accepted {accepted}")
+        raise DataError(
+            f"{tokens} tokens do not come of rounds that accepted {accepted}", where="vLLM"
+        )
     return [*sizes[:-1], sizes[-1] - surplus]

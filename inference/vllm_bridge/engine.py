@@ -116,7 +116,7 @@ class Worker:
             line = json.dumps({"error": f"its process ended with code {self.process.wait()}"})
         answer = json.loads(line)
         if "error" in answer:
-            raise VllmError(f"vLLM: {answer['error'][:MESSAGE]}\n{self._last_words()}")
+            raise VllmError(f"{answer['error'][:MESSAGE]}\n{self._last_words()}", where="vLLM")
         return answer
 
     def stop(self) -> None:
@@ -247,13 +247,13 @@ def speculative_config(
     config, needs = dict(drafting.speculative_config), dict[str, Any]()
     if drafting.drafter is None:
         if (method := method_options(drafting.method)).vllm is None:
-            raise ConfigError(f"--engine vllm: {method.vllm_note}")
+            raise ConfigError(f"{method.vllm_note}", where="--engine vllm")
         return config, needs
     target = target_config(drafting.model, **drafting.source)
     head: Any = read_drafter_config(drafting.drafter, target.num_hidden_layers)
     layout = LAYOUTS[NATIVE, head.family]
     if why := layout.dropped(version) or ("" if layout.in_vllm else layout.no_vllm(head)):
-        raise ConfigError(f"{drafting.drafter}: {why}; use --engine draftsmith")
+        raise ConfigError(f"{why}; use --engine draftsmith", where=f"{drafting.drafter}")
     config |= vllm_method(head.family) | {"model": str(resolve(drafting.drafter))}
     if getattr(head, "other_tokenizer", False):
         config["use_heterogeneous_vocab"] = True

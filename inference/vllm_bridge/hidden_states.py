@@ -87,7 +87,7 @@ class HiddenStates:
 
     def _read(self, path: str | None, text: Sequence[int]) -> Tensor:
         if path is None or not Path(path).exists():
-            raise VllmError(f"vLLM: left no hidden states of a text of {len(text)} tokens")
+            raise VllmError(f"left no hidden states of a text of {len(text)} tokens", where="vLLM")
         file, lock = Path(path), Path(f"{path}.lock")
         if lock.exists():  # held until the file is whole
             with lock.open() as held:
@@ -101,9 +101,12 @@ class HiddenStates:
             len(self.layers),
         ):
             raise VllmError(
-                f"vLLM: left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])}"
-                f" tokens; expected those of {len(self.layers)} layers and {len(text)} tokens"
+                f"left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])}"
+                f" tokens; expected those of {len(self.layers)} layers and {len(text)} tokens",
+                where="vLLM",
             )
         if not torch.isfinite(states).all():
-            raise VllmError(f"vLLM: hidden states of a text of {len(text)} tokens are not finite")
+            raise VllmError(
+                f"hidden states of a text of {len(text)} tokens are not finite", where="vLLM"
+            )
         return states

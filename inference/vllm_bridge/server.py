@@ -70,7 +70,9 @@ class Server:
         create = self.client.completions.create
         answer = self._asked(create, model=self.model, prompt=list(prompt), extra_body=body)
         if getattr(answer.choices[0], "token_ids", None) is None:
-            raise VllmError(f"{self.url}: answers without token_ids; a newer vLLM is needed")
+            raise VllmError(
+                "answers without token_ids; a newer vLLM is needed", where=f"{self.url}"
+            )
         return answer
 
     def _asked(self, call: Any, *arguments: Any, **fields: Any) -> Any:
@@ -78,7 +80,7 @@ class Server:
             return call(*arguments, **fields)
         except openai.OpenAIError as error:
             hint = f"is it running, and is this its address? Its key is read from ${KEY}"
-            raise VllmError(f"{self.url}: {error}; {hint}") from None
+            raise VllmError(f"{error}; {hint}", where=f"{self.url}") from None
 
 
 class VllmServer(MeasuredEngine):
@@ -88,8 +90,9 @@ class VllmServer(MeasuredEngine):
         super().__init__(drafting)
         if drafting.drafter is None:
             raise ConfigError(
-                f"--url: {drafting.method} has rounds without drafts, which a server does not"
-                " report; leave out --url, and a vLLM is started that is asked step by step"
+                f"{drafting.method} has rounds without drafts, which a server does not"
+                " report; leave out --url, and a vLLM is started that is asked step by step",
+                where="--url",
             )
         self.server = Server(url)
         self.baseline = Server(baseline_url) if baseline_url else None
@@ -101,25 +104,28 @@ class VllmServer(MeasuredEngine):
         for server in filter(None, (self.server, self.baseline)):
             if server.max_model_len is not None and server.max_model_len < longest:
                 raise ConfigError(
-                    f"{server.url}: serves up to {server.max_model_len} tokens, and the longest"
+                    f"serves up to {server.max_model_len} tokens, and the longest"
                     f" prompt and response have {longest}; start it with a larger --max-model-len,"
-                    " or lower --max-tokens"
+                    " or lower --max-tokens",
+                    where=f"{server.url}",
                 )
         if self.baseline is not None and "spec_decode_num_drafts" in self.baseline.get("/metrics"):
-            raise ConfigError(f"--baseline-url {self.baseline.url}: this server drafts too")
+            raise ConfigError("this server drafts too", where=f"--baseline-url {self.baseline.url}")
         self.version = json.loads(self.server.get("/version"))["version"]
         answer = self.server.complete(prompts[0], {"temperature": 0, "max_tokens": k + 2})
         *_, drafted = self._report(answer)
         if drafted != k:
             raise ConfigError(
-                f"{self.server.url}: this server drafts {drafted} tokens a round, and {k} are to be"
-                f" measured; give -k {drafted}, or start it with another num_speculative_tokens"
+                f"this server drafts {drafted} tokens a round, and {k} are to be"
+                f" measured; give -k {drafted}, or start it with another num_speculative_tokens",
+                where=f"{self.server.url}",
             )
         if max(temperatures) > 0 and not self._samples_soundly(prompts[:PROBES]):
             raise ConfigError(
-                f"{self.server.url}: at temperatures above 0 this build (vLLM's on a CPU) verifies"
+                "at temperatures above 0 this build (vLLM's on a CPU) verifies"
                 " with whatever lies in memory in place of temperature and top_p. Measure at"
-                " --temperature 0 alone, or leave out --url: a vLLM that is started is repaired"
+                " --temperature 0 alone, or leave out --url: a vLLM that is started is repaired",
+                where=f"{self.server.url}",
             )
 
     def _samples_soundly(self, prompts: Prompts) -> bool:
@@ -142,7 +148,9 @@ class VllmServer(MeasuredEngine):
         report = (getattr(answer, "metrics", None) or {}).get("speculative_decoding") or {}
         accepted = report.get("per_step_accepted") or []
         if len(accepted) != report.get("num_spec_steps"):
-            raise ConfigError(f"{self.server.url}: reports no rounds; start it with {FLAG}")
+            raise ConfigError(
+                f"reports no rounds; start it with {FLAG}", where=f"{self.server.url}"
+            )
         return accepted, report.get("per_step_drafted") or [], report["num_spec_tokens"]
 
     def facts(self) -> EngineFacts:

@@ -108,8 +108,9 @@ def resolve(
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
         raise CheckpointError(
-            f"{what} {path_or_id}: no such folder, and the Hub did not give it:"
-            f" {one_line(error)}; give a folder that holds it, or a repository id"
+            f"no such folder, and the Hub did not give it:"
+            f" {one_line(error)}; give a folder that holds it, or a repository id",
+            where=f"{what} {path_or_id}",
         ) from error
 
 
@@ -121,7 +122,9 @@ def _headers(folder: Path) -> dict[str, Header]:
             f"; {name} is a pickle, which is never opened: convert it to safetensors first"
             for name in pickled_files(folder)
         )
-        raise CheckpointError(f"drafter {folder}: expected config.json and *.safetensors{hint}")
+        raise CheckpointError(
+            f"expected config.json and *.safetensors{hint}", where=f"drafter {folder}"
+        )
     return read_headers(folder)
 
 
@@ -144,7 +147,7 @@ def read_drafter_config(
             f"{name} is {now}, the drafter was trained with {then}" for name, now, then in changed
         )
         raise CheckpointError(
-            f"{where}: {words}; put back what it was trained with, or export it again"
+            f"{words}; put back what it was trained with, or export it again", where=where
         )
     return config
 
@@ -155,9 +158,9 @@ def read_fields(path_or_id: str | Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "config.json").read_text())
     except FileNotFoundError as error:
-        raise CheckpointError(f"drafter {folder}: expected config.json") from error
+        raise CheckpointError("expected config.json", where=f"drafter {folder}") from error
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder}/config.json: not JSON: {error}") from error
+        raise CheckpointError(f"not JSON: {error}", where=f"{folder}/config.json") from error
 
 
 def load_drafter(
@@ -181,8 +184,9 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     layout = layout_of(fields, set(headers), str(folder))
     if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
         raise CheckpointError(
-            f"{folder}/config.json: dtype is {fields.get('dtype')}, but {other[0]} is"
+            f"dtype is {fields.get('dtype')}, but {other[0]} is"
             f" {headers[other[0]].dtype}, one of {len(other)} such tensors; one of the two was"
-            " changed after the export: export it again"
+            " changed after the export: export it again",
+            where=f"{folder}/config.json",
         )
     layout.read(drafter, folder, sorted(folder.glob("*.safetensors")))

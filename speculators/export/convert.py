@@ -51,12 +51,15 @@ def convert(
     for an incomplete folder, ConfigError if the format has no place for the drafter."""
     folder, out = resolve(path_or_id), Path(out)
     if out.exists() and out.samefile(folder):
-        raise ConfigError(f"export: {out} is the folder that is read; name another one to write")
+        raise ConfigError(
+            f"{out} is the folder that is read; name another one to write", where="export"
+        )
     config = read_drafter_config(folder, num_target_layers)
     if getattr(config, "other_tokenizer", False):
         raise ConfigError(
-            f"export: other_tokenizer: {folder} drafts by a map to its target's tokens, which no"
-            " other format has"
+            f"other_tokenizer: {folder} drafts by a map to its target's tokens, which no"
+            " other format has",
+            where="export",
         )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
@@ -78,7 +81,9 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     tensors that the target lacks or has in another shape."""
     export, target, out = Path(export), Path(target), Path(out)
     if out.exists() and out.samefile(target):
-        raise CheckpointError(f"write_back: {out} is the target itself; name another folder")
+        raise CheckpointError(
+            f"{out} is the target itself; name another folder", where="write_back"
+        )
     fresh = load_file(export / WEIGHTS)
     shards = sorted(target.glob("*.safetensors"))
     headers = read_headers(target)
@@ -89,8 +94,9 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
     )
     if wrong:
         raise CheckpointError(
-            f"write_back: {target} has no tensor of the same shape for {len(wrong)} of {export}: "
-            f"{', '.join(wrong[:3])}; give the folder whose module was trained"
+            f"{target} has no tensor of the same shape for {len(wrong)} of {export}: "
+            f"{', '.join(wrong[:3])}; give the folder whose module was trained",
+            where="write_back",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -86,11 +86,14 @@ def layout_for(format_: str, family: str) -> Layout:
     """The table of a family in a format. ConfigError if there is none, with the formats that the
     family has."""
     if format_ not in FORMATS:
-        raise ConfigError(f"export format {format_!r}: expected one of {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"expected one of {', '.join(FORMATS)}", where=f"export format {format_!r}"
+        )
     if (layout := LAYOUTS.get((format_, family))) is None:
         raise ConfigError(
-            f"export format {format_}: has no place for a drafter of family {family}; this family"
-            f" is written as {', '.join(formats_of(family))}"
+            f"has no place for a drafter of family {family}; this family"
+            f" is written as {', '.join(formats_of(family))}",
+            where=f"export format {format_}",
         )
     return layout
 
@@ -125,9 +128,10 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
         layout = LAYOUTS.get((format_, family))
     if layout is None:
         raise CheckpointError(
-            f"{where}: not a drafter this version reads (architectures"
+            f"not a drafter this version reads (architectures"
             f" {fields.get('architectures')}, family {family}, format {format_}); it reads"
             f" {', '.join(FAMILIES)}, and targets that carry a module of their own; give the folder"
-            " of one of these, or start from scratch"
+            " of one of these, or start from scratch",
+            where=where,
         )
     return layout

@@ -36,7 +36,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
                     headers[name] = Header(tuple(view.get_shape()), dtype, file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{file}: damaged, or not safetensors ({error}); copy or download it again"
+                f"damaged, or not safetensors ({error}); copy or download it again", where=f"{file}"
             ) from error
     return headers
 

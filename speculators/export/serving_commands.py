@@ -53,7 +53,8 @@ def serving(
         tokens = tokens or training_free.num_speculative_tokens
     elif config is None:
         raise ConfigError(
-            f"serving {method!r}: expected the folder of a drafter, or a training-free method"
+            "expected the folder of a drafter, or a training-free method",
+            where=f"serving {method!r}",
         )
     else:
         tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS

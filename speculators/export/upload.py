@@ -58,15 +58,17 @@ def account() -> str:
 def _check_repository(state: Any, to: Destination, folder: Path) -> None:
     if to.private and state.private is False:
         raise ConfigError(
-            f"push to {to.repository}: it is public already, and a push is private unless told"
-            " otherwise; pass --public (export.hub_private_repo: false) or name another repository"
+            "it is public already, and a push is private unless told"
+            " otherwise; pass --public (export.hub_private_repo: false) or name another repository",
+            where=f"push to {to.repository}",
         )
     weights = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
     files = [file.rfilename for file in state.siblings or ()]
     if others := sorted({name for name in files if name.endswith(".safetensors")} - weights):
         raise ConfigError(
-            f"push to {to.repository}: it holds other weights, which would be loaded along with"
-            f" these ({', '.join(others[:3])}); remove them there, or name another repository"
+            f"it holds other weights, which would be loaded along with"
+            f" these ({', '.join(others[:3])}); remove them there, or name another repository",
+            where=f"push to {to.repository}",
         )
 
 
@@ -83,4 +85,4 @@ def _as_hub_error(action: str, token: str | None) -> Iterator[None]:
         message = one_line(error) or type(error).__name__
         if secret := token or get_token():
             message = message.replace(secret, "***")
-        raise HubError(f"{action}: {message}") from None
+        raise HubError(f"{message}", where=f"{action}") from None

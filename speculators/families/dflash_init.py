@@ -41,10 +41,12 @@ def start_from_least_squares(
     predicts [N] and what is left of the desired output [N, H]. ConfigError if no row has a whole
     block, or the head's width is not the target's."""
     if head.config.hidden_size != target.hidden_size:
-        raise ConfigError("drafter.init: least_squares needs the target's hidden_size; set taps")
+        raise ConfigError(
+            "least_squares needs the target's hidden_size; set taps", where="drafter.init"
+        )
     batches = [_Slots(head, target, each) for each in features]
     if not sum(len(each.desired) for each in batches):
-        raise ConfigError("drafter.init: least_squares needs longer responses; set taps")
+        raise ConfigError("least_squares needs longer responses; set taps", where="drafter.init")
     for layer in head.layers:
         _look_back(head, layer.self_attn, torch.cat([each.inputs(layer) for each in batches]))
         attended = torch.cat([each.attended(layer) for each in batches])

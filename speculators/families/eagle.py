@@ -89,8 +89,9 @@ class EagleOptions(DecoderOptions):
     def accept(self, head: Any) -> None:
         if head.fc_bias and not self.fc_bias:
             raise ConfigError(
-                f"drafter.init_from: the head of {self.init_from} has a bias in fc, which vLLM"
-                " drops without a word; set drafter.fc_bias: true to train it all the same"
+                f"the head of {self.init_from} has a bias in fc, which vLLM"
+                " drops without a word; set drafter.fc_bias: true to train it all the same",
+                where="drafter.init_from",
             )
 
 
@@ -164,8 +165,9 @@ class Eagle(DecoderChain):
         e, h = ([torch.cat(each) for each in kind] for kind in (embeds, states))  # each [N, H]
         if not len(h[0]):
             raise ConfigError(
-                f"drafter.init: least_squares needs responses longer than {depths} tokens; "
-                "set drafter.init: pass_through"
+                f"least_squares needs responses longer than {depths} tokens; "
+                "set drafter.init: pass_through",
+                where="drafter.init",
             )
         guess = ridge(torch.cat([e[0], h[0]], 1), h[1])
         for _ in range(ROUNDS if depths > 1 else 0):

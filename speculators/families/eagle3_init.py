@@ -58,8 +58,9 @@ def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
     config, width = head.config, head.config.target_hidden_size
     if tuple(target.tap_layers) != tuple(config.tap_layers):
         raise ConfigError(
-            f"initialise_from: the target taps layers {list(target.tap_layers)}; load it with the"
-            f" head's, {list(config.tap_layers)}"
+            f"the target taps layers {list(target.tap_layers)}; load it with the"
+            f" head's, {list(config.tap_layers)}",
+            where="initialise_from",
         )
     scale = torch.ones(len(config.tap_layers), 1, device=target.device)
     if not (config.norm_before_fc or config.fc_norm):
@@ -86,8 +87,9 @@ def start_from_least_squares(
     config, first = head.config, head.layers[0]
     if not config.norm_before_residual or config.hidden_size != config.target_hidden_size:
         raise ConfigError(
-            "drafter.init: least_squares needs norm_before_residual: true and the target's"
-            " hidden_size; set drafter.init: taps"
+            "least_squares needs norm_before_residual: true and the target's"
+            " hidden_size; set drafter.init: taps",
+            where="drafter.init",
         )
     start_from_taps(head, target)
     scale = target.final_norm_weight
@@ -127,7 +129,9 @@ def _terms(
             embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
     found = torch.cat(taps)
     if len(found) == 0:
-        raise ConfigError("drafter.init: least_squares needs responses of a few tokens; set taps")
+        raise ConfigError(
+            "least_squares needs responses of a few tokens; set taps", where="drafter.init"
+        )
     y = [torch.cat(each) for each in states]
     if scale is None:  # any architecture's: of unit size on the whole
         size = y[0].square().mean().sqrt()

@@ -110,8 +110,9 @@ class MtpConfig(DecoderConfig):
         turned = (getattr(c, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
         if turned != 1 and not own:
             raise ConfigError(
-                f"drafter of family mtp: target {target.name_or_path!r} rotates {turned:g} of each"
-                " head, as vLLM would an added module; use another family, such as eagle3"
+                f"target {target.name_or_path!r} rotates {turned:g} of each"
+                " head, as vLLM would an added module; use another family, such as eagle3",
+                where="drafter of family mtp",
             )
         return super().for_target(target, family) | dict(
             layout=c.model_type if own else "mimo",
@@ -185,8 +186,9 @@ class Mtp(ChainDrafter):
         for name, expected in target_sizes(target, self.config.layout).items():
             if (found := getattr(self.config, name)) != expected:
                 raise ConfigError(
-                    f"drafter of family mtp: {name} is {found}, but an MTP module for target"
-                    f" {target.name_or_path!r} has {expected}; use the target it was made for"
+                    f"{name} is {found}, but an MTP module for target"
+                    f" {target.name_or_path!r} has {expected}; use the target it was made for",
+                    where="drafter of family mtp",
                 )
         return self
 
@@ -216,8 +218,9 @@ class Mtp(ChainDrafter):
         self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
         if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
             raise ConfigError(
-                f"initialise_from: the target taps layers {list(target.tap_layers)}; load it with"
-                f" the module's, {list(self.config.tap_layers)}"
+                f"the target taps layers {list(target.tap_layers)}; load it with"
+                f" the module's, {list(self.config.tap_layers)}",
+                where="initialise_from",
             )
         ids = torch.arange(PROBE_TOKENS, device=target.device)[None] * 7919 % target.vocab_size
         taps, last = target(ids)

@@ -113,7 +113,9 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if config.hidden_act not in ACT2FN:
-            raise ConfigError(f"drafter: hidden_act {config.hidden_act!r} is not transformers'")
+            raise ConfigError(
+                f"hidden_act {config.hidden_act!r} is not transformers'", where="drafter"
+            )
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)

@@ -68,7 +68,9 @@ class Adapter:
         try:
             self.peft: Any = get_peft_model(model, config)
         except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"peft: this adapter does not fit a {kind} model: {error}") from error
+            raise ConfigError(
+                f"this adapter does not fit a {kind} model: {error}", where="peft"
+            ) from error
         if base is not None:
             base, config.revision = split_revision(base)
         config.base_model_name_or_path = base
@@ -125,12 +127,13 @@ def merge_saved_adapter(model: Any, folder: Path, what: str = "drafter") -> Any:
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         raise CheckpointError(
-            f"{what} {folder}: the adapter does not fit its base model: {error}"
+            f"the adapter does not fit its base model: {error}", where=f"{what} {folder}"
         ) from error
     expected = set(get_peft_model_state_dict(adapted))
     if differing := expected ^ set(load_peft_weights(str(folder), "cpu")):
         raise CheckpointError(
-            f"{what} {folder}: the adapter's tensors are not those of its configuration: "
-            f"{', '.join(sorted(differing)[:3])}"
+            f"the adapter's tensors are not those of its configuration: "
+            f"{', '.join(sorted(differing)[:3])}",
+            where=f"{what} {folder}",
         )
     return adapted.merge_and_unload()

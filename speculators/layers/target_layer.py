@@ -81,7 +81,9 @@ class BorrowedLayer(ExactBuffers):
             self.block = Qwen3NextDecoderLayer(config, 0)
             self._rotary = Qwen3NextRotaryEmbedding
         else:
-            raise ConfigError(f"model_type {config.model_type!r}: no layer of it can be borrowed")
+            raise ConfigError(
+                "no layer of it can be borrowed", where=f"model_type {config.model_type!r}"
+            )
         self._config = config
 
     def norm(self) -> nn.Module:

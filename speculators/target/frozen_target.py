@@ -133,8 +133,9 @@ class FrozenTarget(nn.Module):
         `device` later."""
         if attn_implementation not in ("auto", *probe.ATTENTION):
             raise ConfigError(
-                f"target: attn_implementation={attn_implementation!r}; expected auto, sdpa or"
-                " eager: the others cannot honour the masks of rows with different lengths"
+                f"attn_implementation={attn_implementation!r}; expected auto, sdpa or"
+                " eager: the others cannot honour the masks of rows with different lengths",
+                where="target",
             )
         if dtype != "auto":
             as_dtype(dtype)
@@ -153,10 +154,12 @@ class FrozenTarget(nn.Module):
             )
         except (OSError, RuntimeError) as error:
             why = one_line(error)
-            raise CheckpointError(f"target {path_or_id}: cannot load the weights: {why}") from error
+            raise CheckpointError(
+                f"cannot load the weights: {why}", where=f"target {path_or_id}"
+            ) from error
         except (ValueError, KeyError, ImportError) as error:
             why = f"transformers cannot build it: {error}"
-            raise UnsupportedTarget(f"target {path_or_id}: {why}") from error
+            raise UnsupportedTarget(f"{why}", where=f"target {path_or_id}") from error
         probe.refuse_incomplete(info, path_or_id)
         if attn_implementation == "auto" and needs_eager(model.config.get_text_config()):
             model.set_attn_implementation("eager")
@@ -202,9 +205,10 @@ class FrozenTarget(nn.Module):
         """UnsupportedTarget if `what` cannot be done, for it decodes with the target."""
         if self.decoding_refusal is not None:
             raise UnsupportedTarget(
-                f"{what}: needs a target whose rows can be decoded and rolled back here."
+                f"needs a target whose rows can be decoded and rolled back here."
                 f" {self.decoding_refusal}. Train on its features, write responses at endpoints"
-                " (regenerate.endpoints) and evaluate by real vLLM (evaluation.engines: [vllm])"
+                " (regenerate.endpoints) and evaluate by real vLLM (evaluation.engines: [vllm])",
+                where=f"{what}",
             )
 
     @property
@@ -287,9 +291,10 @@ class FrozenTarget(nn.Module):
             states = self.recurrent is None or hasattr(past_key_values, "recurrent")
             if any(past_key_values.is_sliding) or not states:
                 raise ConfigError(
-                    "target: past_key_values drops positions in its sliding layers, or rolls no"
+                    "past_key_values drops positions in its sliding layers, or rolls no"
                     " recurrent states back; pass a cache that keeps them all (RaggedCache's view,"
-                    " or DynamicCache() without a config)"
+                    " or DynamicCache() without a config)",
+                    where="target",
                 )
         places = (position_ids, key_position_ids)
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
@@ -489,7 +494,8 @@ def _check_taps(tap_layers: Sequence[int], n: int, name: str) -> tuple[int, ...]
     bad = [tap for tap in tap_layers if not isinstance(tap, int) or not 0 <= tap <= n]
     if bad or len(set(tap_layers)) != len(tap_layers):
         raise ConfigError(
-            f"target {name}: tap_layers={list(tap_layers)}: expected distinct numbers in 0..{n} "
-            f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)"
+            f"tap_layers={list(tap_layers)}: expected distinct numbers in 0..{n} "
+            f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)",
+            where=f"target {name}",
         )
     return tuple(sorted(tap_layers))

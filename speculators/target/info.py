@@ -77,16 +77,19 @@ def sketch_target(
         whole = AutoConfig.from_pretrained(model, **source)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"target.model: {model} has no config.json that transformers can read"
+            f"{model} has no config.json that transformers can read"
             f" ({one_line(error)}); give a folder that holds a causal language model, or a"
-            " repository id"
+            " repository id",
+            where="target.model",
         ) from error
     config = whole.get_text_config()
     try:
         with torch.device("meta"):
             module = auto_class(whole).from_config(whole, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError) as error:
-        raise UnsupportedTarget(f"target {model}: transformers cannot build it: {error}") from error
+        raise UnsupportedTarget(
+            f"transformers cannot build it: {error}", where=f"target {model}"
+        ) from error
     head = module.get_output_embeddings()
     own = as_dtype(getattr(whole, "dtype", None) or getattr(config, "dtype", None) or torch.float32)
     running = running_dtype(dtype, own, device or own_device())

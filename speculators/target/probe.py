@@ -62,7 +62,7 @@ class Parts:
     stateful: bool  # its config, or transformers, says that it keeps states beside keys and values
 
     def refusal(self, why: str) -> UnsupportedTarget:
-        return UnsupportedTarget(f"target {self.name}: {why}")
+        return UnsupportedTarget(f"{why}", where=f"target {self.name}")
 
     def decode(self, input_ids: Tensor, cache: Any = None, position_ids: Any = None, mask=None):
         """The decoder's output. Without cache, positions and mask: its own plain forward over whole
@@ -116,7 +116,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
     config = model.config.get_text_config()
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     if reason := _unsuitable(model, config):
-        raise UnsupportedTarget(f"target {name}: {reason}")
+        raise UnsupportedTarget(f"{reason}", where=f"target {name}")
     n = config.num_hidden_layers
     # Some classes take the model, or its head, for the decoder.
     for decoder in (model.get_decoder(), *model.children()):
@@ -125,7 +125,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
             break
     else:
         raise UnsupportedTarget(
-            f"target {name}: no module list of num_hidden_layers={n} layers in its decoder"
+            f"no module list of num_hidden_layers={n} layers in its decoder", where=f"target {name}"
         )
     kinds, window = _layer_kinds(config), 0
     if SLIDING in kinds:
@@ -197,7 +197,8 @@ def refuse_incomplete(info: dict, name: str) -> None:
             faults.append(f"{len(names)} tensors {what}, such as {names[:3]}")
     if faults:
         raise CheckpointError(
-            f"target {name}: {'; '.join(faults)}. Such tensors would be random; fix the checkpoint"
+            f"{'; '.join(faults)}. Such tensors would be random; fix the checkpoint",
+            where=f"target {name}",
         )
 
 

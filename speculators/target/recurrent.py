@@ -148,7 +148,9 @@ class RecurrentStates:
                 groups.setdefault(count, []).append(row)
         for count, rows in groups.items():
             if made is None or not made.left.issuperset(rows) or count > made.T:
-                raise ConfigError(f"RecurrentStates.keep: {count} tokens of {rows} were not read")
+                raise ConfigError(
+                    f"{count} tokens of {rows} were not read", where="RecurrentStates.keep"
+                )
             index = on_device(rows, next(_states(made.layers))[1].device)
             if count == made.T:
                 self._store(index, made.layers, index - made.start)

@@ -58,8 +58,9 @@ def from_offsets(d2t: Tensor, vocab_size: int, where: str) -> Tensor:
     ids = d2t.long() + torch.arange(len(d2t))
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
         raise CheckpointError(
-            f"{where}: d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run"
+            f"d2t does not hold offsets (target id = draft id + d2t[draft id]): ids run"
             f" from {int(ids.min())} to {int(ids.max())} in a vocabulary of {vocab_size},"
-            f" {len(ids) - len(ids.unique())} of them repeated"
+            f" {len(ids) - len(ids.unique())} of them repeated",
+            where=where,
         )
     return ids

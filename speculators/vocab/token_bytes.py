@@ -44,8 +44,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, whose: str, size: float) -> 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
-            f"{whose} ({type(tokenizer).__name__}): no tokenizer.json, so the bytes of its tokens"
-            " are unknown; use a model with a fast tokenizer"
+            "no tokenizer.json, so the bytes of its tokens"
+            " are unknown; use a model with a fast tokenizer",
+            where=f"{whose} ({type(tokenizer).__name__})",
         )
     fields = json.loads(backend.to_str())
     decoder = _Decoder.read(fields, whose)
@@ -93,8 +94,9 @@ class _Decoder:
 
         def refuse(reason: str) -> ConfigError:
             return ConfigError(
-                f"{whose} (model {model.get('type')}, decoder {names}): {reason}, so single tokens"
-                " have no text; use a draft model with a byte-level or sentencepiece-like tokenizer"
+                f"{reason}, so single tokens have no text; use a draft model with a byte-level or"
+                " sentencepiece-like tokenizer",
+                where=f"{whose} (model {model.get('type')}, decoder {names})",
             )
 
         for field in ("continuing_subword_prefix", "end_of_word_suffix"):

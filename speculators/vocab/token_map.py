@@ -189,7 +189,7 @@ class TokenMap:
             tensors = load_file(path)
         except (FileNotFoundError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path}: {error}; a draft model with its own tokenizer needs this file"
+                f"{error}; a draft model with its own tokenizer needs this file", where=f"{path}"
             ) from error
         names = {field.name for field in fields(cls)}
         if differing := names ^ set(tensors):
@@ -201,7 +201,7 @@ class TokenMap:
             fault = made._fault(vocab_size, draft_vocab_size)
             if not fault:
                 return made
-        raise CheckpointError(f"{path}: {fault}; export the drafter again")
+        raise CheckpointError(f"{fault}; export the drafter again", where=f"{path}")
 
     def _fault(self, vocab_size: int, draft_vocab_size: int) -> str:
         """A contradiction in the map, or with the sizes of the two models; empty: none."""

@@ -55,7 +55,7 @@ def export(
     from draftsmith.train.pipeline.export_stage import reexport
 
     if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+        raise ConfigError(f"expected one of {', '.join(DTYPES)}", where=f"--dtype {dtype}")
     console = Console()
     if into is not None:
         write_back(source, into, out)
@@ -111,8 +111,8 @@ def inspect(
         return
     if drafter.endswith((".yaml", ".yml")):
         raise ConfigError(
-            f"inspect: {drafter} is a recipe; give a drafter's folder, or look at its data with"
-            " prepare"
+            f"{drafter} is a recipe; give a drafter's folder, or look at its data with prepare",
+            where="inspect",
         )
     result = inspect_folder(drafter, num_target_layers=target_layers)
     named = result.target_name or ""

@@ -62,10 +62,10 @@ def _prompts(path: Path | None) -> list[str]:
     for origin, row in json_lines(path):
         text = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(text, str) or not text:
-            raise DataError(f"{origin}: expected an object with `prompt`, a text")
+            raise DataError("expected an object with `prompt`, a text", where=origin)
         texts.append(text)
     if not texts:
-        raise DataError(f"{path}: there are no rows")
+        raise DataError("there are no rows", where=f"{path}")
     return texts
 
 

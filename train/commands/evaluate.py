@@ -119,20 +119,21 @@ def evaluate(
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
     if recipe is not None and (suite or suite_path or chat_template_kwargs):
         raise ConfigError(
-            "evaluate: a recipe names its suites and variables itself: evaluation.suites,"
-            " data.chat_template_kwargs"
+            "a recipe names its suites and variables itself: evaluation.suites,"
+            " data.chat_template_kwargs",
+            where="evaluate",
         )
     if suite_path and len(suite_path) != len(suite or ()):
         raise ConfigError(
-            f"--suite-path: {len(suite_path)} for {len(suite or ())} of --suite; give each one, or"
-            " none"
+            f"{len(suite_path)} for {len(suite or ())} of --suite; give each one, or none",
+            where="--suite-path",
         )
     if recipe is not None and not (model or drafter or method or prompts):
         checked = load_recipe(recipe, overrides or ())
         raise typer.Exit(evaluate_run(checked, engines))
     if recipe is not None or not model or bool(drafter) == bool(method):
         raise ConfigError(
-            "evaluate: give a recipe, or --model and --drafter (or --method) without one"
+            "give a recipe, or --model and --drafter (or --method) without one", where="evaluate"
         )
     page = evaluate_folders(
         model,
@@ -180,18 +181,22 @@ def _engines(
     }
     about_vllm = [name for name, value in given.items() if value]
     if unknown := set(names or ()) - {OURS, VLLM}:
-        raise ConfigError(f"--engine {', '.join(sorted(unknown))}: expected {OURS} or {VLLM}")
+        raise ConfigError(
+            f"expected {OURS} or {VLLM}", where=f"--engine {', '.join(sorted(unknown))}"
+        )
     if about_vllm and VLLM not in (names or ()):
         raise ConfigError(
-            f"{', '.join(about_vllm)}: without --engine vllm it would mean nothing; add it"
+            "without --engine vllm it would mean nothing; add it", where=f"{', '.join(about_vllm)}"
         )
     if baseline_url and not url:
         raise ConfigError(
-            "--baseline-url: the server without drafting stands beside one with; give --url too"
+            "the server without drafting stands beside one with; give --url too",
+            where="--baseline-url",
         )
     if url and (python or options):
         raise ConfigError(
-            f"--url: the server runs already; {about_vllm[-1]} is for a vLLM that is started"
+            f"the server runs already; {about_vllm[-1]} is for a vLLM that is started",
+            where="--url",
         )
     if eager is not None and names and OURS not in names:
         raise ConfigError(

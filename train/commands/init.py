@@ -80,7 +80,7 @@ def init(
     from draftsmith.train.recipe.recipe import recipe_class
 
     if out.exists():
-        raise ConfigError(f"--out {out}: the file exists; name another, or delete it")
+        raise ConfigError("the file exists; name another, or delete it", where=f"--out {out}")
     device, console = find_device(gpu), Console(highlight=False, soft_wrap=True)
     name = f"{Path(model.rstrip('/')).name.partition('@')[0].lower()}-{family}"
     tree: dict[str, Any] = {
@@ -145,7 +145,7 @@ def _measure(recipe: Recipe, examples: Sequence[Example]) -> Lengths:
         except BadRow:
             continue  # a run lists it, or has the target write its response
     if not prompts:
-        raise ConfigError("--data: no row can be rendered; `draftsmith prepare` says why")
+        raise ConfigError("no row can be rendered; `draftsmith prepare` says why", where="--data")
     config = recipe.target.sketch().config
     longest = getattr(config, "max_position_embeddings", None) or 2**20
     thinking = recipe.data.chat_template_kwargs.get("enable_thinking")

@@ -31,5 +31,5 @@ def parse_part(text: str) -> tuple[int, int]:
     """`2/4` -> (1, 4). ConfigError if there is no such part."""
     match = PART.fullmatch(text)
     if match is None or int(match["number"]) > int(match["of"]):
-        raise ConfigError(f"--part {text}: expected I/N with I from 1 to N, such as 2/4")
+        raise ConfigError("expected I/N with I from 1 to N, such as 2/4", where=f"--part {text}")
     return int(match["number"]) - 1, int(match["of"])

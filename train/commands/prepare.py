@@ -52,7 +52,9 @@ def prepare(
 
     checked = load_recipe(recipe, overrides or ())
     if validation and not checked.data.validation:
-        raise ConfigError(f"{recipe}: data.validation is empty; there is nothing to look at")
+        raise ConfigError(
+            "data.validation is empty; there is nothing to look at", where=f"{recipe}"
+        )
     folder = Path(checked.output_dir)
     bad = bad_rows(checked.data, folder, "validation" if validation else "")
     bad.stop = False  # all are shown; a run may stop at the first
@@ -65,7 +67,8 @@ def prepare(
         report = make_report(checked, prepared, tokenizer)
     if sample >= len(prepared.examples):
         raise ConfigError(
-            f"--sample {sample}: there are {len(prepared.examples)} examples, numbered from 0"
+            f"there are {len(prepared.examples)} examples, numbered from 0",
+            where=f"--sample {sample}",
         )
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
@@ -74,7 +77,9 @@ def prepare(
         _print(console, report)
         _print_sample(console, prepared.examples[sample], tokenizer)
     if bad.reasons and checked.data.on_bad_row == "error":
-        raise DataError(f"data.on_bad_row: error stops the run: {bad}; drop leaves them out")
+        raise DataError(
+            f"error stops the run: {bad}; drop leaves them out", where="data.on_bad_row"
+        )
 
 
 def make_report(
@@ -113,7 +118,7 @@ def make_report(
         prompt_tokens[example.workload] += times * prompt
         rows.setdefault(example.workload, []).extend(found * times)
     if not examples or not (regenerated or any(rows.values())):
-        raise DataError(f"no row is left: {bad}")
+        raise DataError(f"{bad}", where="no row is left")
     everything = [row for workload in rows.values() for row in workload]
     overall = _lengths(everything, data.max_length, examples.total(), prompt_tokens.total())
     left_out = Counter(item.why for item in prepared.left_out)

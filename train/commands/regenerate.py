@@ -40,8 +40,8 @@ def regenerate(
     held_out = bool(checked.data.validation)
     if not parts and not held_out:
         raise ConfigError(
-            f"{recipe}: regenerate.enabled is false and there is no data.validation; nothing is"
-            " written"
+            "regenerate.enabled is false and there is no data.validation; nothing is written",
+            where=f"{recipe}",
         )
     stages, accelerator = (
         Stages(len(parts) + len(checked.training_stages()) * held_out),

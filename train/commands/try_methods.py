@@ -95,6 +95,6 @@ def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
     }
     for drafter in drafters:
         if drafter in methods:
-            raise ConfigError(f"--drafter {drafter}: given twice, or the name of a method")
+            raise ConfigError("given twice, or the name of a method", where=f"--drafter {drafter}")
         methods[drafter] = {"model": drafter} | tokens
     return methods

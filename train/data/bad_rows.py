@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from draftsmith.speculators.errors import DataError
 
@@ -18,12 +19,12 @@ class BadRow(DataError):
     """One row that cannot be used: `origin` is its place (`chats.jsonl:12`), `what` the reason."""
 
     def __init__(self, origin: str, what: str) -> None:
-        super().__init__(origin, what)  # the arguments of the copy that pickle makes
         self.origin = origin
         self.what = what.encode("utf-8", "backslashreplace").decode()  # for files and terminals
+        super().__init__(self.what, where=origin)
 
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.what}"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRow, (self.origin, self.what)
 
 
 class BadRows:

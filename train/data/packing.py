@@ -74,7 +74,7 @@ def conversation_tokenizer(
     template = None
     if section.chat_template is not None:
         if not Path(section.chat_template).is_file():
-            raise DataError(f"data.chat_template: no such file: {section.chat_template}")
+            raise DataError(f"no such file: {section.chat_template}", where="data.chat_template")
         template = Path(section.chat_template).read_text(encoding="utf-8")
     if THINKING not in section.chat_template_kwargs and knows_thinking(tokenizer, template):
         logger.warning(
@@ -136,8 +136,9 @@ def prepare_rows(
     if not kept:
         first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {len(dropped)} have no provable"
-            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}"
+            f"{len(dropped)} have no provable"
+            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}",
+            where=f"no row is left of {len(examples)} examples",
         )
     return kept, statistics
 

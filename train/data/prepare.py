@@ -74,7 +74,7 @@ def training_examples(
         _list_left_out(path, left_out)
     prepared = Prepared(mix(data.train, lists), bad, left_out, read, path)
     if not prepared.examples:
-        raise DataError(f"data.train: no example is left: {prepared}")
+        raise DataError(f"no example is left: {prepared}", where="data.train")
     return prepared
 
 
@@ -109,7 +109,7 @@ def askable(
         else:
             usable.append(example)
     if not usable:
-        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
+        raise DataError(f"{bad}", where=f"no prompt can be made of any of {len(examples)} examples")
     return usable
 
 

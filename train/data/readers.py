@@ -38,7 +38,7 @@ def rows_of(source: Source, *, seed: int = 0) -> Iterator[Row]:
         hint = f"a relative path starts at the working directory, {Path.cwd().name}/"
         if not kind_of(path):
             hint = "for a dataset on the hub write name: instead of path:"
-        raise DataError(f"{path}: no such file or directory; {hint}")
+        raise DataError(f"no such file or directory; {hint}", where=f"{path}")
     for part in (source.split or "train").split("+"):
         split = part.partition("[")[0]
         rows: Iterable[Row] = (row for file in _files(path, split) for row in _file_rows(file))
@@ -60,17 +60,19 @@ def _files(path: Path, split: str) -> list[Path]:
 
     if path.is_file():
         if kind_of(path) is None:
-            raise DataError(f"{path}: expected one of {KINDS}, or a dataset directory")
+            raise DataError(f"expected one of {KINDS}, or a dataset directory", where=f"{path}")
         if split != "train":
-            raise DataError(f"{path}: split {split!r}: a single file has the split train alone")
+            raise DataError(
+                f"split {split!r}: a single file has the split train alone", where=f"{path}"
+            )
         return [path]
     if not any(kind_of(file) for file in path.rglob("*")):
-        raise DataError(f"{path}: the directory holds no file of {KINDS}")
+        raise DataError(f"the directory holds no file of {KINDS}", where=f"{path}")
     splits = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
     found = {str(name): [f for f in files if kind_of(Path(f))] for name, files in splits.items()}
     if not found.get(split):
         names = ", ".join(name for name, files in found.items() if files)
-        raise DataError(f"{path}: the directory has no split {split!r}; it has {names}")
+        raise DataError(f"the directory has no split {split!r}; it has {names}", where=f"{path}")
     return sorted(path / Path(file).relative_to(path.resolve()) for file in found[split])
 
 
@@ -90,7 +92,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
                 yield place, BadRow(place, row.what) if isinstance(row, BadRow) else row
     except (OSError, EOFError, ValueError, csv.Error) as error:
         if not number:
-            raise DataError(f"{path}: cannot be read: {error}") from error
+            raise DataError(f"cannot be read: {error}", where=f"{path}") from error
         place = f"{path}:{number + 1}"
         yield place, BadRow(place, f"the file breaks off: {error}")
 
@@ -120,7 +122,7 @@ def _list_or_lines(file: io.BufferedReader, path: Path) -> Iterator[tuple[int, A
     try:
         rows = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected a list of rows as JSON: {error}") from None
+        raise DataError(f"expected a list of rows as JSON: {error}", where=f"{path}") from None
     yield from enumerate(rows, 1)
 
 
@@ -138,7 +140,7 @@ def _slice(split: str, count: int) -> range:
     try:
         (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: count})
     except (ValueError, AssertionError) as error:
-        raise DataError(f"split {split!r}: {error}") from None
+        raise DataError(f"{error}", where=f"split {split!r}") from None
     return range(part.from_, part.to)
 
 
@@ -150,7 +152,7 @@ def _table_rows(label: str, load: Any) -> Iterator[Row]:
             yield f"{label} #{number}", row
             number += 1
     except Exception as error:
-        raise DataError(f"{label}: cannot be read after {number} rows: {error}") from error
+        raise DataError(f"cannot be read after {number} rows: {error}", where=label) from error
 
 
 def _data_set(source: Source, split: str, seed: int) -> Iterable[Any]:

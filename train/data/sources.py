@@ -78,7 +78,7 @@ def read_sources(
             lost = ""
             if bad and len(bad.reasons) > before:
                 lost = f": all of its {len(bad.reasons) - before} rows are bad: {bad}"
-            raise DataError(f"{source.label}: the source holds no examples{lost}")
+            raise DataError(f"the source holds no examples{lost}", where=f"{source.label}")
     return lists
 
 

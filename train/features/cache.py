@@ -80,8 +80,8 @@ def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
     for end in ends:
         if not np.array_equal(row.position_ids[start:end], np.arange(end - start)):
             raise DataError(
-                "features: the positions of a text in a packed row do not count from 0; it cannot"
-                " be kept"
+                "the positions of a text in a packed row do not count from 0; it cannot be kept",
+                where="features",
             )
         yield text_key(row.input_ids[start:end]), slice(start, end)
         start = end
@@ -130,9 +130,10 @@ class FeatureCache:
         payload = {name: shard.get_tensor(f"{text.hex()}.{name}") for name in names}
         if _checksum(payload) != checksums[text.hex()]:
             raise DataError(
-                f"{self._shards[text]}: damaged: the bytes of a text are not those that were"
+                "damaged: the bytes of a text are not those that were"
                 " written; delete the file and run the same command again, which computes its"
-                " texts anew"
+                " texts anew",
+                where=f"{self._shards[text]}",
             )
         taps = None
         if self.key.taps:
@@ -148,7 +149,8 @@ class FeatureCache:
         names = [text for text, _ in texts_of(row)]
         if not all(text in self for text in names):
             raise DataError(
-                f"{self.folder}: a training text has no features there; run the same command again"
+                "a training text has no features there; run the same command again",
+                where=f"{self.folder}",
             )
         texts = [self.read(text, device) for text in names]
         taps = [taps for taps, _ in texts if taps is not None]
@@ -162,8 +164,9 @@ def _opened(path: Path) -> tuple[Any, dict[str, int]]:
         shard = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise DataError(
-            f"{path}: damaged or cut short ({error}); delete the file and run the same command"
-            " again, which computes its texts anew"
+            f"damaged or cut short ({error}); delete the file and run the same command"
+            " again, which computes its texts anew",
+            where=f"{path}",
         ) from None
     return shard, {text: int(value) for text, value in (shard.metadata() or {}).items()}
 
@@ -225,9 +228,10 @@ class ShardWriter:
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise DataError(
-                f"{path.parent}: a shard of {self._waiting / 1e6:.0f} MB could not be written"
+                f"a shard of {self._waiting / 1e6:.0f} MB could not be written"
                 f" ({error}); what was written before is kept, so make room and run the same"
-                " command again"
+                " command again",
+                where=f"{path.parent}",
             ) from None
         self.bytes += self._waiting
         self.tokens += sum(len(parts["last_hidden"]) for parts in self._texts.values())
@@ -239,9 +243,10 @@ class ShardWriter:
         error = relative_error(vectors, encoding.decode(payload)).mean()
         if not torch.isfinite(error):
             raise DataError(
-                f"features: {name} of a training text hold numbers that are not finite, or too"
+                f"{name} of a training text hold numbers that are not finite, or too"
                 f" large for {encoding.name}; look at the target in a wider precision"
-                " (target.dtype: float32)"
+                " (target.dtype: float32)",
+                where="features",
             )
         self.error[name] = max(self.error.get(name, 0.0), float(error))
         return payload.flatten(1).cpu().contiguous()

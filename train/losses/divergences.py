@@ -196,7 +196,7 @@ class Mix:
         if isinstance(loss, Mix):
             return loss
         if not loss:
-            raise ConfigError(f"{where}: empty; name at least one of {', '.join(DIVERGENCES)}")
+            raise ConfigError(f"empty; name at least one of {', '.join(DIVERGENCES)}", where=where)
         terms = tuple(_parse_term(name, value, f"{where}.{name}") for name, value in loss.items())
         return cls(
             terms=tuple(term for term in terms if term.name not in ON_STATES),
@@ -213,10 +213,10 @@ class Mix:
 
 def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Term:
     if name not in DIVERGENCES:
-        raise ConfigError(f"{where}: unknown divergence; use one of {', '.join(DIVERGENCES)}")
+        raise ConfigError(f"unknown divergence; use one of {', '.join(DIVERGENCES)}", where=where)
     options = dict(value) if isinstance(value, Mapping) else {"weight": value}
     if "weight" not in options:
-        raise ConfigError(f"{where}: no weight given; write {name}: {{weight: 1.0, ...}}")
+        raise ConfigError(f"no weight given; write {name}: {{weight: 1.0, ...}}", where=where)
     weight = options.pop("weight")
     if (
         isinstance(weight, bool)
@@ -224,8 +224,8 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
         or not (0 < weight < math.inf)
     ):
         raise ConfigError(
-            f"{where}.weight: expected a positive number, got {weight!r}; leave the term out for"
-            " zero"
+            f"expected a positive number, got {weight!r}; leave the term out for zero",
+            where=f"{where}.weight",
         )
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
     allowed = [
@@ -234,15 +234,20 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
     for option, number in options.items():
         if option not in allowed:
             known = f"it takes {', '.join(allowed)}" if allowed else "it takes none but weight"
-            raise ConfigError(f"{where}.{option}: unknown option of {name}; {known}")
+            raise ConfigError(f"unknown option of {name}; {known}", where=f"{where}.{option}")
         if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
-            raise ConfigError(f"{where}.{option}: expected a positive number, got {number!r}")
+            raise ConfigError(
+                f"expected a positive number, got {number!r}", where=f"{where}.{option}"
+            )
         if name == "jsd" and number >= 1:
             raise ConfigError(
-                f"{where}.beta: expected 0 < beta < 1, got {number}; the limits are the two KLs"
+                f"expected 0 < beta < 1, got {number}; the limits are the two KLs",
+                where=f"{where}.beta",
             )
         if option == "k" and not isinstance(number, int):
-            raise ConfigError(f"{where}.k: expected a whole number of tokens, got {number!r}")
+            raise ConfigError(
+                f"expected a whole number of tokens, got {number!r}", where=f"{where}.k"
+            )
     return Term(name, float(weight), options)
 
 

@@ -120,13 +120,14 @@ def chunked_objective(
             raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {count}")
     if temperature <= 0:
         raise ConfigError(
-            f"objective: temperature must be above 0, got {temperature}; use cross_entropy_argmax"
-            " for greedy"
+            f"temperature must be above 0, got {temperature}; use cross_entropy_argmax for greedy",
+            where="objective",
         )
     if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
         raise ConfigError(
-            f"loss.smooth_l1: the drafter's states are {hidden.shape[-1]} wide, the target's"
-            f" {target_hidden.shape[-1]}; use it only where they are equal"
+            f"the drafter's states are {hidden.shape[-1]} wide, the target's"
+            f" {target_hidden.shape[-1]}; use it only where they are equal",
+            where="loss.smooth_l1",
         )
     if count == 0:
         return _no_rows(hidden, draft_head)

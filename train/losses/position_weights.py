@@ -36,11 +36,13 @@ class PositionWeights:
         """ConfigError names the key for an unknown kind or a value out of its range."""
         if len(given) != 1:
             raise ConfigError(
-                f"{where}: expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}"
+                f"expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}", where=where
             )
         ((kind, value),) = given.items()
         if kind not in KINDS:
-            raise ConfigError(f"{where}.{kind}: unknown weights; use one of {', '.join(KINDS)}")
+            raise ConfigError(
+                f"unknown weights; use one of {', '.join(KINDS)}", where=f"{where}.{kind}"
+            )
         fits = {
             "step_decay": 0 < value <= 1,
             "gamma": 0 < value < math.inf,
@@ -48,7 +50,7 @@ class PositionWeights:
             "d_pace": 0 <= value <= 1,
         }[kind]
         if not fits or (kind != "uniform" and isinstance(value, bool)):
-            raise ConfigError(f"{where}.{kind}: expected {KINDS[kind]}, got {value!r}")
+            raise ConfigError(f"expected {KINDS[kind]}, got {value!r}", where=f"{where}.{kind}")
         return cls(kind, float(value))
 
     @property

@@ -2,5 +2,5 @@
 published.
 
 Each stage is passed over if its result is there.
-How a stage does its work belongs in another room.
+How a stage does its work belongs in another package.
 """

@@ -275,10 +275,11 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
         fitting = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
         if not fitting:
             raise DataError(
-                f"evaluation: every prompt of workload {name!r} is too long: the shortest of"
+                f"every prompt of workload {name!r} is too long: the shortest of"
                 f" {len(prompts)} has {min(map(len, prompts))} tokens, max_tokens is"
                 f" {settings.max_tokens}, and the target's context is {limit} tokens; lower"
-                " max_tokens, or leave the source out"
+                " max_tokens, or leave the source out",
+                where="evaluation",
             )
         chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{seed}/{name}")
     return chosen
@@ -319,9 +320,10 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
                 by_category[row.category].append(chat)
         if full := [category for category, chats in by_category.items() if not chats]:
             raise DataError(
-                f"evaluation.suites.{name}: every conversation of category {full[0]!r} is too long"
+                f"every conversation of category {full[0]!r} is too long"
                 f" for the target, whose context is {limit} tokens, with responses of"
-                f" {settings.max_tokens}; lower max_tokens"
+                f" {settings.max_tokens}; lower max_tokens",
+                where=f"evaluation.suites.{name}",
             )
         chosen = {
             category: _sample(chats, e.suite_prompts, f"{SEED}/{name}/{category}")

@@ -53,7 +53,8 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     adapter = resolve(*split_revision(str(t.adapter)), what="target.adapter")
     if not (adapter / CONFIG).is_file():
         raise CheckpointError(
-            f"target.adapter {adapter}: no {CONFIG}; give what peft's save_pretrained wrote"
+            f"no {CONFIG}; give what peft's save_pretrained wrote",
+            where=f"target.adapter {adapter}",
         )
     source = {
         "target": weights_sha256(base),
@@ -72,7 +73,8 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
     refuse_incomplete(info, str(base))
     if is_quantised(model):
         raise UnsupportedTarget(
-            f"target.adapter: {base} is quantised; merge into the plain checkpoint, quantise that"
+            f"{base} is quantised; merge into the plain checkpoint, quantise that",
+            where="target.adapter",
         )
     model = merge_saved_adapter(model, adapter, "target.adapter")
     folder.parent.mkdir(parents=True, exist_ok=True)

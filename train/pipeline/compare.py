@@ -33,14 +33,17 @@ def compare_recipes(
     DraftsmithError names a run that failed."""
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
-        raise ConfigError(f"compare: recipes need different file names, got {', '.join(names)}")
+        raise ConfigError(
+            f"recipes need different file names, got {', '.join(names)}", where="compare"
+        )
     changes = [budget(path, minutes, out, overrides) for path in paths]
     recipes = [load_recipe(path, change) for path, change in zip(paths, changes, strict=True)]
     sections = [recipe.evaluation for recipe in recipes]
     if len({(e.num_speculative_tokens, tuple(e.temperatures)) for e in sections}) > 1:
         raise ConfigError(
-            "compare: evaluation.num_speculative_tokens and evaluation.temperatures must be the"
-            " same in all recipes; give them with --set"
+            "evaluation.num_speculative_tokens and evaluation.temperatures must be the"
+            " same in all recipes; give them with --set",
+            where="compare",
         )
     for path, change, recipe in zip(paths, changes, recipes, strict=True):
         if not is_done(recipe):
@@ -74,7 +77,7 @@ def train(path: Path, changes: Sequence[str]) -> None:
     """In a process of its own, since accelerate keeps its state for the life of a process."""
     command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *changes]
     if code := subprocess.run(command, check=False).returncode:
-        raise DraftsmithError(f"compare: {path} ended with status {code}")
+        raise DraftsmithError(f"{path} ended with status {code}", where="compare")
 
 
 def entry(name: str, recipe: Recipe) -> Entry:

@@ -145,7 +145,7 @@ class DataStage:
                 )
             self._say(str(self.bad))
         if not rows:
-            raise DataError("data.train: no row with a supervised token is left")
+            raise DataError("no row with a supervised token is left", where="data.train")
         packed = pack(rows, data.max_length)
         self.stages.say(f"      {statistics}; {len(packed)} packed rows")
         return packed
@@ -158,7 +158,8 @@ class DataStage:
         prompts = [tuple(self.tokenizer.prompt_ids(example)) for example in self._prompted]
         if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
             raise DataError(
-                f"on_policy: all {len(prompts)} prompts exceed {room} tokens; raise data.max_length"
+                f"all {len(prompts)} prompts exceed {room} tokens; raise data.max_length",
+                where="on_policy",
             )
         if left_out := len(prompts) - len(fitting):
             warning = "warning: " if left_out > LEFT_OUT_SHARE * len(prompts) else ""

@@ -38,7 +38,8 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(
-            f"{folder / EXPORT}: no export to evaluate; run the recipe first, or draftsmith export"
+            "no export to evaluate; run the recipe first, or draftsmith export",
+            where=f"{folder / EXPORT}",
         )
     newest = checkpoint.latest(checkpoints(recipe))
     history = checkpoint.read_state(newest).history if newest is not None else ()
@@ -65,8 +66,8 @@ def evaluate_folders(
     `evaluation`: further keys of a recipe's evaluation section."""
     if not prompts and not evaluation.get("suites") and not HELD_OUT.exists():
         raise ConfigError(
-            "evaluate: the quickstart's prompts come with the project's repository; give --prompts"
-            " FILE"
+            "the quickstart's prompts come with the project's repository; give --prompts FILE",
+            where="evaluate",
         )
     sources = [{"path": prompts}] if prompts else BUILT_IN
     asked = [] if evaluation.get("suites") and not prompts else sources
@@ -117,7 +118,7 @@ def _recipe(
         )
     except ValidationError as error:
         faults = [f"{_option(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise ConfigError(f"evaluate: {'; '.join(faults)}") from None
+        raise ConfigError(f"{'; '.join(faults)}", where="evaluate") from None
 
 
 def _option(location: Sequence[Any]) -> str:

@@ -78,7 +78,7 @@ def reexport(
     """
     if not (run_dir / RECIPE).is_file():
         raise CheckpointError(
-            f"{run_dir}: holds no {RECIPE}, so it is not a run's folder; give runs/<name>"
+            f"holds no {RECIPE}, so it is not a run's folder; give runs/<name>", where=f"{run_dir}"
         )
     recipe = load_recipe(
         run_dir / RECIPE, [f"output_dir={run_dir}"]
@@ -87,7 +87,7 @@ def reexport(
     root = checkpoints(recipe)
     newest = checkpoint.latest(root)
     if newest is None:
-        raise CheckpointError(f"{root}: no complete checkpoint; run the recipe first")
+        raise CheckpointError("no complete checkpoint; run the recipe first", where=f"{root}")
     target = recipe.target.sketch()
     config = drafter_config(recipe, target)
     drafter = family_class(config.family)(config).prepare_training(recipe.drafter)

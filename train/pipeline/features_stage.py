@@ -156,9 +156,10 @@ def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
     needed, free = SPARE * cache.bytes_per_token * tokens, shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(
-            f"features: {size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)}"
+            f"{size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)}"
             f" are free at {there}; choose a smaller features.encoding, another features.dir, less"
-            " data, or features.mode: online"
+            " data, or features.mode: online",
+            where="features",
         )
 
 

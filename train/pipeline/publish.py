@@ -105,7 +105,9 @@ def stage(
     """Puts the files to be sent into `out`, weights as links; returns it."""
     for name in filter(None, (repository, options.base_model)):
         if not is_repository_id(name):
-            raise ConfigError(f"push: {name!r} is not the id of a repository; expected org/name")
+            raise ConfigError(
+                f"{name!r} is not the id of a repository; expected org/name", where="push"
+            )
     export = _export_of(Path(folder))
     config = _load_strictly(export, options.target_layers)
     fields, recipe = read_fields(export), _recipe_of(export)
@@ -115,7 +117,9 @@ def stage(
     if base_model is None:
         say("the target has no repository id: the card names no base_model (--base-model)")
     if base_model == repository:
-        raise ConfigError(f"push: {repository} is the target; name a repository for the drafter")
+        raise ConfigError(
+            f"{repository} is the target; name a repository for the drafter", where="push"
+        )
     target = base_model or (Path(given).name if given else "TARGET")
 
     _link_files(export, out)
@@ -157,7 +161,8 @@ def _export_of(folder: Path) -> Path:
     export = folder if (folder / "config.json").is_file() else folder / EXPORT
     if not (export / "config.json").is_file():
         raise CheckpointError(
-            f"push: no config.json in {folder} or {folder / EXPORT}; give an export or a run"
+            f"no config.json in {folder} or {folder / EXPORT}; give an export or a run",
+            where="push",
         )
     return export
 
@@ -169,11 +174,13 @@ def _load_strictly(export: Path, target_layers: int | None) -> DrafterConfig:
         loaded = config
         if getattr(config, "other_tokenizer", False):  # its map can be read only beside the target
             if not (export / TOKEN_MAP).is_file():
-                raise CheckpointError(f"drafter {export}: {TOKEN_MAP} is missing; export it again")
+                raise CheckpointError(
+                    f"{TOKEN_MAP} is missing; export it again", where=f"drafter {export}"
+                )
             loaded = config.model_copy(update={"other_tokenizer": False})
         load_weights(family_class(config.family)(loaded), export)
     except (DraftsmithError, SafetensorError) as error:
-        raise CheckpointError(f"push: nothing was sent: {error}") from error
+        raise CheckpointError(f"nothing was sent: {error}", where="push") from error
     return config
 
 
@@ -197,7 +204,7 @@ def _report_of(
     measured = p.drafter_weights_sha256 in (None, weights_sha256(export))
     if not measured or p.drafter_config != fields:
         if options.report is not None:
-            raise ConfigError(f"push: --report {path}: measured on another drafter")
+            raise ConfigError(f"--report {path}: measured on another drafter", where="push")
         say(f"{path} is not sent: it was measured on another drafter; evaluate again")
         return None, None
     page = path.with_name(PAGE)

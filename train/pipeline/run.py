@@ -62,7 +62,8 @@ def run(
     recipe = load_recipe(path, overrides)
     if families is not None and recipe.family not in families:
         raise ConfigError(
-            f"{path}: family is {recipe.family!r}; this launcher trains {', '.join(families)}"
+            f"family is {recipe.family!r}; this launcher trains {', '.join(families)}",
+            where=f"{path}",
         )
     if dry_run:
         from draftsmith.train.planner.describe import describe

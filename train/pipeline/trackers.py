@@ -29,7 +29,8 @@ def require(recipe: Recipe) -> None:
     for name in recipe.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"trackers: {name} is not installed; pip install 'draftsmith[{name}]' or remove it"
+                f"{name} is not installed; pip install 'draftsmith[{name}]' or remove it",
+                where="trackers",
             )
 
 

@@ -48,5 +48,7 @@ def find_device(name: str) -> Device:
     """The device of a key of DEVICES, in any case. ConfigError names the keys."""
     key = name.lower().replace("_", "-")
     if key not in DEVICES:
-        raise ConfigError(f"--gpu {name}: not in the table; expected one of {', '.join(DEVICES)}")
+        raise ConfigError(
+            f"not in the table; expected one of {', '.join(DEVICES)}", where=f"--gpu {name}"
+        )
     return DEVICES[key]

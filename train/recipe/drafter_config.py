@@ -36,15 +36,17 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
     config = read_drafter_config(start, target.num_layers, config_only=config_only)
     if config.family != recipe.family:
         raise ConfigError(
-            f"drafter.init_from: {options.init_from} is of family {config.family!r}, the recipe's"
-            f" is {recipe.family!r}"
+            f"{options.init_from} is of family {config.family!r}, the recipe's"
+            f" is {recipe.family!r}",
+            where="drafter.init_from",
         )
     for key in options.model_fields_set & set(expected):
         if expected[key] is not None and expected[key] != getattr(config, key):
             raise ConfigError(
-                f"drafter.{key}: the recipe says {expected[key]}, but the head of drafter.init_from"
+                f"the recipe says {expected[key]}, but the head of drafter.init_from"
                 f" ({options.init_from}) has {getattr(config, key)}; leave {key} out or start from"
-                " scratch"
+                " scratch",
+                where=f"drafter.{key}",
             )
     options.accept(config)
     return fitting(recipe, config)
@@ -70,9 +72,10 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
         )
     if token >= target.vocab_size:
         raise ConfigError(
-            f"drafter.mask_token_id: the tokenizer of {where.model} has no mask token, and its"
+            f"the tokenizer of {where.model} has no mask token, and its"
             f" tokens use all {target.vocab_size} rows of the embedding; name a token that no text"
-            " contains, such as a reserved one"
+            " contains, such as a reserved one",
+            where="drafter.mask_token_id",
         )
     return token
 
@@ -122,5 +125,5 @@ def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
         try:
             layout_for(name, config.family).check(config, name)
         except ConfigError as error:
-            raise ConfigError(f"export.formats: {error}") from error
+            raise ConfigError(f"{error}", where="export.formats") from error
     return config

@@ -65,12 +65,13 @@ def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
         if isinstance(tree, list):
             if not (isinstance(key, int) and key < len(tree)):
                 raise ConfigError(
-                    f"command line: {override}: {at} is a list of {len(tree)}; give an item's"
-                    " number, from 0"
+                    f"{override}: {at} is a list of {len(tree)}; give an item's number, from 0",
+                    where="command line",
                 )
         elif not isinstance(tree, dict):
             raise ConfigError(
-                f"command line: {override}: {at} is {tree!r}, not a section; override {at} itself"
+                f"{override}: {at} is {tree!r}, not a section; override {at} itself",
+                where="command line",
             )
         if depth == len(location) - 1:
             tree[key] = value
@@ -95,27 +96,33 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The mapping in one YAML file, over that of the file that it `extends` (a path beside it).
     ConfigError names the file, and the line where there is one."""
     if path.resolve() in extended_by:
-        raise ConfigError(f"{path}: extends: the file extends itself")
+        raise ConfigError("extends: the file extends itself", where=f"{path}")
     if path.is_dir():
         raise ConfigError(
-            f"{path}: is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}"
+            f"is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}",
+            where=f"{path}",
         )
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"{path}: no such recipe file; recipes/ holds the ones that come with Draftsmith"
+            "no such recipe file; recipes/ holds the ones that come with Draftsmith",
+            where=f"{path}",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+        raise ConfigError(f"cannot be read as UTF-8 text: {error}", where=f"{path}") from None
     tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         given = "nothing" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(f"{path}: expected a mapping of sections at the top, got {given}")
+        raise ConfigError(
+            f"expected a mapping of sections at the top, got {given}", where=f"{path}"
+        )
     if (base := tree.pop("extends", None)) is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: extends: expected the path of a recipe file, got {base!r}")
+        raise ConfigError(
+            f"extends: expected the path of a recipe file, got {base!r}", where=f"{path}"
+        )
     below = read(path.parent / base, (*extended_by, path.resolve()))
     return merged({key: value for key, value in below.items() if key != "name"}, tree)
 
@@ -140,7 +147,7 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     name, equals, value = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"command line: expected section.key=value, got '{override}'")
+        raise ConfigError(f"expected section.key=value, got '{override}'", where="command line")
     return keys, _parse(value, f"command line: {override}")
 
 
@@ -154,4 +161,4 @@ def _parse(text: str, where: str) -> Any:
         line = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         raise ConfigError(f"{where}:{line} {error.problem or error.context}") from None
     except YAMLError as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from None
+        raise ConfigError(f"not valid YAML: {error}", where=where) from None

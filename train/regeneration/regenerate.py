@@ -83,7 +83,9 @@ def regenerate(
             record.add(name, {**sampling, "account": vars(account), "written_by": written_by})
     assert account.done == account.total, f"responses unaccounted for: {account}"
     if conversations and account.total == 0 and part[1] == 1:  # of a part all may be too long
-        raise DataError(f"regenerate: {account}; raise data.max_length (prompts: {rules.room})")
+        raise DataError(
+            f"{account}; raise data.max_length (prompts: {rules.room})", where="regenerate"
+        )
     for line in account.lines(section.max_new_tokens):
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
@@ -95,7 +97,7 @@ def _writer(llm: LLM | None, rules: ConversationRules, say: Say) -> Writer:
 
         return ServerWriter(rules, llm, say)
     if llm is None:
-        raise ConfigError("regenerate.endpoints: empty, and the target is not loaded here")
+        raise ConfigError("empty, and the target is not loaded here", where="regenerate.endpoints")
     return LocalWriter(llm, 8 * rules.section.batch_size)
 
 

@@ -45,8 +45,8 @@ class Server:
         key = os.environ.get(section.api_key_env) if section.api_key_env else "none"
         if not key:
             raise ConfigError(
-                f"regenerate.endpoints: {self.url}: the environment variable"
-                f" {section.api_key_env} holds no key"
+                f"{self.url}: the environment variable {section.api_key_env} holds no key",
+                where="regenerate.endpoints",
             )
         timeout = max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST)
         self.client = openai.AsyncOpenAI(
@@ -63,15 +63,17 @@ class Server:
         fitting = fitting or cards
         if len(fitting) != 1:
             raise EndpointError(
-                f"{self.url}: serves {', '.join(card.id for card in cards)}; which of them is"
-                f" {name}? Serve the target alone, or under that name"
+                f"serves {', '.join(card.id for card in cards)}; which of them is"
+                f" {name}? Serve the target alone, or under that name",
+                where=f"{self.url}",
             )
         self.model, self.engine = fitting[0].id, fitting[0].owned_by
         limit = getattr(fitting[0], "max_model_len", None) or self.facts.max_model_len
         if limit < self.facts.max_model_len:
             raise EndpointError(
-                f"{self.url}: serves up to {limit} tokens; start it with --max-model-len"
-                f" {self.facts.max_model_len}, or lower data.max_length"
+                f"serves up to {limit} tokens; start it with --max-model-len"
+                f" {self.facts.max_model_len}, or lower data.max_length",
+                where=f"{self.url}",
             )
         try:
             choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
@@ -83,8 +85,9 @@ class Server:
         ids = [list(tokenize(PROBE_TEXT, add_special_tokens=i).input_ids) for i in (True, False)]
         if getattr(choice, "prompt_token_ids", None) not in (None, *ids):
             raise EndpointError(
-                f"{self.url}: reads {PROBE_TEXT!r} as {choice.prompt_token_ids[:12]}…, the target's"
-                f" tokenizer as {ids[0][:12]}…; serve the recipe's target with its own tokenizer"
+                f"reads {PROBE_TEXT!r} as {choice.prompt_token_ids[:12]}…, the target's"
+                f" tokenizer as {ids[0][:12]}…; serve the recipe's target with its own tokenizer",
+                where=f"{self.url}",
             )
 
     async def compare(self, asks: Sequence[Ask], reference: Sequence[Sequence[int]]) -> None:
@@ -96,9 +99,10 @@ class Server:
             same += len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if same < MIN_AGREEMENT * total:
             raise EndpointError(
-                f"{self.url}: {self.model} writes {same} of {total} greedy tokens as the target"
+                f"{self.model} writes {same} of {total} greedy tokens as the target"
                 f" does, expected {MIN_AGREEMENT:.0%}: another model, revision"
-                " or chat template, or a coarser precision; serve the recipe's target"
+                " or chat template, or a coarser precision; serve the recipe's target",
+                where=f"{self.url}",
             )
 
     async def write(self, ask: Ask) -> tuple[int, ...]:
@@ -121,7 +125,9 @@ class Server:
     def _choice(self, answer: Any) -> Any:
         reasons = [choice.finish_reason for choice in answer.choices or ()]
         if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
-            raise EndpointError(f"{self.url}: expected one whole response, it ended with {reasons}")
+            raise EndpointError(
+                f"expected one whole response, it ended with {reasons}", where=f"{self.url}"
+            )
         return answer.choices[0]
 
     async def _by_tokens(self, ask: Ask) -> tuple[int, ...]:
@@ -129,7 +135,9 @@ class Server:
         choice = await self._complete(list(ask.prompt_ids), fields)
         ids, known = getattr(choice, "token_ids", None), range(self.facts.vocab_size)
         if not isinstance(ids, list) or not all(i in known for i in ids):
-            raise EndpointError(f"{self.url}: expected token_ids in {known}, got {str(ids)[:80]}")
+            raise EndpointError(
+                f"expected token_ids in {known}, got {str(ids)[:80]}", where=f"{self.url}"
+            )
         return tuple(ids)
 
     async def _by_text(self, ask: Ask) -> tuple[int, ...]:
@@ -235,8 +243,9 @@ class ServerWriter:
     def _require_server(self) -> None:
         if not self.servers:
             raise EndpointError(
-                f"regenerate.endpoints: no server is left; the last was {self._last_failure}. What"
-                " was written is kept, and the same command goes on with the rest"
+                f"no server is left; the last was {self._last_failure}. What"
+                " was written is kept, and the same command goes on with the rest",
+                where="regenerate.endpoints",
             )
 
     def collect(self) -> list[Written]:

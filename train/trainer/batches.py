@@ -37,8 +37,9 @@ class StepRows:
         else:
             if requested % processes:
                 raise ConfigError(
-                    f"training.global_batch_size: {requested} rows cannot be shared by {processes}"
-                    " processes; choose a multiple, or another number of processes"
+                    f"{requested} rows cannot be shared by {processes}"
+                    " processes; choose a multiple, or another number of processes",
+                    where="training.global_batch_size",
                 )
             share = requested // processes
             self.rows = max(

@@ -103,12 +103,14 @@ def read_state(folder: Path) -> TrainState:
         state.history = [json.loads(line) for line in lines]
     except (OSError, json.JSONDecodeError, TypeError) as error:
         raise CheckpointError(
-            f"{folder}/state.json or {path}: unreadable ({error}); delete the folder to start again"
+            f"unreadable ({error}); delete the folder to start again",
+            where=f"{folder}/state.json or {path}",
         ) from error
     if len(state.history) != state.history_records:
         raise CheckpointError(
-            f"{path}: holds {len(state.history)} records of {state.history_records}; delete the"
-            " folder to start again"
+            f"holds {len(state.history)} records of {state.history_records}; delete the"
+            " folder to start again",
+            where=f"{path}",
         )
     return state
 
@@ -118,10 +120,11 @@ def load(folder: Path, fingerprint: str) -> TrainState:
     state = read_state(folder)
     if state.fingerprint != fingerprint:
         raise CheckpointError(
-            f"{folder}: was made by another recipe or from other data (the contents of data.train,"
+            "was made by another recipe or from other data (the contents of data.train,"
             " target, drafter, regenerate, loss, position_weights, training, joint or on_policy"
             " differ); give the new one another `name` or `output_dir`, or delete the folder to"
-            " start again"
+            " start again",
+            where=f"{folder}",
         )
     return state
 
@@ -155,7 +158,7 @@ def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
     path = root / "best" / "drafter.safetensors"
     if not path.exists():
         raise CheckpointError(
-            f"{path}: missing; the run has no held-out evaluation yet, or was moved"
+            "missing; the run has no held-out evaluation yet, or was moved", where=f"{path}"
         )
     drafter.load_state_dict(load_file(path), strict=True)
     if adapter is not None:
@@ -179,8 +182,9 @@ def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -
             for key, tensor in state.items():
                 if tensor.is_floating_point() and not tensor.isfinite().all():
                     raise CheckpointError(
-                        f"{folder.parent}: {name} tensor {key} has values that are not finite; it"
-                        " is not saved, and the checkpoint before it stays"
+                        f"{name} tensor {key} has values that are not finite; it"
+                        " is not saved, and the checkpoint before it stays",
+                        where=f"{folder.parent}",
                     )
             save_file(state, folder / f"{name}.safetensors")
 

@@ -43,8 +43,9 @@ class JointTarget(nn.Module):
         super().__init__()
         if is_quantised(target.model):
             raise UnsupportedTarget(
-                f"joint: target {target.name_or_path} is quantised; a LoRA of it could not be"
-                " merged on export. Train the plain checkpoint jointly, or leave joint out"
+                f"target {target.name_or_path} is quantised; a LoRA of it could not be"
+                " merged on export. Train the plain checkpoint jointly, or leave joint out",
+                where="joint",
             )
         self.section, self.target = section, target
         fields = {

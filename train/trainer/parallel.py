@@ -145,8 +145,9 @@ def spread(
     sharded = wants_shards(accelerator)
     if sharded and others:
         raise ConfigError(
-            "joint: a target that is trained along cannot be sharded; launch with a configuration"
-            " without FSDP"
+            "a target that is trained along cannot be sharded; launch with a configuration"
+            " without FSDP",
+            where="joint",
         )
     if accelerator.num_processes > 1:
         with torch.no_grad():
@@ -171,13 +172,15 @@ def wants_shards(accelerator: Accelerator) -> bool:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ConfigError(
-            f"accelerate: distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP"
-            " version 2"
+            f"distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2",
+            where="accelerate",
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
     if _plugin(accelerator).fsdp_version != 2:
-        raise ConfigError("accelerate: fsdp_version is 1; set fsdp_version: 2 in the configuration")
+        raise ConfigError(
+            "fsdp_version is 1; set fsdp_version: 2 in the configuration", where="accelerate"
+        )
     return accelerator.num_processes > 1
 
 

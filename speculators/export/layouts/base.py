@@ -62,7 +62,7 @@ def _minor(version: str) -> tuple[int, ...]:
     try:
         return Version(version).release[:2]
     except InvalidVersion:
-        raise ConfigError(f"vLLM {version!r}: expected a version, such as 0.33.0") from None
+        raise ConfigError("expected a version, such as 0.33.0", where=f"vLLM {version!r}") from None
 
 
 class Layout:
@@ -143,7 +143,7 @@ class Layout:
         try:
             found = self.canonical(found, config)
         except CheckpointError as error:
-            raise CheckpointError(f"drafter {folder}: {error}") from error
+            raise CheckpointError(f"{error}", where=f"drafter {folder}") from error
         refuse(self.faults(found, config), folder)
         state = {inside: found[name] for name, (inside, _) in self.tensors(config).items()}
         state = dict(self.packed(state))
@@ -288,9 +288,11 @@ def window_of(fields: Mapping[str, Any], where: str) -> int | None:
     if SLIDING not in kinds:
         return None
     if len(kinds) > 1:
-        raise CheckpointError(f"{where}: layer_types mixes {FULL} and {SLIDING}; give one kind")
+        raise CheckpointError(f"layer_types mixes {FULL} and {SLIDING}; give one kind", where=where)
     if fields.get("sliding_window") is None:
-        raise CheckpointError(f"{where}: sliding layers, but sliding_window does not say how wide")
+        raise CheckpointError(
+            "sliding layers, but sliding_window does not say how wide", where=where
+        )
     return fields["sliding_window"]
 
 
@@ -338,14 +340,18 @@ def refuse(faults: Sequence[Fault], folder: str | Path) -> None:
 def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:
     """CheckpointError unless config.json has all these fields."""
     if missing := [name for name in names if fields.get(name) is None]:
-        raise CheckpointError(f"{where}: fields {', '.join(missing)} are missing; is this {kind}?")
+        raise CheckpointError(
+            f"fields {', '.join(missing)} are missing; is this {kind}?", where=where
+        )
 
 
 def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, where: str) -> int:
     """The number of the target's layers, from `draftsmith` or from the target at hand."""
     layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
     if layers is None:
-        raise CheckpointError(f"{where}: the number of target layers is missing; pass the target's")
+        raise CheckpointError(
+            "the number of target layers is missing; pass the target's", where=where
+        )
     return layers
 
 
@@ -391,7 +397,7 @@ def head_fields(
     of config.json, or for an architecture that is not among `architectures`."""
     if architectures and (found := architecture_of(fields)) not in architectures:
         raise CheckpointError(
-            f"{where}: architectures is {found!r}; {kind} has one of {', '.join(architectures)}"
+            f"architectures is {found!r}; {kind} has one of {', '.join(architectures)}", where=where
         )
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
     require(fields, sizes, where, kind)

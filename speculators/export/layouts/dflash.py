@@ -53,21 +53,23 @@ class DFlashLayout(Layout):
     def check(self, config: Any, format_: str) -> None:
         if 0 in config.tap_layers:
             raise ConfigError(
-                f"drafter.tap_layers {list(config.tap_layers)}: engines read outputs of layers for"
-                " block drafters; 0 is the embedding"
+                "engines read outputs of layers for block drafters; 0 is the embedding",
+                where=f"drafter.tap_layers {list(config.tap_layers)}",
             )
         if format_ not in ("sglang", "transformers"):
             return
         if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
             raise ConfigError(
-                f"export format {format_}: {config.family} is drafted there over the target's"
-                " whole vocabulary and at its width; serve this one with vLLM"
+                f"{config.family} is drafted there over the target's"
+                " whole vocabulary and at its width; serve this one with vLLM",
+                where=f"export format {format_}",
             )
         if config.num_target_layers in config.tap_layers:
             raise ConfigError(
-                f"export format {format_}: tap_layers {list(config.tap_layers)}: the output of the"
+                f"tap_layers {list(config.tap_layers)}: the output of the"
                 f" last one, {config.num_target_layers}, cannot be captured there; serve it with"
-                " vLLM"
+                " vLLM",
+                where=f"export format {format_}",
             )
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:

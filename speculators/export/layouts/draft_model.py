@@ -99,7 +99,8 @@ class DraftModelLayout(Layout):
         drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
         if (folder / CONFIG).exists():
             raise CheckpointError(
-                f"drafter {folder}: {CONFIG} says that this is an adapter; load the merged model"
+                f"{CONFIG} says that this is an adapter; load the merged model",
+                where=f"drafter {folder}",
             )
         drafter.take_model(self._load(folder))
         state = drafter.model.state_dict()
@@ -123,7 +124,7 @@ class DraftModelLayout(Layout):
             )
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"drafter {path}: transformers cannot load it: {one_line(error)}"
+                f"transformers cannot load it: {one_line(error)}", where=f"drafter {path}"
             ) from error
         model, info = loaded
         faults = [self.missing(name) for name in sorted(info.get("missing_keys") or ())]

@@ -74,8 +74,9 @@ class MedusaLayout(Layout):
         sizes |= {"hidden_size": width, "vocab_size": vocabulary}
         if missing := [name for name, value in sizes.items() if not value]:
             raise CheckpointError(
-                f"{where}: fields {', '.join(missing)} are missing; published Medusa heads leave"
-                " them to their base model: add the target's"
+                f"fields {', '.join(missing)} are missing; published Medusa heads leave"
+                " them to their base model: add the target's",
+                where=where,
             )
         return build_config(
             where,

@@ -131,8 +131,9 @@ class MtpLayout(Layout):
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(
-                f"{where}: {len(modules)} multi-token-prediction modules beside it"
-                f" ({', '.join(sorted(modules))}); expected one, run again for each further token"
+                f"{len(modules)} multi-token-prediction modules beside it"
+                f" ({', '.join(sorted(modules))}); expected one, run again for each further token",
+                where=where,
             )
         whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
         usual = "residual" if whole and layout == "mimo" else "normed"
@@ -157,14 +158,15 @@ class MtpLayout(Layout):
         config.json settles."""
         if fields.get("model_type") != layout:
             raise CheckpointError(
-                f"{where}: tensors as {layout} names them, but model_type is"
-                f" {fields.get('model_type')!r}"
+                f"tensors as {layout} names them, but model_type is {fields.get('model_type')!r}",
+                where=where,
             )
         layers = fields["num_hidden_layers"]
         if layout == "deepseek_v3" and modules != {str(layers)}:
             raise CheckpointError(
-                f"{where}: num_hidden_layers is {layers}, but the module is in"
-                f" model.layers.{', '.join(modules)}"
+                f"num_hidden_layers is {layers}, but the module is in"
+                f" model.layers.{', '.join(modules)}",
+                where=where,
             )
         config = AutoConfig.for_model(**layer_fields(fields))
         target: Any = SimpleNamespace(

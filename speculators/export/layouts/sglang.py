@@ -33,8 +33,9 @@ class SGLangEagle3Layout(Eagle3Layout):
         _refuse(unknown, "eagle3")
         if {0, config.num_target_layers} & set(config.tap_layers):
             raise ConfigError(
-                f"export format sglang: tap_layers {list(config.tap_layers)}: SGLang taps the"
-                f" outputs of layers 1 to {config.num_target_layers - 1}; serve it with vLLM"
+                f"tap_layers {list(config.tap_layers)}: SGLang taps the"
+                f" outputs of layers 1 to {config.num_target_layers - 1}; serve it with vLLM",
+                where="export format sglang",
             )
 
     def no_vllm(self, config: Any) -> str:
@@ -50,7 +51,7 @@ class SGLangEagle3Layout(Eagle3Layout):
 
     def from_engine(self, fields: Fields, where: str) -> Fields:
         if not (fields.get(SECTION) or {}).get(TAPS):
-            raise CheckpointError(f"{where}: {SECTION}.{TAPS} is missing; it names the taps")
+            raise CheckpointError(f"{SECTION}.{TAPS} is missing; it names the taps", where=where)
         return super().from_engine({**fields, TAPS: None}, where)
 
 
@@ -90,6 +91,7 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
 def _refuse(unknown: list[str], family: str) -> None:
     if unknown:
         raise ConfigError(
-            f"export format sglang: SGLang runs no {family} head with {', '.join(unknown)}, and"
-            " would draft something else; serve it with vLLM"
+            f"SGLang runs no {family} head with {', '.join(unknown)}, and"
+            " would draft something else; serve it with vLLM",
+            where="export format sglang",
         )

@@ -65,8 +65,9 @@ class _Speculators:
         target = own.get("target") or {}
         if not target.get("name_or_path"):
             raise ConfigError(
-                "export format speculators: config.json names the target, and this drafter knows"
-                " none; name it (draftsmith export --model TARGET)"
+                "config.json names the target, and this drafter knows"
+                " none; name it (draftsmith export --model TARGET)",
+                where="export format speculators",
             )
         flat = self.flat(fields)
         outer = {name: flat[name] for name in (*self.top, "dtype", "tie_word_embeddings")}
@@ -92,9 +93,11 @@ class _Speculators:
         kind, layer = fields.get("speculators_model_type"), fields.get(LAYER)
         if kind != self.family:
             known = ", ".join(TYPES)
-            raise CheckpointError(f"{where}: speculators_model_type {kind!r}; expected {known}")
+            raise CheckpointError(f"speculators_model_type {kind!r}; expected {known}", where=where)
         if not isinstance(layer, Mapping):
-            raise CheckpointError(f"{where}: {LAYER} is missing; it holds the fields of the layer")
+            raise CheckpointError(
+                f"{LAYER} is missing; it holds the fields of the layer", where=where
+            )
         given = [name for name in (*self.top, *COMMON) if fields.get(name) is not None]
         return self.native({**layer, **{name: fields[name] for name in given}}, where)
 
@@ -123,8 +126,9 @@ class SpeculatorsPEagleLayout(_Speculators, PEagleLayout):
         super().check(config, format_)
         if lost := [name for name in ("fc_norm", "norm_output") if getattr(config, name)]:
             raise ConfigError(
-                f"export format speculators: vLLM does not read {', '.join(lost)} of a peagle"
-                " drafter there; write it in vLLM's own format (--format vllm)"
+                f"vLLM does not read {', '.join(lost)} of a peagle"
+                " drafter there; write it in vLLM's own format (--format vllm)",
+                where="export format speculators",
             )
 
     def drafts(self, fields: Mapping[str, Any]) -> int:
@@ -203,14 +207,16 @@ class SpeculatorsDSparkLayout(_Block, DSparkLayout):
         super().check(config, format_)
         if config.is_causal != (config.sliding_window is not None):
             raise ConfigError(
-                f"export format speculators: is_causal {config.is_causal} with sliding_window"
+                f"is_causal {config.is_causal} with sliding_window"
                 f" {config.sliding_window}: there dspark's sliding layers are causal, full ones are"
-                " not; write it in vLLM's own format (--format vllm)"
+                " not; write it in vLLM's own format (--format vllm)",
+                where="export format speculators",
             )
         if config.markov_head_type != "vanilla":
             raise ConfigError(
-                f"export format speculators: markov_head_type {config.markov_head_type}: vLLM runs"
-                " vanilla alone; SGLang runs it (--format sglang)"
+                f"markov_head_type {config.markov_head_type}: vLLM runs"
+                " vanilla alone; SGLang runs it (--format sglang)",
+                where="export format speculators",
             )
 
     def causal(self, fields: Mapping[str, Any]) -> bool:
@@ -222,5 +228,7 @@ def _native(fields: Mapping[str, Any], where: str) -> str:
     model_type = fields.get("model_type", "llama")
     if model_type not in NATIVE:
         expected = " or ".join(NATIVE)
-        raise CheckpointError(f"{where}: {LAYER}.model_type {model_type!r}; expected {expected}")
+        raise CheckpointError(
+            f"{LAYER}.model_type {model_type!r}; expected {expected}", where=where
+        )
     return NATIVE[model_type]

@@ -86,13 +86,15 @@ class TransformersMtpLayout(_Transformers, MtpLayout):
     def check(self, config: Any, format_: str) -> None:
         if config.layout != "mimo":
             raise ConfigError(
-                f"export format transformers: layout {config.layout}: put the module into its"
-                " target's checkpoint (draftsmith export --into) and generate with use_mtp=True"
+                f"layout {config.layout}: put the module into its"
+                " target's checkpoint (draftsmith export --into) and generate with use_mtp=True",
+                where="export format transformers",
             )
         if config.hidden_state != "normed":
             raise ConfigError(
-                f"export format transformers: hidden_state {config.hidden_state}: transformers"
-                " hands over the state after the final norm; serve it with vLLM"
+                f"hidden_state {config.hidden_state}: transformers"
+                " hands over the state after the final norm; serve it with vLLM",
+                where="export format transformers",
             )
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:

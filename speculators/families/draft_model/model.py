@@ -119,8 +119,9 @@ class DraftModelOptions(DrafterOptions):
             model = plain_fields({"vocab_size": target.vocab_size} | self.config, "drafter.config")
         else:
             raise ConfigError(
-                "drafter: give init_from (a model), from_target (layers of the target, such as"
-                " {first: 2}) or config (fields of a new model)"
+                "give init_from (a model), from_target (layers of the target, such as"
+                " {first: 2}) or config (fields of a new model)",
+                where="drafter",
             )
         return sizes_of(model)
 
@@ -168,8 +169,9 @@ class DraftModel(TokenDrafter):
             runner.require_rollback("a draft model")
             if runner.recurrent is not None:
                 raise ConfigError(
-                    f"draft model {runner.name_or_path}: drafts cannot be taken back token by token"
-                    " from recurrent layers; start from a model whose layers are all attention"
+                    "drafts cannot be taken back token by token"
+                    " from recurrent layers; start from a model whose layers are all attention",
+                    where=f"draft model {runner.name_or_path}",
                 )
             self._runners = [runner]
             for parameter in trained:
@@ -242,8 +244,9 @@ class DraftModel(TokenDrafter):
             return
         if not intersection:
             raise ConfigError(
-                f"the draft model's tokenizer is not the target's: {reason}. Choose a draft model"
-                f" of the target's family, or set {where} to draft the tokens that both have"
+                f"{reason}. Choose a draft model"
+                f" of the target's family, or set {where} to draft the tokens that both have",
+                where="the draft model's tokenizer is not the target's",
             )
         found = TokenMap.between(
             of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size

@@ -38,18 +38,20 @@ def plain_fields(
             config = AutoConfig.for_model(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{where}: transformers builds no model of {fields.get('model_type')!r}: {error}"
+                f"transformers builds no model of {fields.get('model_type')!r}: {error}",
+                where=where,
             ) from error
     if config.get_text_config() is not config:
         raise ConfigError(
-            f"{where}: {config.model_type!r} has a text model inside a larger one; a draft model is"
-            " a plain causal LM: give the text model's own checkpoint"
+            f"{config.model_type!r} has a text model inside a larger one; a draft model is"
+            " a plain causal LM: give the text model's own checkpoint",
+            where=where,
         )
     fields = {name: value for name, value in config.to_dict().items() if name not in _ELSEWHERE}
     if fields.pop("quantization_config", None):
         raise ConfigError(
-            f"{where}: {config.model_type!r} is quantised; a draft model is trained, give plain"
-            " weights"
+            f"{config.model_type!r} is quantised; a draft model is trained, give plain weights",
+            where=where,
         )
     return fields
 
@@ -70,7 +72,8 @@ def build_model(fields: Mapping[str, Any]) -> PreTrainedModel:
         )
     except ValueError as error:
         raise ConfigError(
-            f"draft model: transformers builds no causal LM of {config.model_type!r}: {error}"
+            f"transformers builds no causal LM of {config.model_type!r}: {error}",
+            where="draft model",
         ) from error
     model.tie_weights()
     return model
@@ -85,13 +88,14 @@ def cut_layers(kept: Sequence[int] | Mapping[str, int], total: int, where: str) 
     if isinstance(kept, Mapping):
         ((how, count),) = kept.items()
         if not 1 <= count <= total:
-            raise ConfigError(f"{where}: {how}: {count}; the target has {total} layers")
+            raise ConfigError(f"{how}: {count}; the target has {total} layers", where=where)
         if how == "spread":
             return [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)]
         return list(range(count)) if how == "first" else list(range(total - count, total))
     if list(kept) != sorted(set(kept)) or not all(0 <= layer < total for layer in kept):
         raise ConfigError(
-            f"{where}: {list(kept)}: expected rising numbers of the target's layers 0..{total - 1}"
+            f"{list(kept)}: expected rising numbers of the target's layers 0..{total - 1}",
+            where=where,
         )
     return list(kept)
 
@@ -132,9 +136,10 @@ def copy_layers(source: PreTrainedModel, layers: Sequence[int], student: PreTrai
     faults += [name for name in shared if own[name].shape != renamed[name].shape]
     if faults:
         raise ConfigError(
-            f"draft model: a student cut from a {source.config.model_type} target does not share"
+            f"a student cut from a {source.config.model_type} target does not share"
             f" {len(faults)} of its tensors, such as {', '.join(faults[:3])}; start from a model"
-            " with drafter.init_from"
+            " with drafter.init_from",
+            where="draft model",
         )
     for name, tensor in own.items():
         tensor.copy_(renamed[name])

@@ -120,7 +120,7 @@ def test_what_is_left_out_and_what_is_cut_is_reported(write, tmp_path):
     long = Example("default", "x:0", prompt="number and " * 200)
     write(tmp_path, [long, *EXAMPLES[:9]], say=lines.append)
     text = "".join(lines)
-    assert "10 responses expected" in text and "1 left out" in text
+    assert "10 responses:" in text and "1 left out" in text
     assert "warning: 1 of 10 responses (10%)" in text and "data.max_length" in text
     assert "9 of 9 responses (100%) were cut" in text and "enable_thinking" in text
     rows = write(tmp_path, EXAMPLES[:8], max_length=20)
