@@ -149,24 +149,15 @@ def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress 
     """The progress of a training loop's records, one per step; None if there are none."""
     tokens = 0
     points = []
-    for steps, record in enumerate(history, 1):
+    for record in history:
         tokens += record.get("supervised_tokens", 0)
         if (length := record.get("expected_acceptance_length")) is not None:
-            error = record.get("expected_standard_error")
-            points.append(
-                HeldOutPoint(
-                    step=steps,
-                    supervised_tokens=tokens,
-                    acceptance_length=length,
-                    standard_error=error if error is not None and math.isfinite(error) else None,
-                )
-            )
+            points.append(HeldOutPoint(supervised_tokens=tokens, acceptance_length=length))
     if not tokens:
         return None
     late = [point for point in points if point.supervised_tokens * 2**DOUBLINGS >= tokens]
     gain, error = _slope(late) if len(late) > 2 else (None, None)
     return TrainingProgress(
-        steps=len(history),
         supervised_tokens=tokens,
         held_out=points,
         gain_per_doubling=gain,

@@ -134,7 +134,6 @@ class Measurement:
             acceptance_length=total.acceptance_length,
             acceptance_length_macro=sum(of_requests) / len(of_requests) if of_requests else 1.0,
             tokens_per_forward=acceptance_length(accepted, rounds),
-            drafted_share=total.num_drafts / rounds if rounds else None,
             joint_acceptance_per_position=_known(total.joint_rates()),
             conditional_acceptance_per_position=_known(total.conditional_rates()),
             acceptance_by_position=position_bins(self.requests, where),

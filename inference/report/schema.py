@@ -199,8 +199,6 @@ class Cell(Record):
     tokens_per_forward: float
     """1 + num_accepted_tokens ÷ num_rounds: over all rounds, those without a draft too. It is what
     the speedup goes by, and equals τ for drafters that always draft."""
-    drafted_share: float | None
-    """num_drafts ÷ num_rounds: share of the rounds with a draft; null without rounds."""
     joint_acceptance_per_position: list[float | None]
     """P(first k drafts all accepted), k = 1…K; null without rounds."""
     conditional_acceptance_per_position: list[float | None]
@@ -343,22 +341,16 @@ class Provenance(Record):
 class HeldOutPoint(Record):
     """A held-out evaluation in training."""
 
-    step: int
-    """Optimizer steps before it, of all stages."""
     supervised_tokens: int
     """Tokens with a loss seen before it, repeats counted."""
     acceptance_length: float
     """Expected τ by replay, mean over the temperatures."""
-    standard_error: float | None
-    """Its standard error over prompts; null if not known."""
 
 
 class TrainingProgress(Record):
     """How far the drafter is trained: the held-out acceptance against the tokens seen, and its
     trend."""
 
-    steps: int
-    """Optimizer steps, of all stages."""
     supervised_tokens: int
     """Tokens with a loss, repeats counted."""
     held_out: list[HeldOutPoint]

@@ -105,9 +105,10 @@ def notes(report: AcceptanceReport) -> list[str]:
     lines = []
     for cell in report.pooled():
         at = f"T={cell.temperature:g}"
-        if cell.drafted_share is not None and cell.drafted_share < 1:
+        if cell.num_drafts < cell.num_rounds:
+            share = cell.num_drafts / cell.num_rounds
             lines.append(
-                f"{at}: drafted in {100 * cell.drafted_share:.0f} % of the rounds; τ is over these,"
+                f"{at}: drafted in {100 * share:.0f} % of the rounds; τ is over these,"
                 " /fwd (tokens per target forward) over all"
             )
         if len(cell.acceptance_by_position) > 1:
