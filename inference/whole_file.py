@@ -1,4 +1,4 @@
-"""Files that hold results: asked for before the work is done, and written whole or not at all.
+"""Result files: checked to be writable before the work begins, and written whole or not at all.
 Knows no formats."""
 
 from __future__ import annotations

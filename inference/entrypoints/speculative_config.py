@@ -1,5 +1,5 @@
 """speculative_config: how the target is drafted for, under vLLM's option names: a union of the
-options of all methods, told apart by `method`. Knows no model and loads nothing."""
+options of all methods, distinguished by `method`. Knows no model and loads nothing."""
 
 from __future__ import annotations
 

@@ -307,8 +307,8 @@ class Provenance(Record):
     target_name: str
     """Target as the recipe names it."""
     target_change: dict[str, float] | None = None
-    """Of a target that was trained along with its drafter: nats per token of held-out `responses`,
-    `before` and `after`; null: the target is as it was."""
+    """Of a target that was trained jointly with its drafter: nats per token of held-out
+    `responses`, `before` and `after`; null: the target is as it was."""
     target_weights_sha256: str
     """Hash over the target's weight files, in name order."""
     drafter_method: str

@@ -111,7 +111,7 @@ class DynamicTree:
 
     def draws(self, depth: int) -> int:
         """Tokens sampled at `depth` (from 0). What is drawn must be verified, so a sampled tree is
-        not pruned but has its budget dealt out to the levels before anything is drawn."""
+        not pruned: its budget is shared among the levels before anything is drawn."""
         left = self.budget
         for level in range(depth + 1):
             most = self.topk if level == 0 else self.topk**2  # the first level has one parent

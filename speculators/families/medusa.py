@@ -2,7 +2,7 @@
 
 Head k reads h_t, the state that gave x_{t+1}, through residual SiLU blocks x + silu(W x + b), and
 projects it onto the vocabulary: x_{t+2+k}. Medusa-1 trains them against the frozen target; with a
-recipe's `joint:` section the target gets a LoRA that is trained along (Medusa-2)."""
+recipe's `joint:` section the target gets a LoRA that is trained jointly (Medusa-2)."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def check_adapter(fields: Mapping[str, Any]) -> Any:
     if tuner is None or not issubclass(tuner, BaseTuner):
         raise AdapterError(
             f"peft_type is {fields.get('peft_type')!r}; expected one that changes layers and can be"
-            f" merged into them ({', '.join(mergeable)}): virtual tokens are nothing an engine"
-            " drafts with"
+            f" merged into them ({', '.join(mergeable)}): engines cannot"
+            " draft with virtual tokens"
         )
     if fields.get("task_type", "CAUSAL_LM") != "CAUSAL_LM":
         raise AdapterError(

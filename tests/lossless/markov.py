@@ -1,5 +1,5 @@
 """A Markov target and drafter, and text written in rounds of draft and verify through the
-production sampler, dice included, until every row has three tokens."""
+production sampler, random numbers included, until every row has three tokens."""
 
 from __future__ import annotations
 

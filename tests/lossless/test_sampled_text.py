@@ -1,4 +1,5 @@
-"""The production sampler, dice included, writes what the target would (χ² with fixed seeds), and a
+"""The production sampler with its random numbers writes what the target would (χ² with fixed
+seeds), and a
 batch writes what its rows would one by one."""
 
 from __future__ import annotations

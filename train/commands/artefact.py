@@ -41,15 +41,15 @@ def export(
         str, typer.Option(help="The target, where the drafter does not name it.")
     ] = "",
     target_layers: Annotated[
-        int | None, typer.Option(help="Its layers, where taps are not named.")
+        int | None,
+        typer.Option(help="Layers of the target, if the drafter does not name its taps."),
     ] = None,
     into: Annotated[
         Path | None,
         typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
     ] = None,
 ) -> None:
-    """Write the best drafter of a run, finished or not, or any drafter once more, in a format that
-    engines load."""
+    """Export the best checkpoint of a run, or convert a drafter to another format."""
     from draftsmith.speculators.export import read_drafter_config, read_fields
     from draftsmith.speculators.export.convert import convert, write_back
     from draftsmith.train.pipeline.export_stage import reexport

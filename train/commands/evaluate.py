@@ -60,14 +60,15 @@ def evaluate(
     suite: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="A suite (docs/evaluate.md), instead of prompts or beside."
+            metavar="NAME",
+            help="Benchmark suite (docs/evaluate.md), alone or with --prompts; repeatable.",
         ),
     ] = None,
     suite_path: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="File of a --suite, in their order; default: suites/NAME.jsonl.",
+            help="Data file of each --suite, in the same order; default: suites/NAME.jsonl.",
         ),
     ] = None,
     chat_template_kwargs: Annotated[
@@ -186,7 +187,7 @@ def _engines(
         )
     if about_vllm and VLLM not in (names or ()):
         raise ConfigError(
-            "without --engine vllm it would mean nothing; add it", where=f"{', '.join(about_vllm)}"
+            "has no effect without --engine vllm; add it", where=f"{', '.join(about_vllm)}"
         )
     if baseline_url and not url:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Training on texts that the drafter in training had a part in.
+"""Training on text generated with the current drafter.
 
 It asks the engine for texts.
 No optimizer belongs here.

@@ -144,8 +144,8 @@ def accept(
     missed = [gate.name for gate in report.gates if not gate.passed]
     if change := report.provenance.target_change:
         stages.say(
-            f"target, trained along: {change['before']:.4f} -> {change['after']:.4f} nats per token"
-            f" on {change['responses']:.0f} held-out responses"
+            f"target, trained jointly: {change['before']:.4f} -> {change['after']:.4f} nats per"
+            f" token on {change['responses']:.0f} held-out responses"
         )
     verdict = "all gates passed" if report.gates else "no gates"
     if missed:

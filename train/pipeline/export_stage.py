@@ -1,4 +1,4 @@
-"""Exports a run: its drafter in every format of the recipe, and the target if it was trained along.
+"""Exports a run: its drafter in every format of the recipe, and a target that was trained.
 
 The first format is `<output_dir>/export`, the folder that is measured; any other is a folder of its
 own beside it, `export-<format>`. Not below it: an upload or a loader that takes every *.safetensors
@@ -43,7 +43,7 @@ class Trained:
 
 def export(recipe: Recipe, trained: Trained) -> Path:
     """Writes every format in the target checkpoint's dtype unless the recipe names one, and the
-    target if it was trained along; returns the folder of the first format."""
+    target if it was trained jointly; returns the folder of the first format."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
     dtype = (
         drafter.target.checkpoint_dtype

@@ -212,13 +212,13 @@ def _report_of(
 
 
 def _facts_of_recipe(recipe: Recipe | None, target: str) -> dict[str, Any]:
-    """The data of a card, and what a reader must know of a target that was trained along."""
+    """The data of a card, and what a reader must know of a target that was trained jointly."""
     if recipe is None:
         return {}
     named = [source.name for source in recipe.data.train if source.name]
     other = [Path(source.label).name for source in recipe.data.train if not source.name]
     remark = (
-        "The target was trained along with this drafter (`joint` in the recipe): it drafts for"
+        "The target was trained jointly with this drafter (`joint` in the recipe): it drafts for"
         f" that changed {target}, which is not in this repository."
     )
     return {

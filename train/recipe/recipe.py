@@ -96,8 +96,7 @@ class Recipe(Section):
     on_policy: OnPolicySection | None = Field(
         None,
         description=(
-            "learn part of the steps from texts that the drafter in training had a part in; null:"
-            " from data"
+            "train some steps on text generated with the current drafter; null: on the data only"
         ),
     )
     stages: list[Stage] = Field(
@@ -213,8 +212,8 @@ class Recipe(Section):
             )
         if self.on_policy is not None and not self.stages:
             raise ValueError(
-                "on_policy: a target that is trained along is no longer the one that accepted and"
-                " rejected the drafts; give joint and on_policy stages of their own"
+                "on_policy: joint changes the target after it has verified the drafts; use separate"
+                " stages for joint and on_policy"
             )
         return self
 

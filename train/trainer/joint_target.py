@@ -1,4 +1,5 @@
-"""The target trained along with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own loss,
+"""The target trained jointly with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own
+loss,
 its export.
 
 Joint training gives up losslessness with respect to the original target: the heads draft for the

@@ -145,7 +145,7 @@ def spread(
     sharded = wants_shards(accelerator)
     if sharded and others:
         raise ConfigError(
-            "a target that is trained along cannot be sharded; launch with a configuration"
+            "a target that is trained jointly cannot be sharded; launch with a configuration"
             " without FSDP",
             where="joint",
         )

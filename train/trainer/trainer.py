@@ -3,8 +3,8 @@
 Per optimizer step: batches -> frozen target's features -> the drafter's unroll -> one chunked
 objective over all depths -> gradients summed over processes -> clip -> optimizer. The loss is sum_k
 w_k L_k / sum_k w_k with L_k a mean over every valid term of depth k in the whole step: all
-processes and all accumulated batches. With `on_policy`, some micro-steps learn from texts that the
-drafter had a part in. Knows no family, no divergence
+processes and all accumulated batches. With `on_policy`, some micro-steps learn from text
+generated with the current drafter. Knows no family, no divergence
 and no file format; which rows come when is a function of the step alone, so a run that was killed
 continues to the same weights."""
 
@@ -310,7 +310,7 @@ class Trainer:
         last: bool = True,
     ) -> Tensor:
         """Forward and backward of one batch; gradients add up in the parameters. `supervised`:
-        tokens of the step that a target trained along has a loss on. `last`: of the step, after
+        tokens of the step that a target trained jointly has a loss on. `last`: of the step, after
         which gradients are summed over processes. Returns sums over the terms, float32 on the
         device [2K + 3]: alpha [K], terms whose argmax is the target's [K], in-loop acceptance
         lengths and the anchors they were measured at, and the loss."""

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 BestChain = Callable[[DraftInput], Tensor | None]
 
 MAX_LOGIT = 6.0  # of a confidence
-# slots that may wait beyond a round's own while nothing is drafted, so that few forwards are run
-# for them
+# features that may wait beyond those of a round while nothing is drafted: the head reads them in
+# few forwards
 SPARE = 16
 
 
@@ -97,7 +97,7 @@ class HeadProposer(Proposer):
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._room = depth + 1 + SPARE
         self._waiting = _WaitingFeatures(max_rows, self._room)
-        # behind the text a round writes at most `room` padded true slots, and the speculative ones
+        # a round writes up to `room` padded slots of text, and those of its drafts behind them
         speculative = depth if tree is None else tree.speculative_slots
         longest = max_model_len + self._room + max(speculative, self.max_width)
         self.cache = RaggedCache(max_rows, drafter.cache_length(longest), device=self._device)
@@ -106,8 +106,8 @@ class HeadProposer(Proposer):
     def draft_chains_with(
         self, chain_of: Callable[[Drafter, RaggedCache, int], BestChain | None]
     ) -> None:
-        """Greedy chains are drafted by what is made of the drafter, its cache and their greatest
-        length, if anything is."""
+        """Replaces the greedy chain by `chain_of(drafter, cache, depth)`, such as a compiled one;
+        None keeps it."""
         if self._tree is None:
             self._best_chain = chain_of(self._drafter, self.cache, self._depth)
 
@@ -140,7 +140,7 @@ class HeadProposer(Proposer):
         self._waiting.add(0, counts, self._read(taps, last_hidden))
 
     def _read(self, taps: Tensor | None, last_hidden: Tensor) -> dict[str, Tensor]:
-        """Of a round's features those that the drafter reads."""
+        """The features of a round that the drafter reads."""
         features = {"last_hidden": last_hidden} if self._drafter.reads_last_hidden else {}
         if self._drafter.reads_taps and taps is not None:
             features["taps"] = taps
@@ -173,7 +173,7 @@ class HeadProposer(Proposer):
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
         lengths = self.cache.lengths[:rows]
-        if self._tree is not None:  # the whole of it
+        if self._tree is not None:  # all levels
             self._draft_tree(requests, [self._depth] * rows, probabilistic=False)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
@@ -200,7 +200,7 @@ class HeadProposer(Proposer):
         `go_on` ended it.
 
         Where all depths are there at once, and on a GPU, where its answer would wait for the
-        device, `go_on` is not asked; whoever set it gets the confidences [b, depth]."""
+        device, `go_on` is not asked, and the proposal carries the confidences [b, depth]."""
         inputs = self._take_waiting(requests)
         plain = sample == self._best and self.go_on is None and not active_rows(requests)
         if self._best_chain is not None and plain:
@@ -246,7 +246,7 @@ class HeadProposer(Proposer):
         return growth.proposal()
 
     def _take_waiting(self, requests: Sequence[Request]) -> DraftInput:
-        """All that waits, which counts as seen from now on."""
+        """All waiting features, which the drafter has read from now on."""
         counts = self._unread(requests)
         return self._inputs(0, requests, counts, self._waiting.take(len(requests), max(counts)))
 
@@ -257,7 +257,7 @@ class HeadProposer(Proposer):
         counts: Sequence[int],
         features: dict[str, Tensor],
     ) -> DraftInput:
-        """The next counts[i] slots of row first_row + i, which count as seen from now on."""
+        """The next counts[i] slots of row first_row + i, which the drafter holds from now on."""
         width, tokens = max(counts), []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True), first_row):
             start = self._seen[row] + self._drafter.first_token
@@ -372,7 +372,7 @@ def _confidence(logits: Tensor) -> Tensor:
 
 def _both(own: Tensor, largest: Tensor) -> Tensor:
     """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b]
-    in between: their mean log-odds, which foresees acceptance better than either
+    in between: their mean log-odds, which predicts acceptance better than either
     (docs/families/dflash.md)."""
     return (
         (own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2

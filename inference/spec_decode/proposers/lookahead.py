@@ -1,5 +1,5 @@
-"""Lookahead decoding: the target itself writes the n-grams it is drafted for with, in nodes it has
-left in a round.
+"""Lookahead decoding: the target generates the n-grams that are drafted in unused positions of each
+verification.
 
 Fu et al., arXiv 2402.02057. Each round the target judges guesses, n-grams from a pool that start
 with the last token, and in the same forward takes one step of a parallel Jacobi iteration over a

@@ -1,4 +1,5 @@
-"""One round's decision, dice included: target logits and a proposal in, the tokens to commit out.
+"""The decision of a round with its random numbers: target logits and a proposal in, the tokens to
+commit out.
 
 The only place where verification meets randomness. It must not know the engine: ends of sequence,
 stop strings and length limits are cut off later, by whoever commits the tokens."""

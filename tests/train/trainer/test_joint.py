@@ -1,4 +1,4 @@
-"""A target trained along with its heads: what is exported is what was trained, and a killed run
+"""A target trained jointly with its heads: what is exported is what was trained, and a killed run
 ends the same."""
 
 from __future__ import annotations
