@@ -50,6 +50,7 @@ def row(cell: Cell) -> Row:
             if expected
             else NONE
         ),
+        "drafted": f"{100 * cell.num_drafts / cell.num_rounds:.0f}%" if cell.num_rounds else NONE,
         "/fwd": f"{cell.tokens_per_forward:.2f}",
         "tok/s": rates.get(SPECULATIVE, NONE),
         "off": rates.get(AUTOREGRESSIVE, NONE),
