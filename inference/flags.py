@@ -70,6 +70,8 @@ class Command(TyperCommand):
         lists = {
             flag for one in self.params if getattr(one, "multiple", False) for flag in one.opts
         }
+        if any(one.param_type_name == "argument" for one in self.params):
+            lists = set()  # words that follow a flag's value are arguments
         words: list[str] = []
         several = ""  # the flag whose further values are read
         for word in args:

@@ -578,3 +578,8 @@ def test_without_a_network_a_wrong_name_is_said_at_once(monkeypatch):
     for load in (whole_config, lambda name: load_tokenizer(name, None)):
         with pytest.raises(CheckpointError, match="could not be reached"):
             load("nobody/no-such-model")
+
+
+def test_evaluate_with_overrides_behind_a_list_flag_reads_both(tmp_path):
+    output = refused("evaluate", tmp_path / "x.yaml", "--engine", "draftsmith", "a.b=1")
+    assert "no such recipe file" in output
