@@ -1,5 +1,7 @@
-"""EngineOptions: what an engine is told, under vLLM's names. `LLM` takes them as keyword arguments,
-`serve` as flags; evaluations and load tests hand them on. Imports no torch."""
+"""EngineOptions: the settings of an engine, under vLLM's names.
+
+`LLM` takes them as keyword arguments, `serve` as flags; evaluations pass them on. Imports no
+torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 options.py   every option, declared once
 datasets.py  prompts
-load.py      one measurement: arrivals, streams, figures under vLLM's names, acceptance
+load.py      one measurement: arrivals, streams, results under vLLM's names, acceptance
 compare.py   measurements with drafting and without
 advice.py    from gains to the K of every batch size
 command.py   the command, and what it prints

@@ -1,6 +1,6 @@
 """Drafting beside no drafting under the same load, at rising concurrency, and which K pays.
 
-All servers run already and take turns, so that what slows the machine slows all. A figure is the
+All servers run already and take turns, so that what slows the machine slows all. A result is the
 median over the repeats, and a gain the quotient of two tokens/s; its range is that of the quotients
 within one repeat."""
 
@@ -92,7 +92,7 @@ async def serving_modes(options: BenchOptions) -> dict[int | None, Mode]:
 
 
 def _level(results: Results, level: int, modes: Sequence[int | None]) -> dict[str, dict[str, Any]]:
-    """The figures of every way of serving at a concurrency, by name; with temperature 0, how many
+    """The results of every way of serving at a concurrency, by name; with temperature 0, how many
     answers are the text that is written without drafting."""
     off, rows = results[None, level], dict[str, dict[str, Any]]()
     for tokens in modes:

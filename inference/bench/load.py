@@ -2,7 +2,7 @@
 names of vLLM's `bench serve`.
 
 The server counts the tokens (`usage`): with drafting, a piece of a stream may hold several. Failed
-requests are counted and enter no figure. A figure without values is None, never 0."""
+requests are counted and enter no result. A result without values is None, never 0."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def expected_acceptance(
     accept decisions.
 
     texts: (prompt_token_ids, output_token_ids), written by the target at this temperature, top_p
-    and top_k: those that drafts will be verified under. On other text the figure is no expectation
+    and top_k: those that drafts will be verified under. On other text the result is no expectation
     of the runtime. The first output token comes from prefill. `target` must tap the layers the
     drafter reads. Both run in their own dtype, so give them as the runtime has them. Returns one
     result per text, in order; add them up for the whole."""

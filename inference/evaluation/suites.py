@@ -45,7 +45,7 @@ class Suite:
     members     suites that this one consists of, each a category; it has no file of its own, but a
                 folder of theirs
     fetch       shell command that writes the file
-    compare     what published figures are of, in a few words
+    compare     what published results are of, in a few words
     """
 
     title: str

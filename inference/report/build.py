@@ -31,7 +31,7 @@ DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doubli
 
 
 class Bound(NamedTuple):
-    """What a figure must not pass."""
+    """What a result must not pass."""
 
     min: float | None = None
     max: float | None = None
@@ -90,14 +90,14 @@ def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
 
 
 def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> list[Gate]:
-    """Each bound against its figure. ConfigError if a gate names a figure the evaluation did not
+    """Each bound against its result. ConfigError if a gate names a result the evaluation did not
     produce."""
     gates = []
     for name, bound in bounds.items():
         if name not in summary:
             measured = ", ".join(sorted(summary)) or "nothing"
             raise ConfigError(
-                f"no such figure in this evaluation; measured were: {measured}",
+                f"no such result in this evaluation; measured were: {measured}",
                 where=f"gates.{name}",
             )
         value = summary[name]

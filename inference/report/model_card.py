@@ -1,7 +1,7 @@
 """The README.md of a drafter on the Hub: metadata and text, from its configuration and its
 acceptance report.
 
-The text is `templates/model_card.md.j2`. Every figure in it stands in the report, and it names what
+The text is `templates/model_card.md.j2`. Every result in it stands in the report, and it names what
 was not measured."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METRICS = {
     "acceptance_length": "acceptance length (tokens per verification)",
     "speedup": "speedup over the same engine without drafting",
 }
-DIGITS = 4  # after the point, of figures in the metadata
+DIGITS = 4  # after the point, of results in the metadata
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
     for cell in report.results:
         if not cell.num_drafts or cell.engine != report.provenance.engine:
             continue
-        figures = {"acceptance_length": cell.acceptance_length}
+        metrics = {"acceptance_length": cell.acceptance_length}
         if cell.speedup_vs_autoregressive is not None:
-            figures["speedup"] = cell.speedup_vs_autoregressive.value
+            metrics["speedup"] = cell.speedup_vs_autoregressive.value
         results += [
             EvalResult(
                 task_type=TASK,
@@ -125,7 +125,7 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
                 metric_name=METRICS[name],
                 metric_value=round(value, DIGITS),
             )
-            for name, value in figures.items()
+            for name, value in metrics.items()
         ]
     return results
 
@@ -170,7 +170,7 @@ def unmeasured(report: AcceptanceReport) -> list[str]:
             f" workloads was {', '.join(lengths)}."
         )
     else:
-        lines.append("vLLM and SGLang: the figures are those of Draftsmith's own runtime.")
+        lines.append("vLLM and SGLang: the results are those of Draftsmith's own runtime.")
     if p.max_num_seqs:
         lines.append(f"Batches of another size than {p.max_num_seqs}.")
     if not any(AUTOREGRESSIVE in cell.tokens_per_second for cell in cells):

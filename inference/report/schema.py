@@ -237,12 +237,12 @@ class Cell(Record):
 
 
 class Gate(Record):
-    """One bound the recipe demands, and the figure that met or missed it."""
+    """One bound the recipe demands, and the result that met or missed it."""
 
     name: str
     """A key of `summary`."""
     value: float
-    """The figure reached."""
+    """The result reached."""
     min: float | None = None
     """Smallest value that passes, null if unbounded."""
     max: float | None = None
@@ -373,7 +373,7 @@ class SuiteFile(Record):
 
 
 class SuiteFacts(Record):
-    """A suite that was measured, and what a figure of it depends on besides target and drafter."""
+    """A suite that was measured, and what a result of it depends on besides target and drafter."""
 
     name: str
     """`suite` of its cells."""
@@ -403,7 +403,7 @@ class AcceptanceReport(Record):
     provenance: Provenance
     """What was measured, with what, on what."""
     summary: dict[str, float]
-    """Headline figures over all workloads; keys below. What was not measured is absent."""
+    """Headline results over all workloads; keys below. What was not measured is absent."""
     gates: list[Gate] = []
     """The recipe's bounds and whether they are met."""
     suites: list[SuiteFacts] = []
@@ -421,7 +421,7 @@ class AcceptanceReport(Record):
 
     @property
     def headline(self) -> list[Cell]:
-        """The cells that summary, gates and figures speak of: those of the evaluation's own
+        """The cells that summary, gates and results speak of: those of the evaluation's own
         prompts, or of the first suite if there are no others."""
         suites = [cell.suite for cell in self.results]
         first = None if None in suites or not suites else suites[0]

@@ -194,8 +194,8 @@ def new_table(title: str, first: str, *headings: str) -> Table:
 
 
 def gates_table(report: AcceptanceReport) -> Table:
-    """Every gate with its bound, the figure reached and the verdict."""
-    table = new_table("gates", "figure", "reached", "demanded")
+    """Every gate with its bound, the result reached and the verdict."""
+    table = new_table("gates", "result", "reached", "demanded")
     table.add_column("", no_wrap=True)
     for gate in report.gates:
         bounds = [

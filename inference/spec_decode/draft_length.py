@@ -179,8 +179,8 @@ class RoundPlan:
         return gains
 
     def _best(self, gains: Sequence[float], drafted: bool) -> int:
-        """How many further drafts gain the most over ρ times their time; 0 if none gains any. What
-        told the confidence of the next draft has been paid for."""
+        """How many further drafts gain the most over ρ times their time; 0 if none gains any. The
+        forward that gave the next draft's confidence has been paid for."""
         k, best, most, gained = self.committed_length, 0, 0.0, 0.0
         for w, gain in enumerate(gains, k + 1):
             gained += gain

@@ -59,7 +59,7 @@ def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:
 
     A sample holds the results of its texts by prompt; what texts of one prompt in several samples
     (temperatures) have in common is counted as such. It says how far other prompts would lie, not
-    how well two drafters are told apart: on the same texts much of it cancels."""
+    how well two drafters are distinguished: on the same texts much of it cancels."""
     units: dict[Hashable, float] = {}
     for sample in samples:
         shares = influences([(result.rounds, result.accepted) for result in sample.values()])

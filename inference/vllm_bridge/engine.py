@@ -175,7 +175,7 @@ class VllmEngine(MeasuredEngine):
 
     @property
     def _dtype(self) -> str:
-        """The dtype of this runtime, for the same figures; vLLM's `auto` may be another."""
+        """The dtype of this runtime, for the same results; vLLM's `auto` may be another."""
         options = self.drafting.options
         dtype = running_dtype(
             options.get("dtype", "auto"), self._target.dtype, default_device(options.get("device"))

@@ -58,7 +58,7 @@ def account() -> str:
 def _check_repository(state: Any, to: Destination, folder: Path) -> None:
     if to.private and state.private is False:
         raise ConfigError(
-            "it is public already, and a push is private unless told"
+            "it is public already, and a push is private unless asked for"
             " otherwise; pass --public (export.hub_private_repo: false) or name another repository",
             where=f"push to {to.repository}",
         )

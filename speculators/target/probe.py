@@ -532,7 +532,7 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
     """The modules that keep states, and the kinds of the layers by what they give to a cache. None:
     there are none.
 
-    Errors: UnsupportedTarget, if a layer's state is not in the cache, or cannot be told from its
+    Errors: UnsupportedTarget, if a layer's state is not in the cache, or looks like its
     keys."""
     if not parts.stateful:
         return parts, None

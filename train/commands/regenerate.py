@@ -35,7 +35,7 @@ def regenerate(
     from draftsmith.train.pipeline.run import load_target
     from draftsmith.train.recipe.load import load_recipe
 
-    mine, checked = parse_part(part), load_recipe(recipe, overrides or ())
+    own_part, checked = parse_part(part), load_recipe(recipe, overrides or ())
     parts = [(name, each) for name, each in checked.training_stages() if each.regenerate.enabled]
     held_out = bool(checked.data.validation)
     if not parts and not held_out:
@@ -56,7 +56,7 @@ def regenerate(
     for name, each in checked.training_stages():
         if target is None and (check_target or not each.regenerate.endpoints):
             target = load_target(checked, accelerator, ())
-        data = DataStage(each, target, tokenizer, accelerator, stages, stage=name, part=mine)
+        data = DataStage(each, target, tokenizer, accelerator, stages, stage=name, part=own_part)
         if each.regenerate.enabled:
             data.responses()
         data.held_out()

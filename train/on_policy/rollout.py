@@ -63,9 +63,9 @@ class RolloutWriter:
             drafting=DraftOptions(num_speculative_tokens=drafts),
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
-        mine = slice(part[0], None, part[1])
-        temperatures = spread(sampling.temperatures, len(prompts))[mine]
-        prompts, seeds = prompts[mine], seeds[mine]
+        own_part = slice(part[0], None, part[1])
+        temperatures = spread(sampling.temperatures, len(prompts))[own_part]
+        prompts, seeds = prompts[own_part], seeds[own_part]
         params = [
             SamplingParams(
                 temperature=temperature,

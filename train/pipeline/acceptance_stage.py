@@ -224,7 +224,7 @@ def _compiled(
     suites: Sequence[MeasuredSuite],
 ) -> dict[str, Any]:
     """Options of an LLM that compile the rounds, or not. A compiled engine's rows have all their
-    memory at the start, so it is told the longest of them where no later turn decides it."""
+    memory at the start, so it is given the longest of them where no later turn decides it."""
     if engines.enforce_eager is None:
         return {}
     options: dict[str, Any] = {"enforce_eager": engines.enforce_eager}

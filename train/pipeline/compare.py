@@ -1,6 +1,6 @@
 """`draftsmith compare`: several recipes at the same budget of training time, in one table.
 
-Every recipe is run as it stands but for its budget, its folder and its gates; the figures are those
+Every recipe is run as it stands but for its budget, its folder and its gates; the results are those
 of its own acceptance report. A run that is done already is not repeated."""
 
 from __future__ import annotations

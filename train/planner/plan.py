@@ -196,7 +196,7 @@ class Stage:
 
 @dataclass
 class Plan:
-    """A recipe on `count` devices; `device`: None for figures without time."""
+    """A recipe on `count` devices; `device`: None for results without time."""
 
     recipe: Recipe
     device: Device | None

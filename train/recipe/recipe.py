@@ -111,7 +111,7 @@ class Recipe(Section):
     gates: dict[str, Gate] = Field(
         {},
         description=(
-            "bounds on measured figures, such as t0.acceptance_length: {min: 3.0}; empty: nothing"
+            "bounds on measured results, such as t0.acceptance_length: {min: 3.0}; empty: nothing"
             " is gated"
         ),
     )
@@ -179,7 +179,7 @@ class Recipe(Section):
             )
         for name in self.gates:
             try:
-                temperature, figure = split_gate(name)
+                temperature, result = split_gate(name)
             except ValueError as error:
                 raise ValueError(f"gates.{name}: {error}") from None
             if temperature not in (None, *e.temperatures):
@@ -187,9 +187,9 @@ class Recipe(Section):
                     f"gates.{name}: nothing is measured at temperature {temperature:g}; "
                     f"evaluation.temperatures is {e.temperatures}"
                 )
-            if figure == "vllm_gap" and len(e.engines) < 2:
+            if result == "vllm_gap" and len(e.engines) < 2:
                 raise ValueError(f"gates.{name}: needs evaluation.engines: [draftsmith, vllm]")
-            if figure == "lossless_mismatches" and not e.lossless_check:
+            if result == "lossless_mismatches" and not e.lossless_check:
                 raise ValueError(f"gates.{name}: needs evaluation.lossless_check: true")
         return self
 

@@ -198,8 +198,8 @@ NOT_IN_FINGERPRINT = {
     "export": "comes after the training",
     "evaluation": "comes after the training; drafts on policy are added below",
     "gates": "come after the training",
-    "trackers": "who is told",
-    "project": "who is told",
+    "trackers": "where results are reported",
+    "project": "where results are reported",
 }
 
 

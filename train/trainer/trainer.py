@@ -56,7 +56,7 @@ from draftsmith.train.trainer.telemetry import Telemetry
 EXPECTED, ERROR = (
     "expected_acceptance_length",
     "expected_standard_error",
-)  # held-out figures, and the former's error
+)  # held-out results, and the former's error
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best

@@ -91,7 +91,7 @@ class Layout:
     vllm_samples: ClassVar[bool] = True  # it can sample its drafts, else they are the best tokens
     vllm_note: ClassVar[str] = ""
     sglang_algorithm: ClassVar[str | None] = None
-    sglang_chain: ClassVar[bool] = True  # SGLang is told the steps of a chain
+    sglang_chain: ClassVar[bool] = True  # SGLang takes the steps of a chain
 
     def no_vllm(self, config: Any) -> str:
         """The reason why vLLM serves no such drafter in this format, and the remedy; empty: it
@@ -156,8 +156,8 @@ class Layout:
         for file in files:
             with safe_open(file, "pt") as reader:
                 # (not a dict)
-                mine = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
-                found |= {name: reader.get_tensor(name) for name in mine}
+                own = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
+                found |= {name: reader.get_tensor(name) for name in own}
         return found
 
     def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
