@@ -61,6 +61,24 @@ def quickstart(report: dict[str, Any]) -> Rows:
     return [*rows, ["mismatches", str(int(report["summary"]["lossless_mismatches"])), ""]]
 
 
+def smollm2(_: dict[str, Any]) -> Rows:
+    """acceptance.json of every recipe for SmolLM2 that was run -> a row per head: minutes of
+    training, and τ measured, expected and in vLLM at both temperatures."""
+    from draftsmith.train.recipe.load import load_recipe
+
+    at = [f"τ, T = {t}" for t in (0, 1)]
+    rows = [["head", "minutes", at[0], "expected", "in vLLM", at[1], "expected", "in vLLM"]]
+    rows[0].append("mismatches")
+    for path in sorted((ROOT / "runs" / "smollm2-135m-instruct").glob("*/acceptance.json")):
+        summary = json.loads(path.read_text(encoding="utf-8"))["summary"]
+        minutes = load_recipe(path.with_name("recipe.yaml")).training.max_minutes
+        names = ("acceptance_length", "expected_acceptance_length", "vllm_acceptance_length")
+        lengths = [number(summary.get(f"t{t}.{name}")) for t in (0, 1) for name in names]
+        mismatches = str(int(summary["lossless_mismatches"]))
+        rows.append([f"`{path.parent.name}`", number(minutes, 0), *lengths, mismatches])
+    return rows
+
+
 def methods(results: dict[str, Any]) -> Rows:
     """The JSON of `draftsmith try` -> a row per method."""
     rows = [["method", "τ", "tokens per forward", "tokens/s", "speedup", "same text"]]
@@ -150,12 +168,26 @@ until curl -sf localhost:8001/health && curl -sf localhost:8002/health; do sleep
 draftsmith bench --base-url http://localhost:8002 --baseline-url http://localhost:8001 \\
   --dataset-name custom --dataset-path {PROMPTS} --num-prompts 64 --output-len 128 \\
   --temperature 0 --concurrencies 1,4,8 --draft-lengths 2,4 --repeats 3 --result-dir {OUT}"""
+SMALL = "evaluation.prompts_per_workload=6 evaluation.max_tokens=96 evaluation.repeats=0"
+EACH = f"draftsmith evaluate recipes/smollm2-135m-instruct/$head.yaml {SMALL}"
+SMOLLM2 = f"""for head in eagle3 draft_model; do
+  {EACH} --engine draftsmith --engine vllm
+done
+for head in dspark mlp; do
+  {EACH}
+done"""
 BENCHES = {
     "quickstart": Bench(
         "The quickstart's head, all workloads pooled, one request at a time",
         "make quickstart",
         "runs/quickstart/eagle3/acceptance.json",
         quickstart,
+    ),
+    "smollm2": Bench(
+        "SmolLM2-135M-Instruct, K = 4, τ pooled over all workloads",
+        SMOLLM2,
+        "runs/smollm2-135m-instruct/eagle3/acceptance.json",
+        smollm2,
     ),
     "methods": Bench(
         "Methods side by side, greedy, one request at a time",

@@ -247,7 +247,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     assert f"Other hardware, other dtypes than {report.provenance.dtype}" in text
     # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with
     # others
-    assert "sglang" not in text.lower().replace("vllm and sglang: the figures", "")
+    assert "sglang" not in text.lower().replace("vllm and sglang: the results", "")
 
 
 @pytest.mark.parametrize("change", ["no report", "other weights", "other config"])
