@@ -43,8 +43,8 @@ def influences(totals: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def sum_of_squares(influences: Sequence[float]) -> float:
-    """The variance of a ratio of sums over independent units, from their influences. 0 of one unit:
-    none is known."""
+    """The variance of a ratio of sums over independent units, from their influences. 0 for one
+    unit, from which no variance can be estimated."""
     n = len(influences)
     return sum(v * v for v in influences) * (n / (n - 1) if n > 1 else 1.0)
 
@@ -60,8 +60,8 @@ class Metric:
 
 @dataclass
 class SpecDecodeCounters:
-    """Running totals. A draft is one verified proposal; a round in which nothing was drafted is
-    none (as in vLLM).
+    """Running totals. A draft is one verified proposal; a round without drafted tokens is
+    not counted (as in vLLM).
 
     num_accepted_tokens_per_pos[k] counts the drafts whose first k+1 tokens were all accepted. Only
     tokens that were committed count: what lies after the end of the response was not accepted."""

@@ -236,7 +236,7 @@ class LLM:
             length.forget(costs=True)  # compiling took part of the time
             for rows in sorted(sizes | {self.engine.scheduler.max_num_seqs}):
                 self._write_dummies(rows)
-            length.forget()  # what became of the drafts of dummies says nothing about texts
+            length.forget()  # acceptance on dummies says nothing about real text
         self.reset_metrics()
         return graphs
 
@@ -264,7 +264,7 @@ class LLM:
         self.engine.read_weights()
 
     def reset_metrics(self) -> None:
-        """Sets counters and phase timers to zero."""
+        """Sets the counters to zero."""
         self.engine.reset_metrics()
 
     def _run(

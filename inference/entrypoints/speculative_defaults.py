@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def complete(options: Any, model: str | FrozenTarget | PreTrainedModel, **source: Any) -> Any:
-    """`options` of speculative_config with `method` and `num_speculative_tokens` filled in where
-    the drafter's folder can tell; anything that is no dict of options comes back as it is. `model`:
-    the target; `source`: its revision and trust_remote_code. CheckpointError for a folder that
-    holds no drafter."""
+    """`options` of speculative_config with `method` and `num_speculative_tokens` filled in from the
+    drafter's folder; options that are not a mapping are returned unchanged. `model`: the target;
+    `source`: its revision and trust_remote_code. CheckpointError for a folder that holds no
+    drafter."""
     if not isinstance(options, Mapping) or options.get("method") in [*TRAINING_FREE]:
         return options
     options = dict(options)

@@ -25,8 +25,8 @@ class HeadOptions(MethodOptions):
     )
     speculative_eagle_topk: int | None = option(
         None,
-        "a tree grown every round, of so many drafts per level to go on from;"
-        " num_speculative_tokens is how many places of it are verified",
+        "a tree grown in every round: the number of drafts per level that are expanded;"
+        " num_speculative_tokens is the number of its nodes that are verified",
         ge=1,
     )
     speculative_num_steps: int | None = option(None, "levels of that tree", ge=1)
@@ -69,7 +69,7 @@ class HeadOptions(MethodOptions):
         if tree is not None and tree.budget != self.num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, but"
-                f" speculative_token_tree has {tree.budget} choices; they must be as many"
+                f" speculative_token_tree has {tree.budget} choices; expected the same number"
             )
         return self
 

@@ -317,8 +317,7 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
     ],
 )
 def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts) -> None:
-    """A recipe that says nothing of unroll_steps leaves no depth untrained that serving would
-    accept."""
+    """Without unroll_steps in the recipe, every depth that serving may draft is trained."""
     assert family_class(family).options.model_validate(shape).unroll_steps == drafts
 
 

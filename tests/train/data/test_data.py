@@ -384,8 +384,8 @@ def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(token
         rows_of(tokenizer, CHATML, example)
 
 
-def test_the_template_and_its_thinking_mode_are_told(tokenizer):
-    """Data rendered otherwise is told by other facts."""
+def test_template_facts_with_another_template_or_mode_differ(tokenizer):
+    """They identify how the data was rendered: the template's hash and its variables."""
     quiet = ConversationTokenizer(
         tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False}
     )
