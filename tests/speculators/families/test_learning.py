@@ -72,11 +72,11 @@ def acceptance_lengths(drafter: Drafter, features: Any) -> list[float]:
     return [1.0 + [*right, False].index(False) for right in whole]
 
 
-def train(case: Case, model: Any, folder: Path) -> list[float]:
-    """Acceptance lengths after STEPS steps of the trainer, with the family's settings for short
+def train(case: Case, model: Any, folder: Path, steps: int = STEPS) -> list[float]:
+    """Acceptance lengths after some steps of the trainer, with the family's settings for short
     runs."""
     target, drafter = make(case, model, noise=0.0)
-    training = {"steps": STEPS, "batch_size": ROWS, "save_every": STEPS, "mixed_precision": "no"}
+    training = {"steps": steps, "batch_size": ROWS, "save_every": steps, "mixed_precision": "no"}
     if case.family == "draft_model":  # whose settings are for a model that is trained already
         training["learning_rate"] = 3e-3
     recipe = recipe_of(
@@ -102,6 +102,22 @@ def test_learning_eight_rows_by_heart_accepts_nearly_every_draft(
 ) -> None:
     lengths = train(case, tiny_model("llama"), tmp_path)
     assert sum(lengths) / len(lengths) >= 0.97 * (DRAFTS + 1)
+
+
+@pytest.mark.slow
+def test_peagle_at_its_published_depth_accepts_the_first_position_as_eagle3(
+    tiny_model, tmp_path
+) -> None:
+    """Half-way, where both still have something to learn."""
+    shape = {"num_depths": 3, "num_layers": 4, "own_embeddings": True, **MASK}
+    cases = {"peagle": Case("peagle", shape, {"num_depths": 3}, taps=(1, 2, 3))}
+    cases["eagle3"] = CASES["eagle3"]
+    first = {}
+    for family, case in cases.items():
+        lengths = train(case, tiny_model("llama"), tmp_path / family, steps=40)
+        first[family] = sum(length > 1 for length in lengths) / len(lengths)
+    assert 0.5 < first["eagle3"] < 0.95
+    assert first["peagle"] >= 0.98 * first["eagle3"]
 
 
 def test_every_family_is_learnt() -> None:
