@@ -198,7 +198,7 @@ def _text(
         "regenerate: # the target answers every prompt anew",
         f"  max_new_tokens: {lengths.max_new_tokens} # {responses}",
         "  temperatures: {0.0: 0.5, 1.0: 0.5} # those of serving, and their shares",
-        f"  # In this process about {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.",
+        f"  # In this process {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.",
         f"  # Servers write faster: vllm serve {model} --port 8000 --max-model-len"
         f" {lengths.max_length}",
         f"  {'' if seconds > HOUR else '# '}endpoints: [{{url: http://localhost:8000/v1}}]",
