@@ -49,7 +49,7 @@ def user_errors() -> Iterator[None]:
         if extra is None:
             raise
         install = f"pip install 'draftsmith[{extra}]'"
-        print_error(ConfigError(f"{install}", where=f"this needs the package {error.name}"))
+        print_error(ConfigError(f"this needs the package {error.name}: {install}"))
         sys.exit(2)
 
 

@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,9 +101,14 @@ async def certify(
     *,
     max_tokens: int,
     samples: int,
+    assume_drafting: bool = False,
 ) -> dict[str, Any]:
-    """The certificate: `verdict` ("lossless" or "lossy"), the counts and tests that it rests on,
-    and the server's acceptance, null where it reports none. ConfigError if the baseline drafts."""
+    """The certificate: `verdict`, the counts and tests that it rests on, and the server's
+    acceptance, null where it reports none. ConfigError if the baseline drafts.
+
+    "lossy": a greedy mismatch, or samples of another distribution. "undecided": none, but nothing
+    shows that the server drafted; `assume_drafting`: it does, and has no counters. "lossless"
+    speaks of temperature 0 alone where no test of samples has a degree of freedom (`tested`)."""
     await server.connect()
     await baseline.connect()
     before = await drafting_counters(server.client)
@@ -111,11 +116,10 @@ async def certify(
         raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
     texts = await server.greedy(prompts, max_tokens)
     references = await baseline.greedy(prompts, max_tokens)
-    differences = []
+    differences = list[dict[str, Any]]()
     for number, (prompt, text, reference) in enumerate(zip(prompts, texts, references)):
-        if (position := first_difference(reference.tokens, text.tokens)) is not None:
-            judged = await _judge(baseline, prompt, reference, text, position)
-            differences.append({"prompt": number, "position": position, **judged})
+        async for one in _differences(server, baseline, prompt, text, reference, max_tokens):
+            differences.append({"prompt": number, **one})
     tests = []
     for number, prompt in enumerate(prompts[:SAMPLED_PROMPTS] if samples else ()):
         drawn = await server.sample(prompt, samples, 0)
@@ -128,9 +132,10 @@ async def certify(
     drafting = drafting_results(before, await drafting_counters(server.client))
     ties = sum(difference["tie"] for difference in differences)
     smallest = min((test["p_value"] for test in tests), default=1.0)
-    lossless = len(differences) == ties and smallest * max(len(tests), 1) >= SIGNIFICANCE
+    lossy = len(differences) > ties or smallest * max(len(tests), 1) < SIGNIFICANCE
+    drafted = bool(drafting) or (assume_drafting and before is None)
     return {
-        "verdict": "lossless" if lossless else "lossy",
+        "verdict": "lossy" if lossy else "lossless" if drafted else "undecided",
         "server": str(server.client.base_url),
         "baseline": str(baseline.client.base_url),
         "model": server.model,
@@ -141,10 +146,38 @@ async def certify(
             "ties": ties,
             "differences": differences,
         },
-        "sampled": {"samples": samples, "significance": SIGNIFICANCE, "tests": tests},
+        "sampled": {
+            "tested": any(test["degrees"] for test in tests),
+            "samples": samples,
+            "significance": SIGNIFICANCE,
+            "tests": tests,
+        },
         "acceptance_length": drafting.get("spec_decode_acceptance_length"),
         "num_drafts": drafting.get("spec_decode_num_drafts"),
     }
+
+
+async def _differences(
+    server: Completions,
+    baseline: Completions,
+    prompt: str,
+    text: Text,
+    reference: Text,
+    max_tokens: int,
+) -> AsyncIterator[dict[str, Any]]:
+    """The differences of two greedy texts, judged. Behind a tie both servers go on from the
+    baseline's token."""
+    start = 0
+    while (position := first_difference(reference.tokens, text.tokens)) is not None:
+        judged = await _judge(baseline, prompt, reference, text, position)
+        yield {"position": start + position, **judged}
+        start += position + 1
+        if not judged["tie"] or start >= max_tokens:
+            return
+        prompt += "".join(reference.tokens[: position + 1])
+        (text,), (reference,) = [
+            await one.greedy([prompt], max_tokens - start) for one in (server, baseline)
+        ]
 
 
 async def _judge(

@@ -292,8 +292,8 @@ def _require_abilities(target: FrozenTarget, compiles: bool, proposer: Proposer 
     layers = f"target {target.name_or_path} has recurrent layers, whose states"
     if proposer is not None and proposer.drafts_trees:
         raise ConfigError(
-            "a tree cannot be verified; draft chains (no tree)",
-            where=f"{layers} follow one chain of drafts",
+            f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no"
+            " tree)"
         )
     if compiles:
         raise ConfigError(

@@ -22,14 +22,6 @@ from tests.vllm.conftest import (  # noqa: F401 (fixtures)
 )
 
 
-def pytest_collection_modifyitems(items) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in Path(item.path).parents:
-            item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.integration)
-
-
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The model's folder."""

@@ -19,6 +19,7 @@ from draftsmith.train.data.sources import parse_row
 from draftsmith.train.pipeline.run import run
 from tests.vllm.conftest import with_head
 
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = RECIPES / "quickstart" / "data"
 FAMILIES = ("eagle3", "dspark", "mlp", "draft_model")

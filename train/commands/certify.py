@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 URL_START = ("http://", "https://")
+EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 
 
 def certify(
@@ -31,15 +32,19 @@ def certify(
     ] = 200,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 4,
     dtype: Annotated[str, typer.Option(help="Of a baseline that is a model.")] = "auto",
+    assume_drafting: Annotated[
+        bool,
+        typer.Option("--assume-drafting", help="The server drafts, and has no counters of vLLM's."),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Where to write the certificate.")] = None,
 ) -> None:
     """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
-    it does not."""
+    it does not; 3: nothing shows that it drafted."""
     from draftsmith.inference.bench.certify import serving
     from draftsmith.inference.whole_file import write_whole
 
     texts = _prompts(prompts)
-    given = (texts, max_tokens, samples, concurrency)
+    given = (texts, max_tokens, samples, concurrency, assume_drafting)
     if baseline.startswith(URL_START):
         result = asyncio.run(_certify(url, baseline, *given))
     else:
@@ -48,7 +53,7 @@ def certify(
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     _print(result, Console(highlight=False, soft_wrap=True))
-    raise typer.Exit(0 if result["verdict"] == "lossless" else 1)
+    raise typer.Exit(EXIT_CODES[result["verdict"]])
 
 
 def _prompts(path: Path | None) -> list[str]:
@@ -70,7 +75,13 @@ def _prompts(path: Path | None) -> list[str]:
 
 
 async def _certify(
-    url: str, baseline: str, prompts: list[str], max_tokens: int, samples: int, concurrency: int
+    url: str,
+    baseline: str,
+    prompts: list[str],
+    max_tokens: int,
+    samples: int,
+    concurrency: int,
+    assume_drafting: bool,
 ) -> dict[str, Any]:
     from draftsmith.inference.bench.certify import Completions, certify
     from draftsmith.inference.bench.load import client_at
@@ -82,6 +93,7 @@ async def _certify(
             prompts,
             max_tokens=max_tokens,
             samples=samples,
+            assume_drafting=assume_drafting,
         )
 
 
@@ -109,5 +121,7 @@ def _print(result: dict[str, Any], console: Console) -> None:
     length = result["acceptance_length"]
     reported = "no drafts reported" if length is None else f"acceptance length {length:.2f}"
     console.print(f"drafting: {reported}")
-    style = "green" if result["verdict"] == "lossless" else "red"
-    console.print(result["verdict"], style=style)
+    style = {"lossless": "green", "lossy": "red", "undecided": "yellow"}[result["verdict"]]
+    alone = result["verdict"] == "lossless" and not sampled["tested"]
+    scope = " at temperature 0; no test of samples had a degree of freedom" if alone else ""
+    console.print(result["verdict"] + scope, style=style)

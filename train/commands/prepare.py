@@ -118,7 +118,7 @@ def make_report(
         prompt_tokens[example.workload] += times * prompt
         rows.setdefault(example.workload, []).extend(found * times)
     if not examples or not (regenerated or any(rows.values())):
-        raise DataError(f"{bad}", where="no row is left")
+        raise DataError(f"no row is left: {bad}")
     everything = [row for workload in rows.values() for row in workload]
     overall = _lengths(everything, data.max_length, examples.total(), prompt_tokens.total())
     left_out = Counter(item.why for item in prepared.left_out)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -98,10 +99,13 @@ def knows_thinking(tokenizer: PreTrainedTokenizerBase, template: str | None = No
         return False
     question = [{"role": "user", "content": "Hello"}]
     options = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
-    prompts = {
-        tokenizer.apply_chat_template(question, **options, **{THINKING: mode})
-        for mode in (True, False)
-    }
+    try:
+        prompts = {
+            tokenizer.apply_chat_template(question, **options, **{THINKING: mode})
+            for mode in (True, False)
+        }
+    except jinja2.TemplateError:  # it takes no such conversation; rows that it fails on say so
+        return False
     return len(prompts) > 1
 
 
@@ -136,9 +140,8 @@ def prepare_rows(
     if not kept:
         first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"{len(dropped)} have no provable"
-            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}",
-            where=f"no row is left of {len(examples)} examples",
+            f"no row is left of {len(examples)} examples: {len(dropped)} have no provable"
+            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}"
         )
     return kept, statistics
 

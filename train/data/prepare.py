@@ -109,7 +109,7 @@ def askable(
         else:
             usable.append(example)
     if not usable:
-        raise DataError(f"{bad}", where=f"no prompt can be made of any of {len(examples)} examples")
+        raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
     return usable
 
 

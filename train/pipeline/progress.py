@@ -79,7 +79,9 @@ class Stages:
             if most and done > before:
                 left = f", {(now - began) / (done - before) * (most - done):.0f} s left"
             self.console.print(
-                f"{title}: {done:g}/{most or '?'}{left} {note}", markup=False, highlight=False
+                f"{title}: {done:g}/{most or '?'}{left}{', ' * bool(note)}{note}",
+                markup=False,
+                highlight=False,
             )
 
         return advance

@@ -97,13 +97,13 @@ def _settings(stage: Stage) -> str:
 
 def _work(stage: Stage, plan: Plan) -> list[tuple[str, str]]:
     """FLOPs and time of each phase."""
-    per = "" if stage.steps else ", one step"
     rows = []
     for phase in stage.phases:
         text = f"{phase.flops / 1e15:.3g} PFLOP"
         if plan.device:
             text += f", {duration(phase.seconds(plan.device, plan.count))}"
-        rows.append((phase.name + per, text))
+        per_step = stage.steps is None and not phase.name.startswith("responses")
+        rows.append((phase.name + ", one step" * per_step, text))
     return rows
 
 

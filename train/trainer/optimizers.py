@@ -155,7 +155,7 @@ def load_optimizer_state(modules: nn.Module, optimizer: Any, saved: dict[str, An
         set_optimizer_state_dict(modules, optimizers, saved, options=options)
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"{error}", where="the optimizer's parameters are not those of the checkpoint"
+            f"the optimizer's parameters are not those of the checkpoint: {error}"
         ) from error
     groups = [group for o in optimizers for group in o.param_groups]
     for group, own in zip(groups, before, strict=True):

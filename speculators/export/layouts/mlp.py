@@ -77,8 +77,8 @@ class MLPLayout(Layout):
             stored = _kept(name, config)
             if stored in kept and not torch.equal(kept[stored], found[name]):
                 raise CheckpointError(
-                    "true; set it to false if the heads were trained apart",
-                    where=f"{source[stored]} and {name} differ, but config.json says tie_weights",
+                    f"{source[stored]} and {name} differ, but config.json says tie_weights: true;"
+                    " set it to false if the heads were trained apart"
                 )
             kept.setdefault(stored, found[name])
             source.setdefault(stored, name)

@@ -244,9 +244,8 @@ class DraftModel(TokenDrafter):
             return
         if not intersection:
             raise ConfigError(
-                f"{reason}. Choose a draft model"
-                f" of the target's family, or set {where} to draft the tokens that both have",
-                where="the draft model's tokenizer is not the target's",
+                f"the draft model's tokenizer is not the target's: {reason}. Choose a draft model"
+                f" of the target's family, or set {where} to draft the tokens that both have"
             )
         found = TokenMap.between(
             of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size

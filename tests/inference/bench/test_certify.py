@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from draftsmith.inference.bench.certify import chi2_tail, homogeneity
+from draftsmith.inference.bench import certify
+from draftsmith.inference.bench.certify import Text, chi2_tail, homogeneity
 from draftsmith.inference.engine import engine
 from tests.support.engines import drafting_llm
 from tests.train.test_cli import call
@@ -73,6 +75,50 @@ def test_certify_of_a_lossy_server_says_so(greedy, servers, tmp_path, monkeypatc
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert (code, certificate["verdict"]) == (1, "lossy"), output
     assert bool(certificate["greedy"]["mismatches"]) == greedy
+
+
+def test_certify_of_a_server_that_shows_no_drafts_is_undecided(servers, tmp_path):
+    _, flag, baseline, *rest = servers("off")
+    line = ("certify", baseline, flag, baseline, *rest, "--samples", "0")
+    code, output = call(*line)
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert (code, certificate["verdict"]) == (3, "undecided"), output
+    assert not certificate["sampled"]["tested"]
+    code, output = call(*line, "--assume-drafting")
+    assert code == 0 and "at temperature 0" in output
+
+
+def text(words: str) -> Text:
+    return Text(words.split(), [])
+
+
+class Written:
+    """A server that writes these texts, whatever it is asked."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    async def greedy(self, prompts: list[str], max_tokens: int) -> list[Text]:
+        return [text(self.texts.pop(0)) for _ in prompts]
+
+
+def test_differences_behind_a_tie_are_found(monkeypatch):
+    """The first difference is judged a tie, so both go on, and differ for good."""
+    verdicts = iter([{"tie": True}, {"tie": False}])
+
+    async def judge(*_):
+        return next(verdicts)
+
+    monkeypatch.setattr(certify, "_judge", judge)
+
+    async def found() -> list[dict]:
+        given = (Written("c d e"), Written("c d f"), "p", text("a b b"), text("a c c"), 8)
+        return [one async for one in certify._differences(*given)]
+
+    assert asyncio.run(found()) == [
+        {"position": 1, "tie": True},
+        {"position": 4, "tie": False},
+    ]
 
 
 def test_certify_of_a_baseline_that_drafts_is_refused(servers):

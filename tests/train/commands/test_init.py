@@ -7,8 +7,10 @@ import json
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from draftsmith.speculators.registry import FAMILIES
+from draftsmith.train.data.packing import knows_thinking
 from draftsmith.train.recipe.load import load_recipe
 from tests.quickstart_data import source
 from tests.train.test_cli import TOKENIZER, call, refused
@@ -91,3 +93,9 @@ def test_a_recipe_that_says_nothing_of_thinking_is_warned(chats, tmp_path, caplo
     assert "enable_thinking" not in caplog.text
     call("train", str(out), "--dry-run", "data.chat_template_kwargs={}")
     assert "enable_thinking" in caplog.text
+
+
+def test_thinking_of_a_template_that_fails_is_left_to_the_rows():
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    assert knows_thinking(tokenizer, THINKING)
+    assert not knows_thinking(tokenizer, "{{ raise_exception('a system turn is needed') }}")
