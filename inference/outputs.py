@@ -36,7 +36,6 @@ class Logprob:
 
 
 SampleLogprobs = list[dict[int, Logprob]]
-PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 @dataclass
@@ -66,8 +65,7 @@ class CompletionOutput:
 @dataclass
 class RequestOutput:
     """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the
-    outputs are what is new, and `prompt_logprobs` (one entry per prompt token, None for the first)
-    come with the first output."""
+    outputs are what is new."""
 
     request_id: str
     prompt: str | None
@@ -75,7 +73,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass

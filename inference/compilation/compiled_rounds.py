@@ -48,7 +48,7 @@ class CachedStep(nn.Module):
     ) -> None:
         super().__init__()
         cache.reserve_all()
-        self.buckets = Buckets(cache.max_rows, width, cache.max_len, how.row_sizes)
+        self.buckets = Buckets(cache.max_rows, width, cache.max_len)
         self.shapes: set[Shape] = set()  # compiled
         self._step, self._cache, self._ahead, self._layers = step, cache, ahead, 0
         self._example: list[Tensor] = []  # one token of one row of each input
@@ -111,8 +111,7 @@ class CachedStep(nn.Module):
             if shape in self.shapes:
                 raise
             raise ConfigError(
-                f"enforce_eager=False: rounds cannot be compiled: {error}. Set"
-                " enforce_eager=True (in speculative_config: for the drafter alone)",
+                f"enforce_eager=False: rounds cannot be compiled: {error}. Set enforce_eager=True",
                 where="LLM",
             ) from error
         self.shapes.add(shape)
@@ -136,7 +135,7 @@ class CompiledRounds:
 
         width = 1 if proposer is None else 1 + proposer.num_speculative_tokens
         self.steps, self._how = [CachedStep(forward, cache, width, how)], how
-        if isinstance(proposer, HeadProposer) and how.drafter:
+        if isinstance(proposer, HeadProposer):
             proposer.draft_chains_with(self._chain_of)
 
     def _chain_of(self, drafter: Drafter, cache: RaggedCache, depth: int) -> BestChain | None:

@@ -17,14 +17,10 @@ MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # 
 
 @dataclass(frozen=True)
 class Compilation:
-    """How rounds are compiled: torch.compile's backend, on a GPU with CUDA graphs or without, the
-    numbers of rows that batches are padded to (none: powers of two), the drafter's chain too or
-    not."""
+    """torch.compile's backend, and whether a GPU replays rounds as CUDA graphs."""
 
     backend: str = "inductor"
     cudagraphs: bool = True
-    row_sizes: tuple[int, ...] = ()
-    drafter: bool = True
 
 
 def read_compilation(options: EngineOptions, device: str) -> Compilation | None:
@@ -34,34 +30,18 @@ def read_compilation(options: EngineOptions, device: str) -> Compilation | None:
     a backend must be named too. vLLM's other fields have no effect, and the log names them."""
     given = options.compilation_config
     fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
-    mode = _mode(fields.pop("mode", fields.pop("level", None)))  # `level`: its older name
+    mode, backend = fields.pop("mode", None), fields.pop("backend", "")
     graphs = str(fields.pop("cudagraph_mode", None) or "").upper()
-    backend = fields.pop("backend", "")
-    sizes = fields.pop("cudagraph_capture_sizes", ())
     if fields:
         logger.warning("compilation_config: without effect here: %s", ", ".join(sorted(fields)))
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ConfigError(
-            f"compilation_config: cudagraph_capture_sizes={sizes}; expected >= 1", where="LLM"
-        )
-    asked = mode or (MODES[-1] if options.enforce_eager is False else graphs) or "NONE"
+    names = {name: name for name in MODES} | dict(enumerate(MODES)) | {None: None}
+    key = mode.upper() if isinstance(mode, str) else mode
+    if key not in names:
+        raise ConfigError(f"mode={mode!r}; expected one of {MODES}", where="compilation_config")
+    asked = names[key] or (MODES[-1] if options.enforce_eager is False else graphs) or "NONE"
     if options.enforce_eager or asked == "NONE":
         return None
     if device == "cpu" and not backend:
         logger.warning("on a CPU rounds run eager: compiling them gains next to nothing")
         return None
-    of_drafter = (options.speculative_config or {}).get("enforce_eager") is not True
-    return Compilation(backend or "inductor", graphs != "NONE", tuple(sorted(sizes)), of_drafter)
-
-
-def _mode(given: Any) -> str | None:
-    """A mode by its name or number; ConfigError for another."""
-    if isinstance(given, str) and given.upper() in MODES:
-        return given.upper()
-    if isinstance(given, int) and 0 <= given < len(MODES):
-        return MODES[given]
-    if given is not None:
-        raise ConfigError(
-            f"compilation_config: mode={given!r}; expected one of {MODES}", where="LLM"
-        )
-    return None
+    return Compilation(backend or "inductor", graphs != "NONE")

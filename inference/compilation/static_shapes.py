@@ -26,14 +26,11 @@ class Shape(NamedTuple):
 
 
 class Buckets:
-    """Which shapes there are. Rows: `row_sizes` up to `max_rows`, which is always one of them, or
-    powers of two. Widths: 1 and `width`. Keys: doubling up to `capacity`."""
+    """Which shapes there are. Rows: doubling up to `max_rows`. Widths: 1 and `width`. Keys:
+    doubling up to `capacity`."""
 
-    def __init__(
-        self, max_rows: int, width: int, capacity: int, row_sizes: Sequence[int] = ()
-    ) -> None:
-        sizes = row_sizes or doubling(1, max_rows)
-        self.rows = (*(size for size in sizes if size < max_rows), max_rows)
+    def __init__(self, max_rows: int, width: int, capacity: int) -> None:
+        self.rows = doubling(1, max_rows)
         self.widths = (1, width) if width > 1 else (1,)
         self.keys = doubling(FEWEST_KEYS, capacity)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.compilation.config import read_compilation
-from draftsmith.inference.engine.logprobs import record_logprobs, record_prompt_logprobs
+from draftsmith.inference.engine.logprobs import record_logprobs
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.metrics import SpecDecodeCounters
@@ -207,10 +207,6 @@ class Engine:
             padded = [piece + [0] * (width - len(piece)) for piece in pieces]
             token_ids = on_device(padded, self.target.device)
             taps, last_hidden = self._forward(first, first + len(rows), token_ids)
-            for i, (request, count) in enumerate(zip(rows, counts, strict=True)):
-                record_prompt_logprobs(
-                    self.target_forward.logits, request, done, last_hidden[i, :count]
-                )
             for i in range(len(rows) - 1, -1, -1):
                 if done + counts[i] == rows[i].num_prompt_tokens:
                     ends.append(last_hidden[i, counts[i] - 1].clone())

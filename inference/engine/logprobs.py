@@ -6,7 +6,7 @@ are those without drafting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,6 @@ from draftsmith.speculators.precision import on_device
 
 if TYPE_CHECKING:
     from draftsmith.inference.requests.request import Request
-
-PROMPT_CHUNK = 64  # prompt positions whose logits are held at the same time
 
 
 def record_logprobs(
@@ -47,28 +45,13 @@ def record_logprobs(
             requests[row].logprobs += islice(entries, len(new_tokens[row]))
 
 
-def record_prompt_logprobs(
-    to_logits: Callable[[Tensor], Tensor], request: Request, start: int, last_hidden: Tensor
-) -> None:
-    """last_hidden [n, H] of prompt positions start … start + n - 1 -> `request.prompt_logprobs`, if
-    the request asks. Position p says what the model thought of token p + 1."""
-    if not request.wants_prompt_logprobs:
-        return
-    end = min(start + len(last_hidden), request.num_prompt_tokens - 1)
-    for first in range(start, end, PROMPT_CHUNK):
-        last = min(first + PROMPT_CHUNK, end)
-        logits = to_logits(last_hidden[first - start : last - start])
-        following = request.token_ids[first + 1 : last + 1]
-        request.prompt_logprobs += _logprobs(logits, following, request.params.prompt_logprobs)
-
-
-def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int | None) -> list[TokenLogprobs]:
+def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Logits [N, V], the token that stands at each place, and how many more (-1: all) -> one entry
     per place."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, on_device(token_ids, logits.device).unsqueeze(-1))  # [N, 1]
     ranks = (logprobs >= chosen).sum(-1, keepdim=True)
-    best = logprobs.topk(logprobs.shape[-1] if count == -1 else count or 0, dim=-1)
+    best = logprobs.topk(logprobs.shape[-1] if count == -1 else count, dim=-1)
     # one copy from the device: float64 holds all of it exactly
     packed = torch.cat(
         [ranks.double(), best.indices.double(), chosen.double(), best.values.double()], dim=-1

@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
@@ -73,17 +72,9 @@ def _is_token_id(token: Any) -> bool:
     return isinstance(token, Integral) and not isinstance(token, bool)
 
 
-def chat_prompts(
-    messages: Sequence[Any],
-    tokenizer: Any,
-    options: dict[str, Any],
-    *,
-    max_tokens: int | None = None,
-) -> list[Prompt]:
+def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
     """Conversations through the tokenizer's chat template, which writes every special token
-    itself.
-
-    `max_tokens`: ConfigError for a text that cannot be as few tokens, before it is tokenized."""
+    itself."""
     tokenizer = _needed(tokenizer)
     if not messages:
         raise ConfigError(
@@ -93,12 +84,10 @@ def chat_prompts(
     prompts = []
     for conversation in conversations:
         turns = [template_message(i, message) for i, message in enumerate(conversation)]
-        require_short(sum(len(turn["content"]) for turn in turns), tokenizer, max_tokens)
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
-        require_short(len(text), tokenizer, max_tokens)
         prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
     return prompts
 
@@ -157,24 +146,6 @@ def _tool_calls(index: int, calls: Any) -> list[Any]:
                     f"message {index}: tool_calls with arguments that are not JSON", where="chat"
                 ) from None
     return read
-
-
-def require_short(characters: int, tokenizer: Any, max_tokens: int | None) -> None:
-    """ConfigError for a text of so many characters that it cannot be `max_tokens` tokens or fewer
-    (None: any length will do): tokenizing it would take long, and in vain."""
-    if max_tokens is None:
-        return
-    most = max_tokens * _longest_token(tokenizer)
-    if characters > most:
-        raise ConfigError(
-            f"{characters} characters; a context of {max_tokens} tokens holds {most} at most"
-        )
-
-
-@lru_cache(maxsize=4)
-def _longest_token(tokenizer: Any) -> int:
-    """Characters of the longest token of the vocabulary."""
-    return max((len(token) for token in tokenizer.get_vocab()), default=1)
 
 
 def _needed(tokenizer: Any) -> Any:

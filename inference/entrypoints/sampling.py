@@ -34,12 +34,11 @@ class RequestSampling:
                 token for token in getattr(params, name) or () if token >= self._vocab_size
             ]:
                 faults.append(f"{name} {beyond} go beyond 0..{self._vocab_size - 1}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(params, name) or 0) > self._vocab_size:
-                faults.append(
-                    f"{name}={count}, but the vocabulary has {self._vocab_size} tokens; -1 is all"
-                    " of them"
-                )
+        if (params.logprobs or 0) > self._vocab_size:
+            faults.append(
+                f"logprobs={params.logprobs}, but the vocabulary has {self._vocab_size} tokens; -1"
+                " is all of them"
+            )
         if params.stop and self._tokenizer is None:
             faults.append("asks for stop strings, which need a tokenizer; pass LLM(tokenizer=...)")
         if params.bad_words and self._tokenizer is None:

@@ -30,8 +30,7 @@ class Request:
     finish_reason    None while unfinished, then "stop", "length" or "abort"; "error" if it alone
                      cannot go on
     processors       what it changes in its logits
-    logprobs         of each output token, if its parameters ask; prompt_logprobs of the prompt's,
-                     from the second on
+    logprobs         of each output token, if its parameters ask
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Request:
             params, list(prompt_token_ids), self.stop_ids, bad_words
         )
         self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         # 1 if the response ends with a stop token that its text does not show
@@ -96,11 +94,6 @@ class Request:
     def text_token_ids(self) -> list[int]:
         """The output tokens that its text shows."""
         return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_hidden_tokens]
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """A prompt's n requests share their prompt logprobs; the first one computes them."""
-        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def draft_limit(self) -> int:

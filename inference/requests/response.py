@@ -10,7 +10,6 @@ from typing import Any
 from draftsmith.inference.outputs import (
     CompletionOutput,
     Logprob,
-    PromptLogprobs,
     RequestMetrics,
     RequestOutput,
     SampleLogprobs,
@@ -33,7 +32,6 @@ class Response:
     def __post_init__(self) -> None:
         self._sent = [0] * len(self.requests)  # output tokens already given out by `delta`
         self._ended = [False] * len(self.requests)
-        self._began = False
 
     @property
     def finished(self) -> bool:
@@ -44,7 +42,7 @@ class Response:
         completions = [
             _completion(r, _text(r, self.tokenizer), 0, self.tokenizer) for r in self.requests
         ]
-        return self._output(completions, self._prompt_logprobs())
+        return self._output(completions)
 
     def delta(self) -> RequestOutput | None:
         """The text and tokens added since the last call; None if there are none. The end is
@@ -59,17 +57,9 @@ class Response:
             self._ended[i] = request.finished
         if not new:
             return None
-        prompt_logprobs = (
-            []
-            if self._began and self.requests[0].wants_prompt_logprobs
-            else self._prompt_logprobs()
-        )
-        self._began = True
-        return self._output(new, prompt_logprobs)
+        return self._output(new)
 
-    def _output(
-        self, completions: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None
-    ) -> RequestOutput:
+    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -77,15 +67,6 @@ class Response:
             completions,
             self.finished,
             _metrics(self.requests),
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
-        first = self.requests[0]
-        return (
-            [None, *as_dicts(first.prompt_logprobs, self.tokenizer)]
-            if first.wants_prompt_logprobs
-            else None
         )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draftsmith.inference.entrypoints.llm import LLM
-from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, require_short
+from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.errors import APIError
 from draftsmith.inference.server.options import SAMPLING_FIELDS, ServerOptions, SpecDecodeDetail
@@ -187,7 +187,6 @@ class CompletionRequest(GenerationRequest):
             if isinstance(given, list):
                 prompts.append(Prompt(None, given))
                 continue
-            require_short(len(given), tokenizer, llm.engine.max_model_len)
             encoded = tokenizer(given, add_special_tokens=self.add_special_tokens)
             prompts.append(Prompt(given, list(encoded.input_ids)))
         return prompts
@@ -232,5 +231,4 @@ class ChatRequest(GenerationRequest):
             **options.default_chat_template_kwargs,
             **given,
         }
-        context = llm.engine.max_model_len
-        return chat_prompts([self.messages], tokenizer, template_options, max_tokens=context)
+        return chat_prompts([self.messages], tokenizer, template_options)

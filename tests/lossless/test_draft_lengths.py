@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.sampling.sampler import batch_probabilities, inverse_cdf
-from draftsmith.inference.spec_decode.costs import MeasuredCosts, RoundCosts
+from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
@@ -21,7 +21,6 @@ from draftsmith.inference.spec_decode.draft_length import (
 )
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers import drafter as head
-from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
 from draftsmith.speculators.drafter import DraftLogits
 from tests.lossless.enumeration import (
     LOSSLESS,
@@ -33,8 +32,8 @@ from tests.lossless.enumeration import (
 )
 from tests.support.cases import Case, make
 from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
-from tests.support.drafters import FakeHead, random_eagle3
-from tests.support.engines import ids_of, make_llm
+from tests.support.drafters import FakeHead
+from tests.support.engines import make_llm
 
 K, VOCAB, WRITTEN = 3, 4, 4
 PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
@@ -291,51 +290,3 @@ def test_a_length_by_the_confidence_behind_a_draft_is_noticed(small, monkeypatch
 
 
 # ---------------------------------------------------------------------- at temperature 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "early", "length"),
-    [
-        ("ngram", False, "cheap"),
-        ("ngram", False, "measured"),
-        ("fake", True, "hopeless"),
-        ("fake", False, "scheduled"),
-        ("eagle3", True, "measured"),
-        ("eagle3", False, "cheap"),
-        ("dspark", True, "cheap"),
-        ("dspark", False, "measured"),
-        ("dflash", False, "cheap"),
-        ("dflash2", True, "hopeless"),
-    ],
-)
-def test_greedy_equals_the_target_alone(kind, early, length, tiny_model, monkeypatch):
-    """Three rows of other lengths, each with its own room for drafts."""
-    stop_early(monkeypatch, early)
-    model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=64, num_hidden_layers=2)
-    model.generation_config.eos_token_id = None
-    prompts = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 58, 40)]
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in (None, 2, None, 6)]
-    expected = ids_of(make_llm(model).generate(prompts, params, False))
-    lengths = {
-        "cheap": lambda: adaptive(CHEAP),
-        "hopeless": lambda: adaptive(HOPELESS),
-        "scheduled": lambda: DraftLength(K, [(1, 1, 2), (2, 2, 0), (3, 8, 1)]),
-        "measured": lambda: AdaptiveDraftLength(K, MeasuredCosts(K)),
-    }
-    if kind == "ngram":
-        drafting = {"proposer": NgramProposer(K, 1, 3)}
-    elif kind in BLOCKS:
-        drafting = {"drafter": make(BLOCKS[kind], model)[1].freeze()}
-    else:
-        heads = {"eagle3": random_eagle3, "fake": lambda *of: FakeHead(94, of[1], 32)}
-        drafting = {"drafter": heads[kind](model, (1, 2))}
-    llm = make_llm(
-        model,
-        draft_length=lengths[length](),
-        num_speculative_tokens=K,
-        max_num_seqs=3,
-        max_num_batched_tokens=16,
-        **drafting,
-    )
-    assert ids_of(llm.generate(prompts, params, False)) == expected

@@ -229,8 +229,6 @@ def _compiled(
         return {}
     options: dict[str, Any] = {"enforce_eager": engines.enforce_eager}
     if not engines.enforce_eager:
-        sizes = [settings.batch_size]
-        options["compilation_config"] = {"mode": 3, "cudagraph_capture_sizes": sizes}
         chats = [chat for *_, some in settings.chosen(chosen, suites) for chat in some]
         if not any(chat.later for chat in chats):
             longest = max(len(chat.prompt) for chat in chats)

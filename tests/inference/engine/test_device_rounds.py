@@ -4,7 +4,6 @@ rows as for one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,6 @@ import pytest
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.prompts import Prompt
-from draftsmith.inference.requests.request import Request
-from draftsmith.inference.requests.response import Response
-from draftsmith.inference.server.engine_thread import EngineThread
-from draftsmith.inference.server.metrics import ServerMetrics
-from draftsmith.inference.server.options import ServerOptions
 from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
@@ -25,15 +19,10 @@ from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.lossless.configurations import FAMILIES
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
-from tests.support.cases import Case, make
+from tests.support.cases import make
 from tests.support.engines import make_llm
 
 K, VOCAB, EOS = 3, 260, 257
-BLOCK = {"num_layers": 1, "block_size": 4, "mask_token_id": 2}
-BLOCKS = {
-    "dflash": Case("dflash", BLOCK, taps=(1, 2)),
-    "dspark": Case("dspark", {**BLOCK, "markov_rank": 8}, taps=(1, 2)),
-}
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 DYNAMIC = DynamicTree(topk=3, depth=3, budget=7)
 PROCESSORS = dict(
@@ -66,44 +55,28 @@ HOT, COLD, FILTERED = (
 MATCHED = {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy"}
 WAYS = {
     # what was decided, and what was drafted: the host commits both
-    "off, greedy": Way("off", 1, COLD),
-    "off": Way("off", 1, HOT),
     "off, filtered": Way("off", 1, FILTERED),
-    "ngram, greedy": Way("ngram", 1, COLD),
-    "ngram": Way("ngram", 1, HOT),
     "ngram, block": Way("ngram", 2, FILTERED, {"rejection_sample_method": "block"}),
     "suffix": Way("suffix", 1, HOT),
-    "lookahead, greedy": Way("lookahead", 2, COLD),
     "lookahead": Way("lookahead", 2, HOT),
     **{f"{family}, greedy": Way(family, 2, COLD) for family in FAMILIES},
     # whether every draft could be drawn, how many are kept, what follows them, and the drafts
-    **{f"{family}, block": Way(family, 4, HOT) for family in FAMILIES},
+    **{f"{family}, block": Way(family, 4, HOT) for family in ("eagle3", "dspark", "draft_model")},
     "draft_model, another tokenizer": Way(
         "other_tokens", 4 + 2 * K, HOT
     ),  # how long drafts are in its tokens
-    "eagle3, token": Way("eagle3", 4, FILTERED, {"rejection_sample_method": "token"}),
-    "eagle3, matched": Way("eagle3", 2, HOT, MATCHED),
     # a tree is read once; what of it is refused is asked for in as many steps as the row has that
     # refuses most
-    **{
-        f"{family}, grown tree": Way(family, 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC})
-        for family in FAMILIES
-    },
-    "eagle3, grown tree, greedy": Way("eagle3", 3, COLD, {"tree": DYNAMIC}),
+    "eagle3, grown tree": Way("eagle3", 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}),
     "eagle3, tree, greedy": Way("eagle3", 3, COLD, {"tree": STATIC}),
-    "eagle3, tree, traversal": Way("eagle3", 4 + STATIC.budget, FILTERED, {"tree": STATIC}),
     "eagle3, tree, matched": Way("eagle3", 3, HOT, {"tree": STATIC, **MATCHED}),
     "adaptive": Way("adaptive", 3, COLD),
-    "adaptive, blocks": Way("adaptive dspark", 3, COLD),
     "adaptive, blocks at once": Way("adaptive dflash", 5, HOT),
     # the drafts so far, depth by depth, and where nothing is left
-    "off, processors": Way("off", 2, {**HOT, **PROCESSORS}),
-    "eagle3, processors": Way("eagle3", 5 + K, {**FILTERED, **PROCESSORS}),
     "eagle3, processors, tree": Way(
         "eagle3", 5 + 2 + DYNAMIC.budget, {**HOT, **PROCESSORS}, {"tree": DYNAMIC}
     ),
     "eagle3, logprobs": Way("eagle3", 3, {**COLD, "logprobs": 2}),
-    "ngram, logprobs": Way("ngram", 2, {**HOT, "logprobs": 2}),
 }
 
 
@@ -125,7 +98,7 @@ def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
     if family == "other_tokens":
         target, drafter = other_tokens(model, 240, [4])
     else:
-        target, drafter = make({**FAMILIES, **BLOCKS}.get(family, FAMILIES["mlp"]), model)
+        target, drafter = make(FAMILIES.get(family, FAMILIES["mlp"]), model)
     target.to(device)
     drafter = drafter.to(device).freeze()
     if way.drafter in (*FAMILIES, "other_tokens"):
@@ -164,53 +137,14 @@ def requests_of(way: Way, rows: int, max_tokens: int) -> list[tuple[Prompt, Samp
     ]
 
 
-def submit(llm: LLM, way: Way, rows: int, max_tokens: int) -> list[Request]:
-    return [
-        request
-        for each in requests_of(way, rows, max_tokens)
-        for request in llm.submit(*each).requests
-    ]
-
-
-def assert_few_waits(gpu: Any, way: Way, step: Callable[[], Any]) -> None:
-    with gpu.waits() as waits:
-        step()
-    assert waits.total() <= way.waits, gpu.sites
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [16])
-def test_waits_do_not_grow_with_the_rows(way, rows, claimed_gpu, tiny_model, byte_tokenizer):
+def test_waits_do_not_grow_with_the_rows(way, claimed_gpu, tiny_model, byte_tokenizer):
+    rows = 16
     llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", rows)
-    requests = submit(llm, way, rows, 60)
+    responses = [llm.submit(*asked) for asked in requests_of(way, rows, 60)]
     llm.engine.step()
     for _ in range(2):
-        assert_few_waits(claimed_gpu, way, llm.engine.step)
-    assert not any(request.finished for request in requests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3, block", "eagle3, grown tree, greedy", "ngram"])
-def test_the_servers_round(name, claimed_gpu, tiny_model, byte_tokenizer):
-    """Streamed, traced, and joined by others whose prompts begin alike: as few waits as without."""
-    way = WAYS[name]
-    llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", 8)
-    options = ServerOptions(served_model_name=("tiny",))
-    engine = EngineThread(llm, ServerMetrics("tiny", llm, lambda: 0), options)
-
-    def begin(rows: int) -> list[Response]:
-        asked = requests_of(way, rows, 30)
-        tickets = [engine.admit(1, streaming=True, traced=True) for _ in asked]
-        for ticket, (prompt, params) in zip(tickets, asked, strict=True):
-            ticket.prompts = [prompt]
-            engine.begin(ticket, 0, params)
-        return [ticket.begun[0] for ticket in tickets]
-
-    first = begin(4)
-    engine.round()
-    for _ in range(3):
-        assert_few_waits(claimed_gpu, way, engine.round)
-    later = begin(8)
-    while llm.engine.has_unfinished:
-        engine.round()
-    assert [len(each.requests[0].output_token_ids) for each in first + later] == [30] * 12
+        with claimed_gpu.waits() as waits:
+            llm.engine.step()
+        assert waits.total() <= way.waits, claimed_gpu.sites
+    assert not any(response.finished for response in responses)

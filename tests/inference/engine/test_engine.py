@@ -161,41 +161,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(kind, make_llm, model, texts,
 # ---------------------------------------------------------------------- what a head is told
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_head_has_seen_the_committed_text_and_nothing_else(
-    rows, temperature, make_llm, monkeypatch
-):
-    llm = make_llm("fake", max_num_seqs=rows)
-    proposer, drafter = llm.engine.proposer, llm.engine.proposer._drafter
-    propose, checked = proposer.propose, []
-
-    def checking(requests, limits):
-        proposal = propose(requests, limits)
-        for row, request in enumerate(requests):
-            ids = request.token_ids
-            assert proposer.cache.lengths[row] == len(ids) - 1
-            taps, hidden = llm.engine.target(torch.tensor([ids[:-1]]))
-            slots = (
-                drafter.embedding[ids[1:]] + (torch.cat([taps, hidden], -1) @ drafter.project)[0]
-            )
-            torch.testing.assert_close(
-                proposer.cache._values[0][row, 0, : len(ids) - 1], slots, atol=1e-4, rtol=1e-4
-            )
-            assert proposer.cache._keys[0][row, 0, : len(ids) - 1, 0].tolist() == ids[1:]
-            checked.append(row)
-        return proposal
-
-    monkeypatch.setattr(proposer, "propose", checking)
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=n, seed=n) for n in (5, 12, 1, 20, 9)
-    ]
-    llm.generate(
-        token_prompts("plain", "one token", "long", "near the limit", "plain"), params, False
-    )
-    assert len(checked) > 15
-
-
 # ------------------------------------------------------------ ladder f: the distribution at T > 0
 
 

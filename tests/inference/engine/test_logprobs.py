@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.engine.logprobs import PROMPT_CHUNK
 from draftsmith.inference.outputs import Logprob
-from tests.support.engines import ids_of
 
 KINDS = ["off", "right", "ragged", "sampled", "static"]
 VOCAB = 94
 PROMPTS = [
     [67, 68, 69, 0, 69, 7],
     [65],
-    [3 + (7 * i) % 50 for i in range(PROMPT_CHUNK + 30)],
+    [3 + (7 * i) % 50 for i in range(90)],
     [3, 4, 5] * 6,
 ]
 
@@ -36,8 +34,8 @@ def prompts():
 def mixed(**options) -> list[SamplingParams]:
     settings = [
         dict(logprobs=3),
-        dict(logprobs=0, prompt_logprobs=2, frequency_penalty=1.5, top_k=3),
-        dict(logprobs=2, prompt_logprobs=0, logit_bias={5: 20.0}),
+        dict(logprobs=0, frequency_penalty=1.5, top_k=3),
+        dict(logprobs=2, logit_bias={5: 20.0}),
         dict(repetition_penalty=1.5),
     ]
     return [SamplingParams(max_tokens=20, **options, **each) for each in settings]
@@ -101,30 +99,6 @@ def test_each_token_has_the_models_logprob_at_its_place(
                     assert list(entry) == list(other)
                     for token in entry:
                         assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
-        if params.prompt_logprobs is None:
-            assert output.prompt_logprobs is None
-        else:
-            assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
-            for i in range(1, len(prompt)):
-                check(
-                    output.prompt_logprobs[i],
-                    expected[i - 1],
-                    prompt[i],
-                    params.prompt_logprobs,
-                    byte_tokenizer,
-                )
-
-
-def test_they_change_no_token(model, drafting_llm):
-    asked = mixed(seed=7)
-    plain = [
-        SamplingParams(**{**vars(each), "logprobs": None, "prompt_logprobs": None})
-        for each in asked
-    ]
-    llm = drafting_llm("fake", model, max_num_seqs=2)
-    assert ids_of(llm.generate(prompts(), asked, False)) == ids_of(
-        llm.generate(prompts(), plain, False)
-    )
 
 
 @pytest.mark.parametrize("kind", ["off", "right"])
@@ -149,27 +123,8 @@ def test_what_is_cut_off_has_no_logprob(kind, model, drafting_llm, byte_tokenize
         assert found.cumulative_logprob == pytest.approx(total)
 
 
-@pytest.mark.parametrize("kind", ["off", "right", "fake"])
-def test_a_stream_says_what_generate_says(kind, model, drafting_llm):
-    params = SamplingParams(temperature=0, max_tokens=15, logprobs=2, prompt_logprobs=1)
-    prompt = {"prompt_token_ids": PROMPTS[0]}
-    (whole,) = drafting_llm("off", model).generate(prompt, params, False)
-    llm = drafting_llm(kind, model, {tuple(PROMPTS[0]): whole.outputs[0].token_ids})
-    (whole,) = llm.generate(prompt, params, False)
-    pieces = list(llm.stream(prompt, params))
-    assert all(
-        len(piece.outputs[0].logprobs) == len(piece.outputs[0].token_ids) for piece in pieces
-    )
-    assert [entry for piece in pieces for entry in piece.outputs[0].logprobs] == whole.outputs[
-        0
-    ].logprobs
-    assert pieces[-1].outputs[0].cumulative_logprob == whole.outputs[0].cumulative_logprob
-    assert pieces[0].prompt_logprobs == whole.prompt_logprobs
-    assert len(pieces) > 1 and all(piece.prompt_logprobs == [] for piece in pieces[1:])
-
-
 def test_the_whole_vocabulary_and_several_responses(model, drafting_llm):
-    params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
+    params = SamplingParams(n=2, seed=1, max_tokens=4, logprobs=-1)
     (output,) = drafting_llm("fake", model, tokenizer=None).generate(
         {"prompt_token_ids": PROMPTS[0]}, params, False
     )
@@ -181,20 +136,3 @@ def test_the_whole_vocabulary_and_several_responses(model, drafting_llm):
             )
             assert sorted(e.rank for e in entry.values()) == list(range(1, VOCAB + 1))
             assert entry[token].decoded_token is None
-    assert [None if e is None else len(e) for e in output.prompt_logprobs] == [None] + [VOCAB] * (
-        len(PROMPTS[0]) - 1
-    )
-
-
-def test_prompt_logits_are_made_in_pieces(model, drafting_llm, monkeypatch):
-    llm = drafting_llm("off", model, max_num_batched_tokens=512)
-    to_logits, sizes = llm.engine.target.logits, []
-
-    def counting(hidden):
-        sizes.append(hidden.shape[:-1].numel())
-        return to_logits(hidden)
-
-    monkeypatch.setattr(llm.engine.target, "logits", counting)
-    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
-    llm.generate({"prompt_token_ids": PROMPTS[2]}, params, False)
-    assert max(sizes) == PROMPT_CHUNK and sum(sizes) == len(PROMPTS[2])

@@ -4,7 +4,6 @@ no token."""
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from pathlib import Path
 
@@ -150,21 +149,6 @@ def test_a_guide_runs_as_it_is(target, options, method, k, folders):
     assert ids_of(drafted) == ids_of(plain)
 
 
-def test_the_older_form_is_shown_in_todays(folders):
-    form = (
-        "{'method': 'ngram', 'num_speculative_tokens': 5, 'prompt_lookup_max': 4,"
-        " 'disable_by_batch_size': 8}"
-    )
-    with pytest.warns(DeprecationWarning, match=re.escape(f"speculative_config={form}")):
-        LLM(
-            folders["opt"],
-            speculative_model="[ngram]",
-            num_speculative_tokens=5,
-            ngram_prompt_lookup_max=4,
-            speculative_disable_by_batch_size=8,
-        )
-
-
 def test_a_depth_that_nothing_says_is_logged_and_one_that_an_export_says_is_used(
     folders, tmp_path, caplog
 ):
@@ -191,12 +175,9 @@ OLDER = {"speculative_model": "[ngram]", "num_speculative_tokens": 2}
 REFUSED = [
     (dict(kv_cache_dtype="fp8"), "kv_cache_dtype"),
     (dict(max_lora_rank=8), "max_lora_rank"),
-    (dict(num_speculative_tokens=4), "speculative_model"),
     (OLDER | {"speculative_config": {"method": "ngram"}}, "speculative_config"),
     (OLDER | {"spec_decoding_acceptance_method": "typical"}, "acceptance_method"),
     (dict(tensor_parallel_size=0), "tensor_parallel_size"),
-    (dict(max_num_seqs=0), "max_num_seqs"),
-    (dict(enforce_eager="perhaps"), "enforce_eager"),
 ]
 
 

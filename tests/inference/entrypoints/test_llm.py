@@ -107,27 +107,20 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
         LLM(model).generate({"prompt_token_ids": [1]}, SamplingParams(stop="a"), False)
 
 
-WRONG_OPTIONS = [
-    (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
-]
 WRONG_DRAFTING = [
     ({"num_speculative_tokens": 2}, "method is missing"),
     ({"method": "eagle3", "num_speculative_tokens": 2}, "model is missing"),
     ({"method": "magic", "num_speculative_tokens": 2}, "'magic'; expected one of"),
-    ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens=0"),
+    (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
     (NGRAM | {"modle": 1}, "modle: unknown option"),
     (NGRAM | {"rejection_sample_method": "greedy"}, "expected one of auto, token"),
-    (
-        NGRAM | {"suffix_decoding_max_tree_depth": 8},
-        "max_tree_depth belongs to suffix",
-    ),
-    ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max belongs to ngram"),
-    ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "less than or equal to 1"),
-    ({"method": "suffix", "lookahead_ngram_size": 5}, "belongs to lookahead"),
-    ({"method": "lookahead", "lookahead_ngram_size": 2}, "greater than or equal to 3"),
+    (NGRAM | {"suffix_decoding_max_tree_depth": 8}, "max_tree_depth belongs to suffix"),
     (NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
 ]
-WRONG_OPTIONS += [(dict(speculative_config=config), message) for config, message in WRONG_DRAFTING]
+WRONG_OPTIONS = [
+    (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
+    *((dict(speculative_config=config), message) for config, message in WRONG_DRAFTING),
+]
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)

@@ -58,28 +58,3 @@ def test_what_a_template_cannot_read_is_an_error_of_the_user(message, named, byt
     template = "{{ messages[0].fault + 'x' if messages[0].fault else 'x' }}"  # a TypeError
     with pytest.raises(ConfigError, match=named):
         chat_prompts([[message]], byte_tokenizer, {"chat_template": template})
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
-    drafting_llm, model, serving, byte_tokenizer, monkeypatch
-):
-    llm = drafting_llm("off", model)
-    url = serving(llm, chat_template="{{ messages[0].content }}")
-    tokenizer = llm.get_tokenizer()
-    longest = max(map(len, tokenizer.get_vocab())) * 256
-    lengths = []
-    encode = type(tokenizer)._encode_plus
-    monkeypatch.setattr(
-        type(tokenizer),
-        "_encode_plus",
-        lambda self, text, *a, **k: lengths.append(len(text)) or encode(self, text, *a, **k),
-    )
-    for length in (longest, longest + 1):
-        text = "a" * length
-        for path, body in (
-            ("completions", {"prompt": text}),
-            ("chat/completions", {"messages": [{"role": "user", "content": text}]}),
-        ):
-            answer = httpx2.post(f"{url}/v1/{path}", json=body, timeout=60)
-            assert answer.status_code == 400, answer.text
-    assert lengths == [longest, longest]

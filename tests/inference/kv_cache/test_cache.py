@@ -34,13 +34,12 @@ def check(actual, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_architecture, seed):
+def test_chunks_raggedness_and_rollback_equal_a_fresh_forward(tiny_model, any_architecture):
     """Random rounds: prefill in chunks, drafts kept in part, over random contiguous row ranges,
     growing on the way."""
     target = FrozenTarget(tiny_model(any_architecture))
     cache = RaggedCache(ROWS, max_len=40, initial_capacity=4)
-    rng, texts = random.Random(seed), [[] for _ in range(ROWS)]
+    rng, texts = random.Random(0), [[] for _ in range(ROWS)]
     for _ in range(14):
         start = rng.randrange(ROWS)
         stop = rng.randint(start + 1, ROWS)
@@ -75,42 +74,6 @@ def test_move_and_reset(tiny_model):
         check(hidden[row], alone(target, tokens)[-2:])
 
 
-def test_latent_attention_has_keys_and_values_of_different_size(tiny_model):
-    """Any layer shape is learnt from the first keys and values (here DeepSeek's multi-head latent
-    attention)."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    target = FrozenTarget(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    cache = RaggedCache(2, 16)
-    step(target, cache, 0, 1, torch.tensor([[5, 6, 7]]))
-    cache.advance(0, 3)
-    hidden = step(target, cache, 0, 2, torch.tensor([[8, 9], [10, 11]]))
-    check(hidden[0], alone(target, [5, 6, 7, 8, 9])[-2:])
-    check(hidden[1], alone(target, [10, 11]))
-
-
 def test_the_cache_outlives_inference_mode(tiny_model):
     target, cache = FrozenTarget(tiny_model("llama")), RaggedCache(2, 32, initial_capacity=2)
     with torch.inference_mode():
@@ -143,13 +106,6 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     with pytest.raises(ConfigError, match="max_len=12"):
         cache.view(0, 2, 8)
     assert cache.lengths == [5, 0]
-
-
-def test_the_full_length_at_once():
-    cache = RaggedCache(2, max_len=12, initial_capacity=4)
-    write(cache, 0, 1, 3, 1)
-    cache.reserve_all()
-    assert cache.capacity == 12 and cache.bytes() == 3 * (2 * (2 * 2 * 4 * 3) * 4)
 
 
 def test_room_can_be_reserved_without_keys():

@@ -12,11 +12,10 @@ from draftsmith.inference.sampling.logits_processors import FORBIDDEN, bad_word_
 from draftsmith.inference.spec_decode.logits import process_draft_logits, process_logits
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers import drafter as head
-from draftsmith.inference.spec_decode.verification.rejection_sampler import verify_and_sample
 from draftsmith.speculators.errors import ConfigError
 from tests.support.processors import processed as processed_by_hand
 
-V, LIMIT, LENGTH = 40, 64, 14
+V, LIMIT = 40, 64
 STOPS = (7, 11)
 PROMPT = [3, 4, 5, 3, 4, 9]
 SETTINGS = [
@@ -165,80 +164,11 @@ def test_processed_drafts_are_accepted_more_often(model, drafting_llm, monkeypat
     assert accepted[0] > 2 * accepted[1]
 
 
-# ---------------------------------------------------------------------- the whole engine
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model):
     model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=LIMIT)
     model.generation_config.eos_token_id = None
     return model
-
-
-KINDS = ["off", "ngram", "right", "ragged", "sampled", "fake", "static", "dynamic"]
-MIXED = [  # (prompt, parameters): prompts differ, since stubs know texts by them
-    ([67, 68, 69, 0, 69, 7], {"repetition_penalty": 1.6}),
-    ([67, 68, 69, 0, 69, 8], {"frequency_penalty": 1.5, "presence_penalty": 1.0}),
-    ([65], {"logit_bias": {3: 6.0, 60: 6.0, 61: 5.0}, "bad_words": ["$"]}),
-    ([65, 66], {"allowed_token_ids": list(range(0, 60, 3)), "presence_penalty": -1.5}),
-    ([67, 68, 69, 0, 69, 9], {}),
-    ([3, 4, 5] * 6, {"bad_words": ["ab", "&'", "%&"], "allowed_token_ids": [3, 4, 5, 6, 64, 65]}),
-    (
-        [3, 4, 5] * 7,
-        {"min_tokens": 8, "stop_token_ids": list(range(0, 94, 2)), "repetition_penalty": 0.7},
-    ),
-    (
-        [3, 4, 5] * 8,
-        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {5: 3.0}, "top_k": 10},
-    ),
-]
-
-
-def mixed(**options):
-    prompts = [{"prompt_token_ids": prompt} for prompt, _ in MIXED]
-    return prompts, [SamplingParams(max_tokens=LENGTH, **options, **each) for _, each in MIXED]
-
-
-@pytest.fixture(scope="module")
-def texts(model, drafting_llm):
-    outputs = drafting_llm("off", model, max_num_seqs=1).generate(*mixed(temperature=0), False)
-    return {tuple(output.prompt_token_ids): output.outputs[0].token_ids for output in outputs}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_place_that_is_verified(
-    kind, model, drafting_llm, texts, byte_tokenizer, monkeypatch
-):
-    """Sampled, so that texts differ from those the stubs know; raw logits come from a forward
-    without any cache."""
-    llm = drafting_llm(kind, model, texts, max_num_seqs=3)
-    decide, checked = llm.engine._decide, []
-
-    def checking(logits, proposal, requests):
-        def verify(processed, *others):
-            for row, request in enumerate(requests):
-                bad = bad_word_ids(byte_tokenizer, request.params.bad_words)
-                for place, path in enumerate(proposal.paths(row)):
-                    with torch.no_grad():
-                        raw = model(torch.tensor([request.token_ids + path])).logits[0, -1]
-                    text = request.token_ids + path
-                    prompt, output = (
-                        text[: request.num_prompt_tokens],
-                        text[request.num_prompt_tokens :],
-                    )
-                    expected = processed_by_hand(raw, request.params, prompt, output, bad)
-                    check(processed[row, place], expected, 1e-3)
-                    checked.append(place)
-            return verify_and_sample(processed, *others)
-
-        with monkeypatch.context() as patch:
-            patch.setattr("draftsmith.inference.engine.engine.verify_and_sample", verify)
-            return decide(logits, proposal, requests)
-
-    monkeypatch.setattr(llm.engine, "_decide", checking)
-    llm.generate(*mixed(seed=5), False)
-    assert len(checked) > 8 * LENGTH - 9 and (max(checked) >= 3) == (kind != "off")
 
 
 # ---------------------------------------------------------------------- what cannot be honoured

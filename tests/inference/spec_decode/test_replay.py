@@ -137,24 +137,6 @@ def test_at_temperature_zero_replay_is_the_walk_itself():
     assert flat(replay(torch.from_numpy(accept), 50)).tolist() == simulate(accept, 50, rng).tolist()
 
 
-def test_always_and_never_right():
-    right, wrong = replay(torch.ones(3, 41), 41), replay(torch.zeros(3, 41), 41)
-    assert (right.rounds, right.accepted, right.expected_acceptance_length) == (10, 30, 4)
-    assert (wrong.rounds, wrong.accepted, wrong.expected_acceptance_length) == (40, 0, 1)
-    assert right.accepted_per_position == [10, 10, 10]
-
-
-def test_every_token_but_the_first_is_drafted_or_bonus():
-    accept = torch.rand(5, 30)
-    accept[:, -6:] = 0  # so that the text ends with a bonus token
-    result = replay(accept, 30)
-    assert result.rounds + result.accepted == pytest.approx(29)
-    assert sum(result.rounds_by_accepted) == pytest.approx(result.rounds)
-    assert sum(j * n for j, n in enumerate(result.rounds_by_accepted)) == pytest.approx(
-        result.accepted
-    )
-
-
 def test_texts_add_up_and_short_ones_have_no_rounds():
     one, two = replay(torch.full((2, 9), 0.5), 9), replay(torch.full((3, 20), 0.7), 20)
     both = sum([one, two], ReplayResult())

@@ -30,12 +30,9 @@ def test_a_static_tree_by_levels():
     "given_, message",
     [
         ("[(0,), (1, 0)]", r"choice \(1, 0\) needs \(1,\)"),
-        ("[(0,), (2,)]", r"choice \(2,\) needs \(1,\)"),
         ("[(-1,)]", "ranks of 0 and more"),
-        ("[()]", "ranks of 0 and more"),
         ("[]", "at least one choice"),
         ("(0,", "is no list of choices"),
-        ("[0, 1]", "expected choices"),
     ],
 )
 def test_what_is_no_tree_is_refused(given_, message):
@@ -43,7 +40,7 @@ def test_what_is_no_tree_is_refused(given_, message):
         StaticTree.parse(given_)
 
 
-@pytest.mark.parametrize("topk,depth,budget", itertools.product([1, 2, 4], [1, 3, 6], [6, 7, 20]))
+@pytest.mark.parametrize("topk,depth,budget", itertools.product([1, 4], [1, 6], [6, 20]))
 def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
     tree = DynamicTree(topk, depth, budget)
     dealt = [tree.draws(d) for d in range(depth)]
