@@ -83,6 +83,7 @@ TokenId = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
 Word = Annotated[str, Field(pattern=r"\S")]
 Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+Allowed = Annotated[Sequence[TokenId], Field(min_length=1)]
 AsTuple = BeforeValidator(lambda value: () if value is None else _listed(value))
 
 
@@ -141,9 +142,7 @@ class SamplingParams:
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY)] = 1.0
     logit_bias: Mapping[TokenId, Bias] | None = None
-    allowed_token_ids: Annotated[
-        Sequence[TokenId] | None, BeforeValidator(_listed), Field(min_length=1)
-    ] = None
+    allowed_token_ids: Annotated[Allowed | None, BeforeValidator(_listed)] = None
     bad_words: Annotated[Sequence[Word], AsTuple] = ()
     logprobs: Annotated[int | None, Field(ge=-1)] = None
     num_speculative_tokens: Annotated[int | None, Field(ge=0)] = None

@@ -15,7 +15,7 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.plain_decoder import PlainDecoder, TargetForward, plain_decoder
 from draftsmith.speculators.layers import frozen_linear
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.support.models import ARCHITECTURES, make_tiny_model
+from tests.support.models import make_tiny_model
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PLAIN = {
@@ -31,13 +31,10 @@ PLAIN = {
             "original_max_position_embeddings": 32,
         }
     },
-    "mistral": {"sliding_window": None},
     "mixtral": {},
     "qwen2": {},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3": {},
-    "qwen3, one key head": {"num_key_value_heads": 1},
-    "qwen3_moe": {**_EXPERTS, "mlp_only_layers": [1]},
 }
 TAPS = (0, 1, 3)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
@@ -102,18 +99,12 @@ def test_so_they_are_in_a_tree_of_drafts(name: str) -> None:
     torch.testing.assert_close(*found, **CLOSE)
 
 
-def test_in_bfloat16_they_agree_within_its_precision() -> None:
-    for copies in (False, True):
-        target = FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS)
-        assert isinstance(plain_decoder(target, copies=copies), PlainDecoder)
-
-
 # --------------------------------------------------------------- what runs as it is, and says why
 
 
-@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(PLAIN)))
+@pytest.mark.parametrize("name", ("qwen3_sliding", "mistral", "gemma3", "falcon"))
 def test_other_architectures_run_as_they_are(name: str) -> None:
-    reason = "sliding window" if name == "qwen3_sliding" else "model_type"
+    reason = "sliding window" if name in ("qwen3_sliding", "mistral") else "model_type"
     assert reason in plain_decoder(FrozenTarget(make_tiny_model(name)))
 
 
@@ -155,14 +146,6 @@ def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str
         forward = TargetForward(FrozenTarget(model))
     assert not forward.is_plain
     assert f"decoding runs transformers' forward: {reason}" in caplog.text
-
-
-def test_an_adapter_runs_as_it_is() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = make_tiny_model("llama")
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    assert "q_proj of layer 0 is a Linear, not" in plain_decoder(FrozenTarget(model), copies=False)
 
 
 # ---------------------------------------------------------------------- the weights
@@ -258,14 +241,3 @@ def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None
             state = expected[..., -32:]
             pairs = (found, expected), (forward.logits(state), target.logits(state))
             assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
-
-
-@needs_packing
-def test_a_large_target_is_not_packed(monkeypatch) -> None:
-    monkeypatch.setattr(frozen_linear, "MOST_PACKED", 1 << 10)
-    assert (
-        plain_decoder(
-            FrozenTarget(make_tiny_model("qwen3").bfloat16(), TAPS), copies=False
-        ).packed_bytes
-        == 0
-    )

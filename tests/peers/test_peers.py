@@ -6,7 +6,6 @@ the same numbers: `DRAFTSMITH_PEERS_PYTHON=.venv-peers/bin/python pytest tests/p
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,20 +15,14 @@ import torch
 
 from draftsmith.speculators.drafter import valid_terms
 from scripts.bench_peers import (
-    PEER,
     SETTINGS,
     TOLERANCE,
     DifferentNumbers,
-    PeerEnvironment,
     Setting,
-    Worker,
-    WorkerFailed,
     differences,
     make_batch,
     measure,
-    speedup,
 )
-from scripts.setup_vllm import TORCH
 from tests.peers.worker import Ours
 
 LIBRARY = os.environ.get("DRAFTSMITH_PEERS_PYTHON", "")
@@ -95,45 +88,5 @@ def test_other_numbers_are_refused():
     gradients = {"fc.weight": torch.ones(3), "norm.weight": torch.ones(2)}
     other = gradients | {"norm.weight": torch.tensor([1.0, 1.01])}
     assert differences((1.0, 1.0), (gradients, gradients), "float32") == (0.0, 0.0)
-    assert differences((1.0, 1.0), (gradients, other), "bfloat16")[1] == pytest.approx(
-        0.01 / 2**0.5, rel=1e-2
-    )
     with pytest.raises(DifferentNumbers, match="the gradient of norm.weight differs"):
         differences((1.0, 1.0), (gradients, other), "float32")
-    with pytest.raises(DifferentNumbers, match="loss is 1"):
-        differences((1.0, 1.1), (gradients, gradients), "bfloat16")
-    with pytest.raises(DifferentNumbers, match=r"only one side .*\['norm.weight'\]"):
-        differences((1.0, 1.0), (gradients, {"fc.weight": torch.ones(3)}), "float32")
-    with pytest.raises(DifferentNumbers):
-        differences((float("nan"), 1.0), (gradients, gradients), "bfloat16")
-
-
-def test_a_ratio_is_that_of_neighbours():
-    assert speedup([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]]) == 3.0
-
-
-def test_a_side_that_ends_is_an_error(tmp_path):
-    with pytest.raises(WorkerFailed, match="worker of ours ended with status 1"):
-        Worker("ours", shutil.which("false") or "", tmp_path, threads=1)
-
-
-def test_the_environment_pins_torch_and_is_made_once(tmp_path, monkeypatch):
-    run: list[list[str]] = []
-
-    def record(self, step, command):
-        run.append([str(part) for part in command])
-        return "versions\n"
-
-    monkeypatch.setattr(PeerEnvironment, "_run", record)
-    monkeypatch.setattr(PeerEnvironment, "_start_anew", lambda self: None)
-    environment = PeerEnvironment(tmp_path)
-    environment.python.parent.mkdir()
-    environment.python.touch()
-    environment.make()
-    assert any(f"torch=={TORCH}+cpu" in command for command in run)
-    assert any({PEER, f"torch=={TORCH}"} <= set(command) for command in run)
-    count = len(run)
-    environment.make()
-    assert len(run) == count
-    environment.make("cuda")
-    assert len(run) > count and not any(f"torch=={TORCH}+cpu" in command for command in run[count:])

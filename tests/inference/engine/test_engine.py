@@ -57,7 +57,7 @@ def token_prompts(*names):
     return [{"prompt_token_ids": PROMPTS[name]} for name in names]
 
 
-# ---------------------------------------------------------------------- ladder d: greedy equality
+# ---------------------------------------------------------------------- how a response ends
 
 
 def greedy_cases(texts, tokenizer) -> list[tuple[str, SamplingParams, list[int], str, object]]:
@@ -65,7 +65,7 @@ def greedy_cases(texts, tokenizer) -> list[tuple[str, SamplingParams, list[int],
     cases = []
     for name in PROMPTS:
         cases.append((name, dict(max_tokens=None), texts[tuple(PROMPTS[name])], "length", None))
-    for name in ("plain", "one token", "long"):
+    for name in ("plain", "long"):
         text = texts[tuple(PROMPTS[name])]
         for length in (1, 2, 6):  # inside a block, wherever blocks fall
             cases.append((name, dict(max_tokens=length), text[:length], "length", None))
@@ -156,12 +156,6 @@ def test_end_of_sequence_min_tokens_and_ignore_eos(kind, make_llm, model, texts,
     )
     assert ignored.token_ids == text[:30] and ignored.finish_reason == "length"
     assert len(later.token_ids) > 12 and eos not in later.token_ids[:12]
-
-
-# ---------------------------------------------------------------------- what a head is told
-
-
-# ------------------------------------------------------------ ladder f: the distribution at T > 0
 
 
 # ---------------------------------------------------------------------- rows, seeds, streams

@@ -14,6 +14,7 @@ from draftsmith.inference.spec_decode.proposers.lookahead import (
     NgramPool,
     merged,
 )
+from tests.support.engines import make_llm
 
 LIMIT = 120
 SIZES = [(4, 3), (1, 5), (2, 6)]  # (W, N)
@@ -50,91 +51,12 @@ def greedy_next(model, text) -> int:
     return int(model(torch.tensor([text])).logits[0, -1].argmax())
 
 
-# -------------------------------------------------------- a forward over a tree, and a walk in it
-
-
-def ancestors(parents: list[int]) -> list[list[int]]:
-    """Per node the nodes above it, itself last."""
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        assert parent < node
-        paths.append([*(paths[parent] if parent >= 0 else []), node])
-    return paths
-
-
-@torch.no_grad()
-def tree_logits(model, text: list[int], tokens: list[int], parents: list[int]) -> torch.Tensor:
-    """[1 + nodes, V]: of the text's last token, then of every node, which sees the text and the
-    nodes above it."""
-    length, nodes = len(text), len(tokens)
-    mask = torch.zeros(length + nodes, length + nodes, dtype=torch.bool)
-    mask[:length, :length] = torch.ones(length, length).tril().bool()
-    mask[length:, :length] = True
-    positions = [*range(length)]
-    for node, path in enumerate(ancestors(parents)):
-        mask[length + node, [length + above for above in path]] = True
-        positions.append(length - 1 + len(path))
-    assert max(positions) < LIMIT
-    allowed = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-    logits = model(
-        torch.tensor([text + tokens]),
-        attention_mask=allowed,
-        position_ids=torch.tensor([positions]),
-    ).logits
-    return logits[0, length - 1 :]
-
-
-def walked(best: list[int], tokens: list[int], parents: list[int], judged: int) -> list[int]:
-    """Greedy verification: from the last token down to whichever child says what the target says;
-    `best` per entry."""
-    at, written = -1, []
-    while True:
-        written.append(best[1 + at])
-        children = [k for k in range(judged) if parents[k] == at and tokens[k] == written[-1]]
-        if not children:
-            return written
-        at = children[0]
-
-
-def one_round(model, proposer, requests: list[Request]) -> list[int]:
-    """What an engine does in a round, without a cache: how many tokens each request got."""
-    proposal = proposer.propose(requests, [request.draft_limit for request in requests])
-    if not proposal.width:
-        return [request.commit([greedy_next(model, request.token_ids)]) for request in requests]
-    trees, logits = [], []
-    for row, request in enumerate(requests):
-        judged, nodes = proposal.counts[row], proposal.counts[row] + proposal.unverified[row]
-        assert (
-            judged <= proposer.num_speculative_tokens
-            and nodes - judged <= proposer.num_unverified_tokens
-        )
-        tokens, parents = proposal.token_ids[row, :nodes].tolist(), proposal.parents[row]
-        deepest = max((len(path) for path in ancestors(parents)), default=0)
-        assert len(request.token_ids) - 1 + deepest < request.max_model_len
-        own = tree_logits(model, request.token_ids, tokens, parents)
-        trees.append((tokens, parents, judged))
-        logits.append(
-            torch.cat([own, torch.full((proposal.width - nodes, own.shape[1]), torch.nan)])
-        )
-    proposer.see_logits(requests, proposal, torch.stack(logits))
-    new = [walked(own.argmax(-1).tolist(), *tree) for own, tree in zip(logits, trees, strict=True)]
-    return [request.commit(tokens) for request, tokens in zip(requests, new, strict=True)]
-
-
-def begin(model, proposer, *prompts, length=LIMIT) -> list[Request]:
-    """Requests with their first tokens, which come of the prompts' forward."""
-    requests = [request_of(prompt, length) for prompt in prompts]
-    for row, request in enumerate(requests):
-        proposer.reset(row)
-        request.commit([greedy_next(model, request.token_ids)])
-    return requests
-
-
 def test_repetitive_text_is_accepted(model):
-    proposer = proposer_of(5, 5, guesses=5)
-    requests = begin(model, proposer, [5, 6, 7, 8] * 6)
-    counts = [one_round(model, proposer, requests)[0] for _ in range(25)]
-    assert sum(counts[10:]) > 2 * len(counts[10:])
+    llm = make_llm(model, proposer=proposer_of(5, 5, guesses=5), max_model_len=LIMIT)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6, 7, 8] * 6}, params, False)
+    later = output.metrics.accepted_per_round[10:]
+    assert sum(later) > len(later)
 
 
 # ---------------------------------------------------------------- against the published algorithm
@@ -174,20 +96,23 @@ class Published:
 
 @pytest.mark.parametrize(("columns", "ngram_size"), SIZES)
 def test_window_and_pool_are_those_of_the_published_algorithm(columns, ngram_size, sensitive):
-    proposer = proposer_of(columns, ngram_size, guesses=2)
-    (request,) = begin(sensitive, proposer, [1, 2, 3, 4, 5, 2, 3])
-    level = JacobiWindow(request.token_ids, columns, ngram_size).levels[0]
-    published = Published(sensitive, level, columns, ngram_size, 2)
-    for _ in range(14):
-        text = list(request.token_ids)
-        one_round(sensitive, proposer, [request])
-        row = proposer._rows[0]
-        published.step(text)
-        assert row.window.levels == published.levels
-        assert {first: list(rest) for first, rest in row.pool._known.items()} == published.pool
-    assert [len(level) for level in row.window.levels] == [columns - 1] + [columns] * (
-        ngram_size - 2
-    )
+    proposer, published = proposer_of(columns, ngram_size, guesses=2), []
+
+    def compare(requests, proposal, tokens):
+        text = list(requests[0].token_ids)  # that the round began with
+        if not published:
+            level = JacobiWindow(text, columns, ngram_size).levels[0]
+            published.append(Published(sensitive, level, columns, ngram_size, 2))
+        published[0].step(text)
+        window, pool = proposer._rows[0].window, proposer._rows[0].pool
+        assert window.levels == published[0].levels
+        assert {first: list(rest) for first, rest in pool._known.items()} == published[0].pool
+
+    llm = make_llm(sensitive, proposer=proposer, max_model_len=LIMIT, on_round=compare)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    llm.generate({"prompt_token_ids": [1, 2, 3, 4, 5, 2, 3]}, params, False)
+    levels = proposer._rows[0].window.levels if proposer._rows else published[0].levels
+    assert list(map(len, levels)) == [columns - 1] + [columns] * (ngram_size - 2)
 
 
 # ---------------------------------------------------------------------- its parts
@@ -224,23 +149,3 @@ def test_the_prompt_s_ngrams_are_guesses_from_the_first_round():
     plain = proposer_of(2, 3, guesses=4)
     plain.reset(0)
     assert plain.propose([request], [9]).counts == [0]
-
-
-def test_rows_do_not_depend_on_each_other_and_survive_moves(model):
-    prompts = [[1, 2, 3, 1, 2], [4, 5], [9, 8, 9, 8, 9]]
-
-    def rounds(*chosen):
-        proposer = proposer_of(3, 4, from_prompt=True)
-        requests = begin(model, proposer, *chosen)
-        for _ in range(8):
-            one_round(model, proposer, requests)
-        return proposer, requests
-
-    proposer, requests = rounds(*prompts)
-    proposer.move(2, 0)  # the first has left
-    one_round(model, proposer, [requests[2], requests[1]])
-    alone_proposer, (alone,) = rounds(prompts[2])
-    one_round(model, alone_proposer, [alone])
-    assert requests[2].token_ids == alone.token_ids
-    moved, own = proposer._rows[0], alone_proposer._rows[0]
-    assert moved.window.levels == own.window.levels and moved.pool._known == own.pool._known

@@ -178,17 +178,6 @@ def test_rows_keep_their_texts_when_they_move_and_leave():
     assert drafts_of(proposer, rows[2]) == [[53]]
 
 
-def test_nothing_is_remembered_with_no_cached_requests():
-    proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 0})
-    served = request([5])
-    served.token_ids += [1, 2, 3]
-    drafts_of(proposer, served)
-    served.finish("stop")
-    proposer.reset(0)
-    assert drafts_of(proposer, request([7, 1, 2])) == [[]]
-    assert len(proposer._store.counts) == 1
-
-
 def test_confidence_grows_with_what_was_seen():
     """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the
     counts differ."""
