@@ -102,7 +102,7 @@ def test_so_they_are_in_a_tree_of_drafts(name: str) -> None:
 # --------------------------------------------------------------- what runs as it is, and says why
 
 
-@pytest.mark.parametrize("name", ("qwen3_sliding", "mistral", "gemma3", "falcon"))
+@pytest.mark.parametrize("name", ["qwen3_sliding", "mistral", "gemma3", "falcon"])
 def test_other_architectures_run_as_they_are(name: str) -> None:
     reason = "sliding window" if name in ("qwen3_sliding", "mistral") else "model_type"
     assert reason in plain_decoder(FrozenTarget(make_tiny_model(name)))
