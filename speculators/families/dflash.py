@@ -363,7 +363,8 @@ class DFlash(Drafter):
         Q, T = steps + self.config.first_slot, ids.shape[1]
         # of slots that wrap no block is trained
         path = [to_device((slots + 1 + depth) % T, ids.device) for depth in range(steps)]
-        slots, terms, kept = (to_device(each, ids.device) for each in (slots, terms, kept))
+        last = to_device(torch.where(kept, slots, -1), ids.device)
+        slots, terms = (to_device(x, ids.device) for x in (slots, terms))
         first = positions.gather(1, slots)[..., None] + 1
         places = first + torch.arange(Q, device=ids.device)  # [B, A, Q]
         embeds = self.target.embed_tokens(self.block_ids(ids.gather(1, path[0]), Q).flatten(1))
@@ -377,7 +378,7 @@ class DFlash(Drafter):
             rotary=self.positions(self._like(embeds), places.flatten(1)),
             context=self._read_taps(features.taps),
             context_rotary=self.positions(self._like(features.taps), positions),
-            blocks=Blocks(torch.where(kept, slots, -1), places, *rows, *seen),
+            blocks=Blocks(last, places, *rows, *seen),
         )
 
     def unroll(self, features: TargetFeatures, steps: int) -> Iterator[DraftStep]:
