@@ -137,7 +137,7 @@ class PlainDecoder:
     @property
     def packed_bytes(self) -> int:
         """Of the weights that are held twice."""
-        return sum(each.weight.nbytes for each in self._packed)
+        return sum(product.weight.nbytes for product in self._packed)
 
     @property
     def outdated(self) -> bool:
@@ -166,13 +166,13 @@ def plain_decoder(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder 
 
 def plain_or_none(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder | None:
     """As `plain_decoder`; the log says which, and why."""
-    found = plain_decoder(runner, copies=copies)
-    if isinstance(found, str):
-        logger.info("%s: decoding runs transformers' forward: %s", runner.name_or_path, found)
+    plain = plain_decoder(runner, copies=copies)
+    if isinstance(plain, str):
+        logger.info("%s: decoding runs transformers' forward: %s", runner.name_or_path, plain)
         return None
     packed = (
-        f", {found.packed_bytes >> 20} MiB of weights packed for oneDNN"
-        if found.packed_bytes
+        f", {plain.packed_bytes >> 20} MiB of weights packed for oneDNN"
+        if plain.packed_bytes
         else ""
     )
     logger.info(
@@ -181,7 +181,7 @@ def plain_or_none(runner: FrozenTarget, *, copies: bool = True) -> PlainDecoder 
         runner.config.model_type,
         packed,
     )
-    return found
+    return plain
 
 
 # ---------------------------------------------------------------- whether a model is of this kind
@@ -229,7 +229,7 @@ def _packs(runner: FrozenTarget) -> bool:
         weights.append(runner.lm_head.weight)
     return (
         frozen_linear.can_pack(weights[0])
-        and sum(each.nbytes for each in weights) <= frozen_linear.MOST_PACKED
+        and sum(weight.nbytes for weight in weights) <= frozen_linear.MOST_PACKED
     )
 
 
@@ -282,7 +282,7 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
     positions = torch.arange(total, device=runner.device)[None]
     with torch.inference_mode():
         expected = _both(runner(ids, positions))
-        found, past, pieces = _both(plain(ids, positions, None, _Past())), _Past(), []
+        whole, past, pieces = _both(plain(ids, positions, None, _Past())), _Past(), []
         for first, width in zip((sum(PROBE[:i]) for i in range(len(PROBE))), PROBE):
             new = slice(first, first + width)
             mask = (
@@ -295,15 +295,15 @@ def _agrees(plain: PlainDecoder, runner: FrozenTarget) -> bool:
     sizes = [runner.hidden_size] * (expected.shape[-1] // runner.hidden_size)
     allowed = TOLERANCE.get(runner.dtype, 1e-4)
     return all(
-        bool((each - right).abs().mean() < allowed * right.square().mean().sqrt())
-        for other in (found, pieced)
-        for each, right in zip(other.split(sizes, -1), expected.split(sizes, -1), strict=True)
+        bool((state - right).abs().mean() < allowed * right.square().mean().sqrt())
+        for other in (whole, pieced)
+        for state, right in zip(other.split(sizes, -1), expected.split(sizes, -1), strict=True)
     )
 
 
 def _both(features: tuple[Tensor | None, Tensor]) -> Tensor:
     """Taps and last states [1, T, (n + 1)·H], float32."""
-    return torch.cat([each for each in features if each is not None], dim=-1).float()
+    return torch.cat([feature for feature in features if feature is not None], dim=-1).float()
 
 
 class _Past:

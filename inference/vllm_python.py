@@ -32,12 +32,12 @@ def vllm_python(given: str | None = None) -> str:
     where = f"{'--vllm-python' if given else PYTHON}={python}"
     code = "import importlib.util as i; assert getattr(i.find_spec('vllm'), 'origin', None)"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False)
+        probe = subprocess.run([python, "-c", code], capture_output=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"cannot be run ({error}); name the python of an environment", where=where
         ) from None
-    if found.returncode != 0:
+    if probe.returncode != 0:
         raise ConfigError("has no package vllm; install it there, or name another", where=where)
     return python
 

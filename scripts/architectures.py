@@ -114,8 +114,8 @@ class Row:
 
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The default config of a model type with small sizes, each kind of layer among them."""
-    made = CONFIG_MAPPING[model_type]
-    return made(**_shrunk(made().to_dict()) | GIVEN.get(model_type, {}))
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class(**_shrunk(config_class().to_dict()) | GIVEN.get(model_type, {}))
 
 
 def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:

@@ -247,9 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         if not chosen.record:
             (ROOT / OUT).mkdir(parents=True, exist_ok=True)
-            here = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+            path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
             command = ["bash", "-euo", "pipefail", "-c", BENCHES[name].command]
-            subprocess.run(command, cwd=ROOT, env=os.environ | here, check=True)
+            subprocess.run(command, cwd=ROOT, env=os.environ | path, check=True)
         print(f"  {record(name).relative_to(ROOT)}", flush=True)
 
 

@@ -219,13 +219,13 @@ def differences(
         name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs
     }
     worst = max(apart, key=lambda name: apart[name])
-    found = abs(losses[0] - losses[1]) / abs(losses[1]), apart[worst]
-    if not all(x <= limit for x, limit in zip(found, TOLERANCE[dtype])):
+    relative = abs(losses[0] - losses[1]) / abs(losses[1]), apart[worst]
+    if not all(x <= limit for x, limit in zip(relative, TOLERANCE[dtype])):
         raise DifferentNumbers(
             f"in {dtype} our loss is {losses[0]:.7g}, the library's {losses[1]:.7g}; the gradient"
             f" of {worst} differs by {apart[worst]:.1e} of its norm; allowed are {TOLERANCE[dtype]}"
         )
-    return found
+    return relative
 
 
 def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, Any]:
@@ -239,8 +239,8 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
             (folder / "setting.json").write_text(json.dumps(asdict(replace(s, dtype=dtype))))
             save_file(make_batch(s), folder / "batch.safetensors")
             sides = [
-                workers.enter_context(Worker(*each, folder, s.threads))
-                for each in zip(SIDES, pythons)
+                workers.enter_context(Worker(*side, folder, s.threads))
+                for side in zip(SIDES, pythons)
             ]
             first, gradients = [], []
             for worker in sides:
@@ -248,8 +248,8 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
                 first.append(worker.step(s.device))
                 worker.ask(f"gradients {folder / 'gradients'}")
                 gradients.append(load_file(folder / "gradients"))
-            found = differences([each["loss"] for each in first], gradients, dtype)
-            result["equality"][dtype] = {"loss": first[0]["loss"], "differences": found}
+            apart = differences([answer["loss"] for answer in first], gradients, dtype)
+            result["equality"][dtype] = {"loss": first[0]["loss"], "differences": apart}
             del gradients
             if timed:
                 steps: list[list[dict[str, Any]]] = [[], []]
@@ -257,7 +257,7 @@ def measure(s: Setting, pythons: Sequence[Path | str], pairs: int) -> dict[str, 
                     for i in (0, 1) if pair % 2 == 0 else (1, 0):
                         steps[i].append(sides[i].step(s.device))
                 for figure in ("seconds", "cpu_seconds"):
-                    result[figure] = [[step[figure] for step in each] for each in steps]
+                    result[figure] = [[step[figure] for step in side] for side in steps]
                 result["peak"] = [
                     steps[i][-1]["peak"] if s.device == "cuda" else first[i]["peak"] for i in (0, 1)
                 ]
@@ -273,7 +273,7 @@ def speedup(seconds: Sequence[Sequence[float]]) -> float:
 
 def cells(name: str, result: dict[str, Any]) -> list[str]:
     """A setting's row of the table."""
-    peak, seconds = [each / 2**20 for each in result["peak"]], result["seconds"]
+    peak, seconds = [size / 2**20 for size in result["peak"]], result["seconds"]
     shown = [
         f"{loss:.0e} {gradient:.0e}"
         for loss, gradient in (e["differences"] for e in result["equality"].values())
@@ -281,10 +281,10 @@ def cells(name: str, result: dict[str, Any]) -> list[str]:
     return [
         name,
         f"{result['setting']['tokens']:,}",
-        " : ".join(f"{statistics.median(each):.2f}" for each in seconds),
+        " : ".join(f"{statistics.median(times):.2f}" for times in seconds),
         f"{speedup(seconds):.2f}",
         f"{speedup(result['cpu_seconds']):.2f}",
-        " : ".join(f"{each:,.0f}" for each in peak),
+        " : ".join(f"{size:,.0f}" for size in peak),
         f"{peak[0] / peak[1]:.2f}",
         *shown,
     ]

@@ -60,12 +60,12 @@ def make_trainer(
 def table(title: str, *headings: str, left: int = 1) -> Table:
     """A table for the terminal, of which the first `left` columns are text and the others
     numbers."""
-    made = Table(
+    table_ = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
     for i, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if i < left else "right", overflow="fold")
-    return made
+        table_.add_column(heading, justify="left" if i < left else "right", overflow="fold")
+    return table_
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -80,7 +80,7 @@ class CachedStep(nn.Module):
                 return ()
         lengths = self._cache.lengths[:rows]
         shape = self.buckets.shape(rows, inputs[0].shape[1], max(lengths) + self._ahead)
-        self._example = self._example or [each[:1, :1].clone() for each in inputs]
+        self._example = self._example or [tensor[:1, :1].clone() for tensor in inputs]
         outputs = self._at(shape, lengths, inputs, counts or [1] * rows)
         return tuple(None if x is None else x[:rows] for x in outputs)
 
@@ -151,7 +151,7 @@ class CompiledRounds:
 
         def best_chain(inputs: DraftInput) -> Tensor | None:
             state = () if reads_tokens else (inputs.taps, inputs.last_hidden)
-            given = [inputs.token_ids, *(each for each in state if each is not None)]
+            given = [inputs.token_ids, *(tensor for tensor in state if tensor is not None)]
             drafted = chain.run(inputs.start, inputs.stop, *given, counts=inputs.counts)
             for row, count in enumerate(inputs.counts if drafted else ()):
                 cache.advance(row, count)

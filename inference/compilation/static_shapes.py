@@ -97,12 +97,12 @@ class StaticRows(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Both [R, kv_heads, T, head_dim], written at each row's length -> [R, kv_heads, S,
         head_dim]."""
-        found = []
+        written = []
         for memory, new in zip(self.memory, (key_states, value_states), strict=True):
             heads = torch.arange(new.shape[1], device=new.device)[None, :, None]
             memory[layer_idx].index_put_((self._rows, heads, self._positions[:, None]), new)
-            found.append(memory[layer_idx][: self.shape.rows, :, : self.shape.keys])
-        return found[0], found[1]
+            written.append(memory[layer_idx][: self.shape.rows, :, : self.shape.keys])
+        return written[0], written[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.shape.keys - self.shape.width

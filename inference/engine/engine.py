@@ -275,7 +275,7 @@ class Engine:
         kept = verify_and_sample(
             processed, proposal, params, generators, self._rejection_sample_method
         )
-        record_logprobs(logits, proposal, rows, [each.tokens for each in kept])
+        record_logprobs(logits, proposal, rows, [row_kept.tokens for row_kept in kept])
         return kept
 
 

@@ -312,12 +312,13 @@ class LLM:
         self._check(prompts, params)
         self.engine.set_speculation(speculate)
         responses = []
-        for prompt, each in zip(prompts, params, strict=True):
+        for prompt, prompt_params in zip(prompts, params, strict=True):
             request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
             requests = [
-                self._request(request_id, i, prompt, each, streaming) for i in range(each.n)
+                self._request(request_id, i, prompt, prompt_params, streaming)
+                for i in range(prompt_params.n)
             ]
-            tokenizer = self._tokenizer if each.detokenize else None
+            tokenizer = self._tokenizer if prompt_params.detokenize else None
             responses.append(
                 Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer)
             )
@@ -353,7 +354,7 @@ class LLM:
     def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
         limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
         faults = []
-        for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
             length = len(prompt.token_ids)
             if length == 0:
                 faults.append(f"prompt {i} is empty; give it at least one token")
@@ -367,7 +368,7 @@ class LLM:
                     f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the"
                     " model's?"
                 )
-            faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(each)]
+            faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(prompt_params)]
         if faults:
             raise ConfigError("; ".join(faults))
 
@@ -381,8 +382,8 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
         raise ConfigError(
             f"{len(params)} sampling params for {count} prompts; give one for all, or one for each"
         )
-    wrong = [i for i, each in enumerate(params) if not isinstance(each, SamplingParams)]
+    wrong = [i for i, one in enumerate(params) if not isinstance(one, SamplingParams)]
     if wrong:
         kind = type(params[wrong[0]]).__name__
         raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
-    return [each.clone() for each in params]
+    return [one.clone() for one in params]

@@ -161,18 +161,20 @@ def load_tokenizer(
     advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
         require_reachable(name, revision)
-        found = AutoTokenizer.from_pretrained(
+        loaded_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"could not be loaded: {one_line(error)}; {advice}", where=f"tokenizer {source}"
         ) from error
-    if len(found) <= len(getattr(found, "added_tokens_decoder", ())):  # empty: there were no files
+    if len(loaded_tokenizer) <= len(
+        getattr(loaded_tokenizer, "added_tokens_decoder", ())
+    ):  # empty: there were no files
         raise CheckpointError(
             f"there is no vocabulary beside config.json; {advice}", where=f"tokenizer {source}"
         )
-    return found
+    return loaded_tokenizer
 
 
 def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
@@ -197,8 +199,8 @@ def _ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int
     """The model's own config says where it has no generation config."""
     ids: set[int] = set()
     for said in (config if generation is None else generation, tokenizer):
-        found = getattr(said, "eos_token_id", None)
-        ids.update(found if isinstance(found, (list, tuple)) else [] if found is None else [found])
+        eos = getattr(said, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
     return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 

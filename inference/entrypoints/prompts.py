@@ -29,7 +29,7 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
             f"a {type(prompts).__name__}; expected a string, a dict, or a list of them",
             where="prompts",
         )
-    if prompts and all(isinstance(each, int) for each in prompts):
+    if prompts and all(isinstance(token, int) for token in prompts):
         prompts = [prompts]
     read, faults = [], []
     for i, prompt in enumerate(prompts):
@@ -52,9 +52,9 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
             "images, audio and video are not read here; only text is", where="multi_modal_data"
         )
     if not isinstance(prompt, dict) or set(prompt) - {"prompt", "prompt_token_ids"} or not prompt:
-        found = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
+        given = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
         raise ConfigError(
-            f'{found}; expected a string, {{"prompt": str}}, token ids or'
+            f'{given}; expected a string, {{"prompt": str}}, token ids or'
             ' {"prompt_token_ids": [int]}'
         )
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")

@@ -43,7 +43,7 @@ def parse_speculative_config(options: dict[str, Any] | MethodOptions | None) -> 
     except ConfigError as error:
         raise ConfigError(f"{error}", where="speculative_config") from None
     except ValidationError as error:
-        faults = [_fault(each, kind, method) for each in error.errors()]
+        faults = [_fault(fault, kind, method) for fault in error.errors()]
         known = ", ".join(kind.model_fields)
         raise ConfigError(
             f"{'; '.join(faults)} (options: {known})", where="speculative_config"

@@ -50,8 +50,8 @@ def _drafts(drafter: str, config: DrafterConfig) -> int:
     """The tokens a drafter was measured with or made for, else NUM_SPECULATIVE_TOKENS with a line
     in the log."""
     own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
-    if found := own or config.usual_drafts:
-        return found
+    if drafts := own or config.usual_drafts:
+        return drafts
     message = (
         "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
         " are drafted"

@@ -37,14 +37,17 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
     the target's own may be missing, and drafts with it. DataError if the two do not fit together.
     """
     rounds = [size - 1 for size in sizes[1:]]
-    whole, found = [count for count in rounds[:-1] if count], [count for count in accepted if count]
-    last = found[len(whole) :]
+    whole, nonzero = (
+        [count for count in rounds[:-1] if count],
+        [count for count in accepted if count],
+    )
+    last = nonzero[len(whole) :]
     fits = (
         rounds[-1:] in ([], [0])
         if not last
         else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
     )
-    if list(sizes[:1]) != [1] or found[: len(whole)] != whole or not fits:
+    if list(sizes[:1]) != [1] or nonzero[: len(whole)] != whole or not fits:
         raise DataError(
             f"steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)}"
             " drafts, are not of one response: every step but the last must bring the drafts of"

@@ -204,7 +204,7 @@ class VllmEngine(MeasuredEngine):
         size = len(prompts) if batch >= self.drafting.rows else batch
         for start in range(0, len(prompts), size):
             part = [list(prompt) for prompt in prompts[start : start + size]]
-            sampling = [sampling_fields(each, self.end) for each in params[start : start + size]]
+            sampling = [sampling_fields(one, self.end) for one in params[start : start + size]]
             answer = self.workers[speculate].ask({"prompts": part, "params": sampling})
             for prompt, response in zip(part, answer["responses"], strict=True):
                 tokens = [token for step in response["steps"] for token in step]

@@ -141,13 +141,15 @@ def _by_match(
         [0, *row[:count]] + [0] * (proposal.width - count)
         for row, count in zip(proposal.depths(), proposal.counts, strict=True)
     ]  # [B, 1+K], how many tokens stand between the committed text and an entry
-    dice = [_Numbers(each, 1 + max(row)) for each, row in zip(generators, depths, strict=True)]
-    noise = [[each.taken[depth] for depth in row] for each, row in zip(dice, depths, strict=True)]
+    dice = [
+        _Numbers(generator, 1 + max(row)) for generator, row in zip(generators, depths, strict=True)
+    ]
+    noise = [[die.taken[depth] for depth in row] for die, row in zip(dice, depths, strict=True)]
     numbers = on_device(noise, p.device, torch.float64)
     # row by row: cumulative sums over all places of all rows would take a batch's memory twice
     walks = follow(proposal, torch.stack([inverse_cdf(*row) for row in zip(p, numbers)]))
-    for each, (path, _) in zip(dice, walks, strict=True):
-        each.give_back(1 + len(path))
+    for die, (path, _) in zip(dice, walks, strict=True):
+        die.give_back(1 + len(path))
     return walks
 
 
@@ -160,12 +162,12 @@ def _by_traversal(
         _Numbers(generator, 1 + count)
         for generator, count in zip(generators, proposal.counts, strict=True)
     ]
-    paths = traverse(p, proposal, [each.flip for each in dice])
+    paths = traverse(p, proposal, [die.flip for die in dice])
     ends = on_device([1 + path[-1] if path else 0 for path in paths], p.device)
     weights = p[torch.arange(len(p), device=p.device), ends]  # [B, V]
-    tokens = _draw(weights, [each.number() for each in dice])
-    for each in dice:
-        each.give_back(each.used)
+    tokens = _draw(weights, [die.number() for die in dice])
+    for die in dice:
+        die.give_back(die.used)
     return list(zip(paths, tokens, strict=True))
 
 

@@ -122,16 +122,16 @@ def _take_out(
     table = [
         (
             row,
-            1 + each.parent,
-            each.draft,
-            each.following,
-            proposal.drafted[row][each.draft],
-            proposal.drafted[row][each.following],
+            1 + rejection.parent,
+            rejection.draft,
+            rejection.following,
+            proposal.drafted[row][rejection.draft],
+            proposal.drafted[row][rejection.following],
         )
-        for row, each in rejected.items()
+        for row, rejection in rejected.items()
     ]
     rows, parents, drafts, following, tokens, next_tokens = on_device(table, p.device).unbind(1)
-    rates = on_device([each.rate for each in rejected.values()], p.device, p.dtype)
+    rates = on_device([rejection.rate for rejection in rejected.values()], p.device, p.dtype)
     drawn_from = q[rows, drafts]  # [n, V]
     left, mass = _residual(p[rows, parents], drawn_from, rates.unsqueeze(1))
     remaining = _without(drawn_from, tokens.unsqueeze(1))
