@@ -299,14 +299,9 @@ class Drafter(nn.Module):
         """A deep copy that shares the target."""
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
-    def plain(self) -> Drafter:
-        """The drafter without an adapter: itself, or a copy with the adapter merged."""
-        return self
-
     def snapshot(self, dtype: torch.dtype) -> Drafter:
         """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
-        plain = self.plain()
-        return (self.deep_copy() if plain is self else plain).to(dtype).freeze()
+        return self.deep_copy().to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
         if mode:

@@ -38,10 +38,6 @@ class DrafterOptions(Section):
         """A short name of the starting weights where `init_from` is null."""
         return "scratch"
 
-    def accept(self, head: Any) -> None:
-        """Raises ConfigError if these options do not fit `head`, the DrafterConfig of
-        `init_from`."""
-
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         """The values that these options set for `fields`, those of the family's DrafterConfig; None
         where an option is null. `target`: the target, loaded or without weights."""

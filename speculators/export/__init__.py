@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
-from draftsmith.speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
-from draftsmith.speculators.export.layouts.base import changed_fields
+from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.hub import one_line, require_reachable, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -52,17 +52,11 @@ def export_drafter(
     fields["draftsmith"] |= (provenance or {}) | ({"format": format} if format != NATIVE else {})
     fields = layout.to_engine(fields)
     fields["draftsmith"] = fields.pop("draftsmith")  # the last section
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with fresh_folder(folder) as fresh:
         layout.write(drafter, config, fresh, dtype)
         for file in beside:
             shutil.copyfile(file, fresh / file.name)
         (fresh / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-        fresh.chmod(0o755)
-        replace_folder(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
@@ -71,6 +65,20 @@ def describe_target(target: Any) -> dict[str, Any]:
     multimodal model the whole one's."""
     names = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
     return {"name_or_path": target.name_or_path, "architectures": list(names)}
+
+
+@contextmanager
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` afterwards; an error leaves
+    `folder` as it was."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield fresh
+        fresh.chmod(0o755)
+        replace_folder(fresh, folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
@@ -139,17 +147,8 @@ def read_drafter_config(
     folder = resolve(path_or_id, weights=not config_only)
     names = set() if config_only else set(_headers(folder))
     fields, where = read_fields(folder), f"{folder}/config.json"
-    config = layout_of(fields, names, str(folder)).from_config(
-        fields, names, where, num_target_layers
-    )
-    if changed := changed_fields(fields, config):
-        words = "; ".join(
-            f"{name} is {now}, the drafter was trained with {then}" for name, now, then in changed
-        )
-        raise CheckpointError(
-            f"{words}; put back what it was trained with, or export it again", where=where
-        )
-    return config
+    layout = layout_of(fields, names, str(folder))
+    return layout.from_config(fields, names, where, num_target_layers)
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:
@@ -182,11 +181,4 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills all of `drafter` from the tensors of `folder`, strictly."""
     headers, fields = _headers(folder), read_fields(folder)
     layout = layout_of(fields, set(headers), str(folder))
-    if "draftsmith" in fields and (other := other_dtypes(fields, headers, layout.exact)):
-        raise CheckpointError(
-            f"dtype is {fields.get('dtype')}, but {other[0]} is"
-            f" {headers[other[0]].dtype}, one of {len(other)} such tensors; one of the two was"
-            " changed after the export: export it again",
-            where=f"{folder}/config.json",
-        )
     layout.read(drafter, folder, sorted(folder.glob("*.safetensors")))

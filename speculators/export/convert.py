@@ -6,21 +6,19 @@ folder are copied."""
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import (
     export_drafter,
+    fresh_folder,
     load_weights,
     read_drafter_config,
     read_fields,
-    replace_folder,
     resolve,
 )
 from draftsmith.speculators.export.formats import NATIVE
@@ -85,7 +83,6 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
             f"{out} is the target itself; name another folder", where="write_back"
         )
     fresh = load_file(export / WEIGHTS)
-    shards = sorted(target.glob("*.safetensors"))
     headers = read_headers(target)
     wrong = sorted(
         name
@@ -98,27 +95,13 @@ def write_back(export: str | Path, target: str | Path, out: str | Path) -> Path:
             f"{', '.join(wrong[:3])}; give the folder whose module was trained",
             where="write_back",
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        ignored = shutil.ignore_patterns(*(shard.name for shard in shards))
-        shutil.copytree(target, folder, dirs_exist_ok=True, ignore=ignored)
-        for shard in shards:
-            if any(headers[name].file == shard for name in fresh):
-                _rewrite(shard, fresh, folder / shard.name)
-            else:
-                shutil.copyfile(shard, folder / shard.name)
-        folder.chmod(0o755)
-        replace_folder(folder, out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with fresh_folder(out) as folder:
+        shutil.copytree(target, folder, dirs_exist_ok=True)
+        for shard in {headers[name].file for name in fresh}:
+            with safe_open(shard, "pt") as reader:
+                metadata = reader.metadata()
+            tensors = load_file(shard)
+            for name in fresh.keys() & tensors.keys():
+                tensors[name] = fresh[name].to(tensors[name].dtype)
+            save_file(tensors, folder / shard.name, metadata=metadata)
     return out
-
-
-def _rewrite(shard: Path, fresh: dict[str, torch.Tensor], into: Path) -> None:
-    """One file, its tensors those of `fresh` where it has them."""
-    with safe_open(shard, "pt") as reader:
-        metadata = reader.metadata()
-    tensors = load_file(shard)
-    changed = {name: fresh[name].to(x.dtype) for name, x in tensors.items() if name in fresh}
-    save_file(tensors | changed, into, metadata=metadata)

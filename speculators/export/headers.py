@@ -3,9 +3,8 @@ files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -44,19 +43,3 @@ def read_headers(folder: Path) -> dict[str, Header]:
 def pickled_files(folder: Path) -> list[str]:
     """Files that only unpickling could read. They are named and never opened."""
     return sorted({path.name for pattern in PICKLES for path in folder.glob(pattern)})
-
-
-def other_dtypes(
-    fields: Mapping[str, Any], headers: Mapping[str, Header], exact: tuple[str, ...] = ()
-) -> list[str]:
-    """Floating-point tensors in another precision than config.json names; `exact`: endings of names
-    that may be."""
-    named = fields.get("dtype") or fields.get("torch_dtype")
-    return sorted(
-        name
-        for name, header in headers.items()
-        if named
-        and header.dtype in FLOATS.values()
-        and header.dtype != named
-        and not name.endswith(exact or ("\0",))
-    )

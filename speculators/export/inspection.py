@@ -19,13 +19,12 @@ from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of
 from draftsmith.speculators.errors import CheckpointError, DraftsmithError
 from draftsmith.speculators.export import resolve
 from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
-from draftsmith.speculators.export.headers import Header, other_dtypes, pickled_files, read_headers
+from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout
 from draftsmith.speculators.vocab.draft_vocab import from_offsets
 
 CONFIG = "config.json"
-WRONG_LAYER = "engines draft with the wrong layer, and accept less"
 
 
 @dataclass
@@ -130,10 +129,6 @@ def _read_files(result: Inspection) -> None:
         return
     if not result.headers and not pickles:
         result.add("*.safetensors", "there is none; add the drafter's", base.REFUSES)
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        named = set((json.loads(index.read_text()).get("weight_map") or {}).values())
-        for lost in sorted(name for name in named if not (folder / name).exists()):
-            result.add(lost, f"{index.name} names it, and it is not there", base.REFUSES)
 
 
 # ------------------------------------------------------------------ config.json and tensors
@@ -161,26 +156,12 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
     ids = plain.get("target_layer_ids") or section.get("target_layer_ids") or ()
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()
     stand_in = layers or max([*taps, *(i + 1 for i in ids), 1])
-    config = native.from_config(plain, names, CONFIG, stand_in)
-    for name, value, trained in base.changed_fields(result.fields, config):
-        result.add(name, f"{name} is {value}, and was {trained} in training", WRONG_LAYER)
-    return config
+    return native.from_config(plain, names, CONFIG, stand_in)
 
 
 def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:
-    if others := other_dtypes(result.fields, result.headers, layout.exact):
-        named = result.fields.get("dtype") or result.fields.get("torch_dtype")
-        text = f"dtype is {named}, but {others[0]} is {result.headers[others[0]].dtype}"
-        result.add("dtype", text, "engines cast to the target's anyway", warning=True)
     result.tensors, faults = layout.inspect(config, result.folder)
     result.faults += faults
-    for name, tensor in result.tensors.items():
-        if not tensor.is_floating_point() or name.startswith(layout.zero_at_start or "\0"):
-            continue
-        if tensor.ndim == 2 and not bool(tensor.any()):
-            result.add(name, f"{name} is all zeros: it was never written")
-        if name.endswith("norm.weight") and bool((tensor == 1).all()):
-            result.add(name, f"{name} is all ones, as if left out", base.ONES, warning=True)
     d2t = result.tensors.get("d2t")
     if config.reduced_vocabulary and d2t is not None and d2t.shape == (config.draft_vocab_size,):
         _check_d2t(result, d2t.long(), config.vocab_size)

@@ -265,11 +265,10 @@ class DFlash(Drafter):
 
     # -------------------------------------------------------------- the family's part
 
-    def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, Any]:
+    def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
         """State of one slot [..., H] and the token before the one it predicts [...] -> what `head`
-        reads [..., D], and what the next slot needs of this one ([..., ·] or None). `carry`: that
-        of the slot before."""
-        return state, None
+        reads [..., D]."""
+        return state
 
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if they are
@@ -386,13 +385,12 @@ class DFlash(Drafter):
         batch, ids = self.blocks_of(features, steps), features.input_ids
         rows = ids.shape[1] * torch.arange(len(ids))[:, None]
         context = self._project_context(batch.context, batch.context_rotary)
-        attends = [self.attend_blocks(each, batch.blocks) for each in context]
+        attends = [self.attend_blocks(pair, batch.blocks) for pair in context]
         Q = batch.slots_per_block
         states = self.run(batch.embeds, batch.rotary, attends, Q)  # [B, A, Q, H]
-        carry = None
         for depth in range(steps):
             tokens = ids.gather(1, batch.path[depth])
-            hidden, carry = self.read(states[:, :, depth + self.config.first_slot], tokens, carry)
+            hidden = self.read(states[:, :, depth + self.config.first_slot], tokens)
             chosen = on_host(batch.terms)[depth].flatten().nonzero().flatten()  # of the flat B·A
             anchors = (on_host(batch.slots) + rows).flatten()[chosen]
             targets = (on_host(batch.path[depth]) + rows).flatten()[chosen]
@@ -431,10 +429,10 @@ class DFlash(Drafter):
         `fill_in`."""
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)
-        states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k), None
+        states = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k)
         base = self._base_of(states)
         for depth in range(k):
-            hidden, carry = self.read(states[:, depth], tokens, carry)
+            hidden = self.read(states[:, depth], tokens)
             logits = self.head(hidden, depth, base[:, depth])
             tokens = yield DraftLogits(logits, self.confidence(hidden))
 
@@ -443,18 +441,17 @@ class DFlash(Drafter):
         read, otherwise the distribution after each parent."""
         self.append(inputs)
         tokens = _newest(inputs.token_ids, inputs.counts)[:, None]  # [b, w]
-        states, carry = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k), None
+        states = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k)
         base = self._base_of(states)
         for depth in range(k):
             w = tokens.shape[1] if self.reads_drafts else 1
             state = states[:, depth, None].expand(-1, w, -1)
-            hidden, carry = self.read(state, tokens[:, :w], carry)
+            hidden = self.read(state, tokens[:, :w])
             known = base[:, depth, None].expand(-1, w, -1).flatten(0, 1)
             logits = self.head(hidden.flatten(0, 1), depth, known).unflatten(0, hidden.shape[:2])
             if (level := grow(logits.expand(-1, tokens.shape[1], -1))) is None:
                 return
             tokens = level.token_ids
-            carry = None if carry is None else level.of_parents(carry)
 
     def _base_of(self, states: Tensor) -> Tensor:
         """[b, k, H] -> [b, k, V_draft]: the head's weights are read once for all slots. As rows of

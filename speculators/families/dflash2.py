@@ -177,10 +177,10 @@ class DFlash2(DFlash):
     ) -> Tensor:
         return layer(state, rotary, attend, slots)
 
-    def read(self, state: Tensor, token_ids: Tensor, carry: Any = None) -> tuple[Tensor, None]:
+    def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
         selector = self.candidate_selector
         before = nn.functional.embedding(token_ids, selector.predecessor_codebook)
-        return torch.cat([state, before * selector.hidden_projection(state)], -1), None
+        return torch.cat([state, before * selector.hidden_projection(state)], -1)
 
     def unary_logits(self, hidden: Tensor, depth: int = 0) -> Tensor:
         """[N, D] -> logits over the whole vocabulary, before the selector [N, V]."""

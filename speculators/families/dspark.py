@@ -1,9 +1,8 @@
 """DSpark (arXiv 2607.05147): a DFlash block whose drafts depend on the draft before them, with a
 confidence head.
 
-The logits of a slot are those of the block plus a low-rank bias of the token before it, y:
-`vanilla` W2 e with e = W1[y]; `gated` W2 (σ(G [h; e]) ⊙ e); `rnn` W2 tanh(o), where a state s runs
-along the block: [g; c; o] = J [s; e; h], s <- σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). The confidence head
+The logits of a slot are those of the block plus a low-rank bias of the token before it, y: W2 e
+with e = W1[y], the `vanilla` Markov head, which all engines run. The confidence head
 σ(w·[h; e] + b) is trained on the probability that the draft is accepted, Σ min(p, q). One forward
 serves all slots; drawing them is what remains sequential. Tensor names are those of vLLM's loader.
 """
@@ -20,8 +19,6 @@ from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashO
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
-MarkovType = Literal["vanilla", "gated", "rnn"]
-
 
 class DSparkShape(BaseModel):
     """The Markov head and the confidence head."""
@@ -30,9 +27,6 @@ class DSparkShape(BaseModel):
         True, description="true: a slot predicts the token after its own position; false: fill_in"
     )
     markov_rank: int = Field(256, ge=1, description="rank of the bias of the token before")
-    markov_head_type: MarkovType = Field(
-        "vanilla", description="vanilla is what vLLM runs; SGLang runs all three"
-    )
     enable_confidence_head: bool = Field(
         True, description="a head for the probability that a draft is accepted"
     )
@@ -44,9 +38,10 @@ class DSparkShape(BaseModel):
 class DSparkConfig(DSparkShape, DFlashConfig):
     """The block, its Markov head and its confidence head."""
 
+    markov_head_type: Literal["vanilla"] = "vanilla"
+
     def describe(self) -> str:
-        kind = f"{self.markov_head_type} Markov head of rank {self.markov_rank}"
-        return f"{super().describe()}; {kind}"
+        return f"{super().describe()}; Markov head of rank {self.markov_rank}"
 
 
 class DSparkOptions(DSparkShape, DFlashOptions):
@@ -61,33 +56,13 @@ class DSparkOptions(DSparkShape, DFlashOptions):
 
 
 class MarkovHead(nn.Module):
-    """Bias of the token before, [..., V_draft], in two steps: features of rank r here, `markov_w2`
-    in the head."""
+    """Bias of the token before, [..., V_draft], in two steps: W1 when a state is read, W2 in the
+    head."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        rank, width = config.markov_rank, config.hidden_size
-        self.kind, self.rank = config.markov_head_type, rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank, bias=False)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank, bias=False)
-
-    def features(
-        self, state: Tensor, embedded: Tensor, carry: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """State [..., H], W1[y] [..., r], recurrent state [..., r] -> what W2 reads [..., r], and
-        the next state."""
-        if self.kind == "vanilla":
-            return embedded, None
-        if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([state, embedded], -1))) * embedded, None
-        carry = torch.zeros_like(embedded) if carry is None else carry
-        gate, candidate, out = self.joint_proj(torch.cat([carry, embedded, state], -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(out), gate * carry + (1 - gate) * torch.tanh(candidate)
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -99,8 +74,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSpark(DFlash):
-    """`head` reads [h; W1[y]; Markov features], of which `vanilla` leaves the third out: there it
-    is the second."""
+    """`head` reads [h; W1[y]]."""
 
     config_class = DSparkConfig
     options = DSparkOptions
@@ -134,10 +108,8 @@ class DSpark(DFlash):
             nn.init.zeros_(self.confidence_head.proj.bias)
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
-        """A `vanilla` bias becomes the target's head on the best linear map from the embedding of
-        the token before to `left`, at the bias's rank."""
-        if self.config.markov_head_type != "vanilla":
-            return
+        """The bias becomes the target's head on the best linear map from the embedding of the token
+        before to `left`, at the bias's rank."""
         embeds = unit(target.embed_tokens(token_ids).float())
         rank = self.config.markov_rank
         basis, written = reduced_rank(embeds, ridge(embeds, left), rank)  # [H_t, r], [r, H]
@@ -154,13 +126,8 @@ class DSpark(DFlash):
         first[:, : read.shape[1]] = read / balance
         second[:, : bias.shape[1]] = bias * balance
 
-    def read(
-        self, state: Tensor, token_ids: Tensor, carry: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        embedded = self.markov_head.markov_w1(token_ids)
-        features, carry = self.markov_head.features(state, embedded, carry)
-        parts = [state, embedded] if features is embedded else [state, embedded, features]
-        return torch.cat(parts, -1), carry
+    def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
+        return torch.cat([state, self.markov_head.markov_w1(token_ids)], -1)
 
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
         if base is None:

@@ -75,24 +75,12 @@ class EagleOptions(DecoderOptions):
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share them"
     )
-    fc_bias: bool = Field(
-        False,
-        description="bias of fc, as some published heads have; vLLM drops it silently",
-    )
 
     @model_validator(mode="after")
     def _no_window(self) -> Self:
         if self.sliding_window is not None:
             raise ValueError(NO_WINDOW)
         return self
-
-    def accept(self, head: Any) -> None:
-        if head.fc_bias and not self.fc_bias:
-            raise ConfigError(
-                f"the head of {self.init_from} has a bias in fc, which vLLM"
-                " drops without a word; set drafter.fc_bias: true to train it all the same",
-                where="drafter.init_from",
-            )
 
 
 class Eagle(DecoderChain):
@@ -120,8 +108,11 @@ class Eagle(DecoderChain):
 
     # ---------------------------------------------------- starting weights, and how it is trained
 
+    @torch.no_grad()
     def prepare_training(self, options: EagleOptions) -> Eagle:
         self.feature_noise, self.detach = options.feature_noise, options.detach
+        if self.config.fc_bias:  # vLLM drops it, so the head is trained without
+            self.fc.bias.requires_grad_(False).zero_()
         if self.config.own_embeddings:
             self.embed_tokens.requires_grad_(options.own_embeddings)
         return self

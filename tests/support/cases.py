@@ -48,8 +48,8 @@ class Case:
 
 def _block(family: str, shape: dict, *given: Any, **more: Any) -> Case:
     """Its recipes say what changes the depths."""
-    told = ("block_size", "is_causal", "sample_from_anchor")
-    return Case(family, shape, {k: v for k, v in shape.items() if k in told}, *given, **more)
+    keys = ("block_size", "is_causal", "sample_from_anchor")
+    return Case(family, shape, {k: v for k, v in shape.items() if k in keys}, *given, **more)
 
 
 CASES: dict[str, Case] = {
@@ -61,14 +61,14 @@ CASES: dict[str, Case] = {
         (1, 3),
     ),
     "dspark": _block("dspark", {**SPARK, **TWO}, taps=(1, 2), noise=0.2),
-    "dspark, gated, fill in, reduced": _block(
+    "dspark, fill in, reduced": _block(
         "dspark",
-        {**SPARK, **ONE, "block_size": 5, "markov_head_type": "gated", **FILL_IN, **REDUCED},
+        {**SPARK, **ONE, "block_size": 5, **FILL_IN, **REDUCED},
         taps=(2,),
     ),
-    "dspark, rnn, no confidence, qwen3": _block(
+    "dspark, no confidence, qwen3": _block(
         "dspark",
-        {**SPARK, **ONE, "markov_head_type": "rnn", "enable_confidence_head": False},
+        {**SPARK, **ONE, "enable_confidence_head": False},
         "qwen3",
         (1, 2),
     ),
@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "eagle, two layers, own embeddings, biases": Case(
         "eagle",
         {**TWO, **OWN, **BIASES},
-        {**OWN, "fc_bias": True, "feature_noise": 0.0},
+        {**OWN, "feature_noise": 0.0},
         "qwen3",
         noise=0.12,
     ),

@@ -27,7 +27,7 @@ def export(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A run's folder, or the folder or id of a drafter or its adapter.",
+            help="A run's folder, or the folder or id of a drafter.",
         ),
     ],
     out: Annotated[
@@ -61,8 +61,7 @@ def export(
         write_back(source, into, out)
         console.print(f"{out}: {into} with the module of {source}", highlight=False)
         return
-    is_drafter = any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if is_drafter or repository_id(str(source)):
+    if (source / "config.json").is_file() or repository_id(str(source)):
         convert(
             source,
             out,

@@ -33,7 +33,7 @@ def make_drafter(
 ) -> Drafter:
     """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
     tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
-    replace them). Random weights, those of an adapter too, are drawn from the recipe's seed
+    replace them). Random weights are drawn from the recipe's seed
     alone."""
     with seeded(recipe.training.seed, target.device):
         return _initialised(recipe, config, target, features, stages, folder).prepare_training(

@@ -48,7 +48,6 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
                 " scratch",
                 where=f"drafter.{key}",
             )
-    options.accept(config)
     return fitting(recipe, config)
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.speculators.config import DecoderConfig, DrafterConfig, decoder_fields
+from draftsmith.speculators.config import DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.registry import family_class
@@ -22,22 +22,6 @@ from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
 
 WEIGHTS = "model.safetensors"
 NUM_SPECULATIVE_TOKENS = 5  # default drafts of a round
-TRAINED_WITH = (  # fields that no tensor's shape may depend on; each family has some
-    "vocab_size",
-    "rope_parameters",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "hidden_act",
-    "attention_bias",
-    "block_size",
-    "num_depths",
-    "mask_token_id",
-    "sample_from_anchor",
-    "is_causal",
-    "sliding_window",
-)
 
 Fields = Mapping[str, Any]  # of config.json
 Table = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> (name in the module, shape)
@@ -78,7 +62,6 @@ class Layout:
     ignored: ClassVar[tuple[str, ...]] = ()  # tensors of other tools that no loader reads
     exact: ClassVar[tuple[str, ...]] = ()  # endings of the names of tensors that stay in float32
     bare: ClassVar[bool] = True  # no tensor of it begins with `model.`
-    zero_at_start: ClassVar[tuple[str, ...]] = ()  # beginnings of names of matrices that may be 0
     # What vLLM does without a tensor, by an ending of its name; the first that fits.
     without: ClassVar[Mapping[str, str]] = {"norm.weight": ONES, "": RANDOM}
     stray: ClassVar[str] = REFUSES  # what vLLM does with a tensor that it has no module for
@@ -118,7 +101,7 @@ class Layout:
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
         """Writes everything but config.json into an empty folder."""
-        state = self.unpacked(drafter.plain().state_dict())
+        state = self.unpacked(drafter.state_dict())
         exact = lambda name: torch.float32 if name.endswith(self.exact) else dtype
         tensors = {
             name: state[inside].detach().to("cpu", exact(name)).contiguous()
@@ -356,20 +339,9 @@ def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, wher
 
 
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
-    """The section `draftsmith`: the family, and fields that reveal a lost tensor or a changed field
-    on reading."""
+    """The section `draftsmith`: the family, and fields that reveal a lost tensor on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
-    if isinstance(config, DecoderConfig):
-        known = [name for name in TRAINED_WITH if hasattr(config, name)]
-        own["trained_with"] = {name: getattr(config, name) for name in known}
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
-
-
-def changed_fields(fields: Mapping[str, Any], config: DrafterConfig) -> list[tuple[str, Any, Any]]:
-    """(field, value in config.json, value in training) of all layer fields that differ."""
-    kept = (fields.get("draftsmith") or {}).get("trained_with") or {}
-    pairs = [(name, getattr(config, name, None), value) for name, value in kept.items()]
-    return [(name, found, value) for name, found, value in pairs if found != value]
 
 
 def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:

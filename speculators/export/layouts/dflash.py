@@ -174,7 +174,7 @@ class DSparkLayout(DFlashLayout):
     family = "dspark"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
     nested = ("causal",)
-    own = tuple(DSparkShape.model_fields)
+    own = (*DSparkShape.model_fields, "markov_head_type")
     without: ClassVar = {
         "d2t": base.REFUSES,
         "lm_head.weight": base.REFUSES,
@@ -187,11 +187,6 @@ class DSparkLayout(DFlashLayout):
 
     def recognises(self, fields: Fields, names: set[str]) -> bool:
         return any(name.startswith("markov_head.") for name in base.bare_names(names))
-
-    def no_vllm(self, config: Any) -> str:
-        if (kind := config.markov_head_type) == "vanilla":
-            return ""
-        return f"vLLM runs vanilla Markov heads alone, and this one is {kind}"
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         section = plain.get(SECTION) or {}

@@ -1,4 +1,4 @@
-"""Draft models: folders as transformers itself writes them, whole models or adapters of peft.
+"""Draft models: folders as transformers itself writes them.
 
 What transformers would initialise at random is refused here, tensor by tensor. A draft model with
 another tokenizer than its target's has the map between the two beside it."""
@@ -22,7 +22,6 @@ from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from draftsmith.speculators.families.draft_model.student import plain_fields
 from draftsmith.speculators.hub import one_line
-from draftsmith.speculators.layers.peft_adapter import CONFIG
 from draftsmith.speculators.precision import in_dtype
 from draftsmith.speculators.registry import build_config
 from draftsmith.speculators.target.probe import needs_eager
@@ -89,7 +88,9 @@ class DraftModelLayout(Layout):
         self, drafter: Drafter, config: DrafterConfig, folder: Path, dtype: torch.dtype
     ) -> None:
         drafter = cast(DraftModel, drafter)
-        drafter.model.save_pretrained(folder, state_dict=in_dtype(drafter.state_of_model(), dtype))
+        drafter.model.save_pretrained(
+            folder, state_dict=in_dtype(drafter.model.state_dict(), dtype)
+        )
         if drafter.tokenizer is not None:
             drafter.tokenizer.save_pretrained(folder)
         if drafter.token_map is not None:
@@ -97,11 +98,6 @@ class DraftModelLayout(Layout):
 
     def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
         drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
-        if (folder / CONFIG).exists():
-            raise CheckpointError(
-                f"{CONFIG} says that this is an adapter; load the merged model",
-                where=f"drafter {folder}",
-            )
         drafter.take_model(self._load(folder))
         state = drafter.model.state_dict()
         base.refuse(

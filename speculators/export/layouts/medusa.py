@@ -25,7 +25,6 @@ class MedusaLayout(Layout):
     family = "medusa"
     architectures = ("MedusaModel",)
     bare = False
-    zero_at_start = ("blocks.",)
     without: ClassVar = {"": base.REFUSES}
     stray = "vLLM does not read it"
     vllm_samples = False

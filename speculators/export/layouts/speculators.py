@@ -212,12 +212,6 @@ class SpeculatorsDSparkLayout(_Block, DSparkLayout):
                 " not; write it in vLLM's own format (--format vllm)",
                 where="export format speculators",
             )
-        if config.markov_head_type != "vanilla":
-            raise ConfigError(
-                f"markov_head_type {config.markov_head_type}: vLLM runs"
-                " vanilla alone; SGLang runs it (--format sglang)",
-                where="export format speculators",
-            )
 
     def causal(self, fields: Mapping[str, Any]) -> bool:
         return base.SLIDING in (fields.get("layer_types") or ())

@@ -3,9 +3,8 @@
 It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p
 holds token x_p, and depth k of a round anchored at x_a is the model's own next-token distribution
 after x_a and k drafts. Any causal LM of transformers serves: one that exists, one cut out of the
-target (speculators/families/draft_model/student.py), or one from a configuration; trained whole, or
-by any adapter of peft that changes its layers. With another tokenizer than the target's it drafts
-the tokens that both have (speculators/vocab/token_map.py)."""
+target (speculators/families/draft_model/student.py), or one from a configuration. With another
+tokenizer than the target's it drafts the tokens that both have (speculators/vocab/token_map.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ from draftsmith.speculators.families.draft_model.student import (
     cut_layers,
     plain_fields,
 )
-from draftsmith.speculators.layers.peft_adapter import Adapter, check_adapter
 from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
@@ -72,10 +70,6 @@ class DraftModelOptions(DrafterOptions):
         "same",
         description="intersection: another tokenizer is allowed, and shared tokens are drafted",
     )
-    peft: dict[str, Any] | None = Field(
-        None,
-        description="train an adapter of peft that changes layers, merged in exports; null: none",
-    )
 
     @field_validator("from_target")
     @classmethod
@@ -85,13 +79,6 @@ class DraftModelOptions(DrafterOptions):
         if kept == []:
             raise ValueError("expected at least one layer, got []")
         return kept
-
-    @field_validator("peft")
-    @classmethod
-    def _known_adapter(cls, fields: dict[str, Any] | None) -> dict[str, Any] | None:
-        if fields is not None:
-            check_adapter(fields)
-        return fields
 
     @model_validator(mode="after")
     def _one_start(self) -> DraftModelOptions:
@@ -151,7 +138,6 @@ class DraftModel(TokenDrafter):
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
         self.model = build_model(config.model)
-        self.adapter: Adapter | None = None  # of peft, while one is trained
         self.token_map: TokenMap | None = None
         self.tokenizer: Any = None  # goes into the export, which is a model like any other
         self._runners: list[FrozenTarget] = []  # in a list, so that nn.Module does not register it
@@ -182,10 +168,6 @@ class DraftModel(TokenDrafter):
     def take_model(self, model: Any) -> None:
         """Another one of the same configuration in its place."""
         self._runners, self._forward, self.model = [], None, model.eval()
-
-    def state_of_model(self) -> dict[str, Tensor]:
-        """The tensors of the model, with an adapter's merged."""
-        return self.model.state_dict() if self.adapter is None else self.adapter.merged_state()
 
     def _apply(self, fn: Callable, *args, **kwargs) -> Drafter:
         self._runners = []
@@ -277,12 +259,7 @@ class DraftModel(TokenDrafter):
         return self
 
     def prepare_training(self, options: DraftModelOptions) -> Drafter:
-        if options.peft is None:
-            self.requires_grad_(True)
-        elif self.adapter is None:
-            self._runners = []
-            self.adapter = Adapter(self.model, options.peft)
-        return self
+        return self.requires_grad_(True)
 
     def checkpoint_activations(self, enabled: bool) -> None:
         super().checkpoint_activations(enabled)
@@ -290,25 +267,6 @@ class DraftModel(TokenDrafter):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
-
-    def freeze(self) -> Drafter:
-        if self.adapter is not None:
-            self.adapter.merge()
-        return super().freeze()
-
-    def thaw(self) -> None:
-        super().thaw()
-        if self.adapter is not None:
-            self.adapter.unmerge()
-
-    def plain(self) -> Drafter:
-        if self.adapter is None:
-            return self
-        plain = self.deep_copy()
-        assert isinstance(plain, DraftModel) and plain.adapter is not None  # a copy of ours
-        plain.adapter.fold()
-        plain.adapter = None
-        return plain
 
     # -------------------------------------------------------------- training
 

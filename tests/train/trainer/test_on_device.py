@@ -35,7 +35,6 @@ from tests.train.trainer.test_loop import make_rows
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}
 FITTED = {**SMALL, "norm_before_residual": True, "init": "least_squares"}
-LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 RECOMPUTED = {"activation_checkpointing": True, "gradient_accumulation_steps": 2}
 CASES: dict[
@@ -66,7 +65,6 @@ CASES: dict[
     "dflash": ("dflash", {"unroll_steps": 3, "mask_token_id": 100}, {}),
     "peagle": ("peagle", {"unroll_steps": 3, "mask_token_id": 100}, {}),
     "draft_model, cut": ("draft_model", {"from_target": {"first": 2}}, RECOMPUTED),
-    "draft_model, LoRA": ("draft_model", {"from_target": {"first": 2}, "peft": LORA}, {}),
     "draft_model, other": ("draft_model", {"config": {"model_type": "opt", **OPT}}, MUON),
 }
 
