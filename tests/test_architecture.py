@@ -17,16 +17,16 @@ STOPS = re.findall(
 
 def definitions(path: Path) -> set[str]:
     """Functions and classes of a module, and `Class.method`."""
-    kinds, found = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), set()
+    kinds, names = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, kinds):
-            found.add(node.name)
-            found |= {
+            names.add(node.name)
+            names |= {
                 f"{node.name}.{inner.name}"
                 for inner in getattr(node, "body", ())
                 if isinstance(inner, kinds)
             }
-    return found
+    return names
 
 
 def test_architecture_walks_name_functions_that_exist():

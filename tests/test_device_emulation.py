@@ -14,20 +14,20 @@ from tests.support.device_emulation import DEVICE, MixedDevices
 
 
 def test_mixed_devices_are_refused(claimed_gpu):
-    here, there = torch.ones(3), torch.ones(3, device=DEVICE)
+    host, there = torch.ones(3), torch.ones(3, device=DEVICE)
     assert there.device == DEVICE and (there * 2).is_cuda and there[1:].device == DEVICE
     for wrong in (
-        lambda: here + there,
-        lambda: torch.cat([here, there]),
+        lambda: host + there,
+        lambda: torch.cat([host, there]),
         lambda: torch.stack([torch.ones(()), there[0]]),
-        lambda: here[there.long()],
+        lambda: host[there.long()],
         lambda: there.numpy(),
         lambda: nn.Linear(3, 3)(there),
     ):
         with pytest.raises(MixedDevices):
             wrong()
     assert (there + torch.ones(())).sum() == 6  # a number of the host is a number
-    assert (here + there.cpu()).device.type == "cpu"
+    assert (host + there.cpu()).device.type == "cpu"
 
 
 def test_waits_are_counted(claimed_gpu):
@@ -52,9 +52,9 @@ def test_it_computes_what_the_cpu_computes(claimed_gpu):
         and next(model.parameters()).device.type == "cpu"
     )
     x = torch.randn(3, 4)
-    for each, given in ((model, x), (moved, x.to("cuda"))):
-        optimizer = torch.optim.AdamW(each.parameters(), foreach=False)
-        each(given).square().sum().backward()
+    for module, given in ((model, x), (moved, x.to("cuda"))):
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+        module(given).square().sum().backward()
         optimizer.step()
     for a, b in zip(model.parameters(), moved.parameters()):
         assert torch.equal(a, b.detach().cpu()) and b.grad is not None

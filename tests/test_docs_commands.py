@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 def commands(page: Path) -> list[str]:
     """The commands of a page's bash blocks, a line each, without comments."""
-    found = []
+    lines = []
     for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         line = ""
         for part in block.replace("\\\n", " ").splitlines():
@@ -34,9 +34,9 @@ def commands(page: Path) -> list[str]:
                 words = shlex.split(line, comments=True)
             except ValueError:  # a quotation goes on in the next line
                 continue
-            found += [shlex.join(words)] if words else []
+            lines += [shlex.join(words)] if words else []
             line = ""
-    return found
+    return lines
 
 
 CASES = sorted({(page.relative_to(ROOT).as_posix(), c) for page in PAGES for c in commands(page)})

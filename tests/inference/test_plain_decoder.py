@@ -48,7 +48,7 @@ def target_of(name: str) -> FrozenTarget:
 def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[torch.Tensor]:
     """`run` over rows that grow by the pieces, each [rows][tokens], of unequal lengths: taps and
     states of real tokens."""
-    found = []
+    outputs = []
     for piece in pieces:
         width, rows = max(map(len, piece)), len(piece)
         ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in piece])
@@ -56,8 +56,8 @@ def features(run, cache: RaggedCache, pieces: list[list[list[int]]]) -> list[tor
         out = torch.cat(run(ids, places, mask, cache.view(0, rows, width)), dim=-1)
         for row, tokens in enumerate(piece):
             cache.advance(row, len(tokens))
-            found.append(out[row, : len(tokens)])
-    return found
+            outputs.append(out[row, : len(tokens)])
+    return outputs
 
 
 @pytest.mark.slow
@@ -77,8 +77,8 @@ def test_taps_and_states_are_those_of_the_model(name: str, copies: bool) -> None
         expected = features(target, RaggedCache(2, 64), pieces)
         plain = plain_decoder(target, copies=copies)
         assert isinstance(plain, PlainDecoder)
-        found = features(plain, RaggedCache(2, 64), pieces)
-    for one, other in zip(found, expected, strict=True):
+        actual = features(plain, RaggedCache(2, 64), pieces)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
@@ -89,14 +89,14 @@ def test_so_they_are_in_a_tree_of_drafts(name: str) -> None:
     visible = torch.eye(4, dtype=torch.bool)
     visible[:, 0] = visible[3, 1] = True  # 0 has the children 1 and 2, and 1 the child 3
     positions = 5 + torch.tensor([[0, 1, 1, 2]] * 2)
-    found = []
+    outputs = []
     for run in (target, plain_decoder(target, copies=False)):
         cache = RaggedCache(2, 64)
         run(text, cache.position_ids(0, 2, 5), None, cache.view(0, 2, 5))
         cache.advance(0, 5), cache.advance(1, 5)
         mask, _ = cache.tree_mask(0, 2, [5, 5], visible.expand(2, -1, -1))
-        found.append(torch.cat(run(drafts, positions, mask, cache.view(0, 2, 4)), dim=-1))
-    torch.testing.assert_close(*found, **CLOSE)
+        outputs.append(torch.cat(run(drafts, positions, mask, cache.view(0, 2, 4)), dim=-1))
+    torch.testing.assert_close(*outputs, **CLOSE)
 
 
 # --------------------------------------------------------------- what runs as it is, and says why
@@ -153,7 +153,7 @@ def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str
 
 def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None:
     target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
-    before = {name: each.clone() for name, each in target.model.state_dict().items()}
+    before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
     forward, ids = TargetForward(target), torch.arange(3, 9)[None]
     assert forward.is_plain
     attention = target.layers[0].self_attn
@@ -163,14 +163,14 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
     }
     assert len(storages) == 1
     weights = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in target.parameters()
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
+        for weight in target.parameters()
     }
-    assert sum(weights.values()) == sum(each.nbytes for each in target.parameters())
+    assert sum(weights.values()) == sum(weight.nbytes for weight in target.parameters())
 
     save_file(target.model.state_dict(), tmp_path / "model.safetensors")
     saved = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(saved[name], each) for name, each in before.items())
+    assert all(torch.equal(saved[name], weight) for name, weight in before.items())
 
     again = TargetForward(target)  # as by a second engine: nothing is moved
     assert {
@@ -180,13 +180,13 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        for each in (forward, again):
-            each.read_weights()
-            assert not each.renew()
-            (found,), (expected,) = (
-                features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (each, target)
+        for decoder in (forward, again):
+            decoder.read_weights()
+            assert not decoder.renew()
+            (actual,), (expected,) = (
+                features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (decoder, target)
             )
-            torch.testing.assert_close(found, expected, **CLOSE)
+            torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 def test_a_model_that_changes_later_is_looked_at_again() -> None:
@@ -209,13 +209,13 @@ def test_a_model_that_changes_later_is_looked_at_again() -> None:
 def test_large_projections_are_not_moved(monkeypatch) -> None:
     monkeypatch.setattr(frozen_linear, "MOST_JOINED", 0)
     target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
-    places = [each.data_ptr() for each in target.parameters()]
+    places = [weight.data_ptr() for weight in target.parameters()]
     plain, pieces = plain_decoder(target, copies=False), [[[5, 9, 11]], [[8]]]
     assert isinstance(plain, PlainDecoder)
-    assert [each.data_ptr() for each in target.parameters()] == places
+    assert [weight.data_ptr() for weight in target.parameters()] == places
     with torch.no_grad():
-        found, expected = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
-    torch.testing.assert_close(found, expected, **CLOSE)
+        actual, expected = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 needs_packing = pytest.mark.skipif(
@@ -235,9 +235,9 @@ def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None
             for parameter in target.parameters():
                 parameter.add_(change * torch.randn_like(parameter))
             forward.read_weights()
-            found, expected = (
+            actual, expected = (
                 features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
             )
             state = expected[..., -32:]
-            pairs = (found, expected), (forward.logits(state), target.logits(state))
+            pairs = (actual, expected), (forward.logits(state), target.logits(state))
             assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)

@@ -226,7 +226,7 @@ def _configurations(
         used[member] += 1
         return member
 
-    found = []
+    configurations = []
     for chosen in cover(factors, possible):
         members = [
             member
@@ -242,8 +242,8 @@ def _configurations(
             ]
         )
         chosen |= {"drafter": next_of(members), "architecture": architecture}
-        found.append(Configuration(**chosen))
-    return found
+        configurations.append(Configuration(**chosen))
+    return configurations
 
 
 GREEDY = _configurations(

@@ -28,7 +28,7 @@ def cover(
 
     def gain(partial: Partial, name: str, value: str) -> int:
         return sum(
-            _pair((each, partial[each]), (name, value), order) in uncovered for each in partial
+            _pair((other, partial[other]), (name, value), order) in uncovered for other in partial
         )
 
     def complete(partial: Partial) -> Partial | None:
@@ -41,9 +41,9 @@ def cover(
         for value in sorted(
             factors[name], key=lambda value: (-gain(partial, name, value), used[name, value])
         ):
-            found = complete(partial | {name: value})
-            if found is not None:
-                return found
+            whole = complete(partial | {name: value})
+            if whole is not None:
+                return whole
         return None
 
     order = {name: i for i, name in enumerate(factors)}
@@ -51,10 +51,10 @@ def cover(
     chosen: list[Partial] = []
     while uncovered:
         pair = min(uncovered, key=lambda pair: [(order[n], factors[n].index(v)) for n, v in pair])
-        found = complete(dict(pair))
-        if found is not None:
-            chosen.append({name: found[name] for name in factors})
-            used.update(found.items())
+        whole = complete(dict(pair))
+        if whole is not None:
+            chosen.append({name: whole[name] for name in factors})
+            used.update(whole.items())
             uncovered -= set(itertools.combinations(chosen[-1].items(), 2))
         uncovered.discard(pair)
     return chosen

@@ -47,15 +47,15 @@ class World:
 
     def prefixes(self, tokens: tuple) -> list[tuple]:
         """The tokens up to each node."""
-        found: list[tuple] = []
+        prefixes: list[tuple] = []
         for token, parent in zip(tokens, self.parents, strict=True):
-            found.append((*(found[parent] if parent >= 0 else ()), token))
-        return found
+            prefixes.append((*(prefixes[parent] if parent >= 0 else ()), token))
+        return prefixes
 
     def drafts(self) -> tuple[list[tuple], list[float]]:
         """Every tree that can be drafted, and its probability: siblings are drawn in turn, without
         replacement."""
-        found, chances = [], []
+        trees, chances = [], []
         for tokens in itertools.product(range(VOCAB), repeat=len(self.parents)):
             prefixes, chance = self.prefixes(tokens), 1.0
             for k, parent in enumerate(self.parents):
@@ -67,9 +67,9 @@ class World:
                     break
                 chance *= float(q[tokens[k]]) / left
             if chance > 0:
-                found.append(tokens)
+                trees.append(tokens)
                 chances.append(chance)
-        return found, chances
+        return trees, chances
 
     def input_of(self, drafts: list[tuple], *, as_chain: bool) -> tuple[Tensor, Proposal]:
         """What the verifier gets: p [N, 1+K, V] and the proposal."""
@@ -199,8 +199,8 @@ def enumerate_rule(world: World, rule: str, only: tuple | None = None) -> tuple[
     length = 1 + max(map(len, world.prefixes(drafts[0])))
     for text in itertools.product(range(VOCAB), repeat=length):
         steps = [float(world.p(text[:k])[x]) for k, x in enumerate(text)]
-        found = sum(written.get(text[:k], 0.0) * math.prod(steps[k:]) for k in range(1, length + 1))
-        distance += abs(found - math.prod(steps)) / 2
+        mass = sum(written.get(text[:k], 0.0) * math.prod(steps[k:]) for k in range(1, length + 1))
+        distance += abs(mass - math.prod(steps)) / 2
     return distance, expected_accepted
 
 

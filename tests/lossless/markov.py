@@ -93,7 +93,7 @@ class Chains:
         logits = self.world.target_logits[context % CLASSES]
         params = [self.params()] * len(last)
         kept = verify_and_sample(logits, proposal, params, generators, self.rule)
-        return [each.tokens for each in kept]
+        return [row.tokens for row in kept]
 
     def round(self, last: Tensor, generators: list) -> list[list[int]]:
         return self.verify(last, self.draft(last, generators), generators)

@@ -116,8 +116,8 @@ def test_a_perfect_drafter_is_always_accepted(rule):
 @pytest.mark.parametrize(("rule", "accepted"), [("token", 10 / 9), ("block", 11 / 9)])
 def test_the_toy_of_the_paper(rule, accepted):
     """Sun et al. 2403.10444, two drafts."""
-    distance, found = enumerate_rule(paper_toy(2), rule)
-    assert distance <= LOSSLESS and found == pytest.approx(accepted, abs=1e-12)
+    distance, kept = enumerate_rule(paper_toy(2), rule)
+    assert distance <= LOSSLESS and kept == pytest.approx(accepted, abs=1e-12)
 
 
 @EVERY_RULE

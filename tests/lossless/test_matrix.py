@@ -68,7 +68,7 @@ def greedy_requests(
     architecture: str, processors: str
 ) -> list[tuple[list[int], SamplingParams, list[int], str]]:
     """(prompt, params, what the target alone writes, why it ends)."""
-    model, tokenizer, found = target_of(architecture), byte_tokenizer(), []
+    model, tokenizer, requests = target_of(architecture), byte_tokenizer(), []
     for i, prompt in enumerate(PROMPTS):
         options = {"temperature": 0, "max_tokens": 10, "seed": i, **_turn(processors, i)}
         if "stop" in options.values():
@@ -78,8 +78,8 @@ def greedy_requests(
             end = tokenizer.decode(free[3:5]) if "stop" in options else [free[4]]
             options |= {name: end for name, value in options.items() if value == "stop"}
         params = SamplingParams(**options)
-        found.append((prompt, params, *greedy_text(model, prompt, params, tokenizer, LIMIT)))
-    return found
+        requests.append((prompt, params, *greedy_text(model, prompt, params, tokenizer, LIMIT)))
+    return requests
 
 
 def _turn(processors: str, i: int) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def check_greedy(configuration: Configuration, before: Callable[[], None] = lamb
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert (llm.get_metrics().num_drafts > 0) == (configuration.drafter != "off")
     for output, asked, (_, _, text, reason) in zip(outputs, params, expected, strict=True):
-        (found,) = output.outputs
+        (completion,) = output.outputs
         if asked.greedy:
-            assert (list(found.token_ids), found.finish_reason) == (text, reason)
+            assert (list(completion.token_ids), completion.finish_reason) == (text, reason)
         check_counts(output)
     if configuration.matched:
         plain = llm.generate(prompts, params, use_tqdm=False, speculate=False)
@@ -210,7 +210,7 @@ def test_sampled_text_is_distributed_as_the_targets(configuration):
 def test_every_possible_pair_is_covered():
     factors = {"drafter": ["off", "eagle3", "sampled"], "tree": ["chain", "static"], "rows": ["1"]}
     chosen = cover(factors, possible)
-    assert {(each["drafter"], each["tree"]) for each in chosen} == {
+    assert {(one["drafter"], one["tree"]) for one in chosen} == {
         ("off", "chain"),
         ("eagle3", "chain"),
         ("eagle3", "static"),
@@ -220,7 +220,7 @@ def test_every_possible_pair_is_covered():
 
 @pytest.mark.parametrize("design", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_every_family_proposer_and_kind_of_target_is_in_the_design(design):
-    drafters = {each.drafter for each in design}
+    drafters = {one.drafter for one in design}
     assert drafters >= {*FAMILIES, *TRAINING_FREE}
-    assert {each.tree for each in design} >= set(TREES)
-    assert len({each.architecture for each in design}) > 12
+    assert {one.tree for one in design} >= set(TREES)
+    assert len({one.architecture for one in design}) > 12

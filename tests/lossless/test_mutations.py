@@ -419,7 +419,7 @@ GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     "states that went on with rejected drafts": (
         replace(CHAIN, architecture="lfm2"),
         "draftsmith.speculators.target.recurrent.RecurrentStates._again",
-        lambda self, made, rows, count: self._load(rows, True),
+        lambda self, states, rows, count: self._load(rows, True),
     ),
     "penalties that do not count drafts": (
         replace(CHAIN, drafter="right", processors="penalties"),

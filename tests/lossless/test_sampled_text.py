@@ -117,14 +117,16 @@ def test_a_row_writes_the_same_in_a_mixed_batch_and_alone(rule, chains, sampled,
     generators = [make_generator(b) for b in range(len(params))]
     single = [proposal.select([b]) for b in range(len(params))]
     together = verify_and_sample(logits.clone(), proposal, params, generators, rule)
-    for b, each in enumerate(params):
+    for b, row_params in enumerate(params):
         generator, taken = make_generator(b), make_generator(b)
-        (kept,) = verify_and_sample(logits[b : b + 1].clone(), single[b], [each], [generator], rule)
+        (kept,) = verify_and_sample(
+            logits[b : b + 1].clone(), single[b], [row_params], [generator], rule
+        )
         assert together[b] == kept
         assert torch.equal(generator.get_state(), generators[b].get_state())
-        if not each.greedy and rule in ("token", "block", "sample_match"):
+        if not row_params.greedy and rule in ("token", "block", "sample_match"):
             uniforms(taken, len(kept.tokens) if rule == "sample_match" else proposal.counts[b] + 1)
-        if each.greedy or rule != "traversal":
+        if row_params.greedy or rule != "traversal":
             assert torch.equal(taken.get_state(), generator.get_state())
 
 
@@ -140,14 +142,14 @@ def test_a_batch_walks_as_the_papers_state_the_rule(rule, sampled, chains, seed)
     ]
     generators = [make_generator(b) for b in range(len(params))]
     together = verify_and_sample(logits, proposal, params, generators, rule)
-    for b, each in enumerate(params):
+    for b, row_params in enumerate(params):
         generator = make_generator(b)
 
         def number(generator=generator) -> float:
             return uniforms(generator, 1)[0]
 
-        p, tree = probabilities(logits[b], each), trees[b]
-        if each.greedy:
+        p, tree = probabilities(logits[b], row_params), trees[b]
+        if row_params.greedy:
             path, token = walks.greedy(p, tree)
         elif rule == "traversal":
             path, left = walks.traversal(p, tree, lambda chance: number() < chance)
@@ -162,9 +164,9 @@ def test_a_batch_walks_as_the_papers_state_the_rule(rule, sampled, chains, seed)
 
 def test_greedy_rows_need_no_generator_and_no_q_and_write_the_argmax():
     logits, proposal, params = drafted_batch(1, rows=12, chains=True, sampled=True)
-    greedy = [b for b, each in enumerate(params) if each.greedy]
+    greedy = [b for b, one in enumerate(params) if one.greedy]
     proposal.q[greedy] = float("nan")
-    generators = [None if each.greedy else make_generator(0) for each in params]
+    generators = [None if one.greedy else make_generator(0) for one in params]
     kept = verify_and_sample(logits, proposal, params, generators)
     assert len(greedy) > 1
     for b in greedy:
@@ -178,7 +180,7 @@ def test_nothing_drafted_is_plain_sampling():
         logits[:, :1], Proposal.empty(6), [params] * 6, [make_generator(b) for b in range(6)]
     )
     drawn = draw(probabilities(logits[:, 0], params), [make_generator(b) for b in range(6)])
-    assert [each.tokens for each in kept] == [[int(token)] for token in drawn]
+    assert [row.tokens for row in kept] == [[int(token)] for token in drawn]
 
 
 def test_refusals():

@@ -70,15 +70,15 @@ def recursive(p: Tensor, tree: Tree, flip: Flip) -> tuple[list[int], Tensor]:
     On a chain it is the token rule."""
     path, node = [], ROOT
     while True:
-        here, children = p[node + 1], tree.children.get(node, [])
+        p_left, children = p[node + 1], tree.children.get(node, [])
         q = tree.q[children[0]] if children else None
         for child in children:
             token = tree.tokens[child]
-            if flip(min(1.0, ratio(here, q, token))):
+            if flip(min(1.0, ratio(p_left, q, token))):
                 break
-            here, q = residual(here, q)[0], without(q, token)
+            p_left, q = residual(p_left, q)[0], without(q, token)
         else:
-            return path, here
+            return path, p_left
         path.append(child)
         node = child
 

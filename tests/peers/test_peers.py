@@ -48,7 +48,7 @@ def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
             log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
             sums.append(float(setting.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum()))
             counts.append(len(term.hidden))
-    depth_means = sum(each / count for each, count in zip(sums, counts))
+    depth_means = sum(total / count for total, count in zip(sums, counts))
     expected = sum(sums) / (sum(counts) + 1e-5) if setting.family == "dflash" else depth_means
     assert ours.whole() == pytest.approx(expected, rel=1e-5)
     assert all(p.grad is not None for p in ours.module.parameters())

@@ -254,14 +254,14 @@ class Library:
                 "lengths": torch.tensor([len(at)]),
                 "position_ids": torch.arange(len(at)),
             }
-            samples.append({name: each.cpu() for name, each in sample.items()})
+            samples.append({name: tensor.cpu() for name, tensor in sample.items()})
         collate = data.CollateFn(
             tokens, s.hidden, dtype=getattr(torch, s.dtype), preprocess=preprocess
         )
         batch = {
-            name: each.to(s.device)
-            for name, each in collate(samples).items()
-            if isinstance(each, Tensor)
+            name: tensor.to(s.device)
+            for name, tensor in collate(samples).items()
+            if isinstance(tensor, Tensor)
         }
         if not eagle3:
             anchors = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"].to(
@@ -304,9 +304,12 @@ def answer(side: Ours | Library, command: str, file: str = "") -> dict[str, Any]
     """Does what a line of stdin says."""
     device = side.s.device
     if command == "gradients":
-        found = {name: p.grad for name, p in side.module.named_parameters() if p.grad is not None}
+        gradients = {
+            name: p.grad for name, p in side.module.named_parameters() if p.grad is not None
+        }
         save_file(
-            {name: grad.float().cpu().contiguous() for name, grad in found.items()}, file.strip()
+            {name: grad.float().cpu().contiguous() for name, grad in gradients.items()},
+            file.strip(),
         )
         return {}
     step = side.prepare(WARM_TOKENS) if command == "warm" else side.whole
@@ -335,7 +338,8 @@ def main() -> None:
     s = SimpleNamespace(**json.loads((folder / "setting.json").read_text()))
     torch.set_num_threads(s.threads)
     given = {
-        name: each.to(s.device) for name, each in load_file(folder / "batch.safetensors").items()
+        name: tensor.to(s.device)
+        for name, tensor in load_file(folder / "batch.safetensors").items()
     }
     side = SIDES[sys.argv[1]](s, given, folder)
     print(

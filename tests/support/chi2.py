@@ -70,8 +70,8 @@ def assert_joint_fits(texts: Sequence[Sequence[int]], joint: Tensor, alpha: floa
     for kept in tests:
         others = [i for i in range(length) if i not in kept]
         counts = [
-            each.sum(others).flatten() if others else each.flatten()
-            for each in (observed, expected)
+            table.sum(others).flatten() if others else table.flatten()
+            for table in (observed, expected)
         ]
         assert_fits(*counts, alpha / len(tests), f"tokens {kept}")
 

@@ -50,12 +50,12 @@ class _Claiming(Tensor):
         if id(self) not in memo:
             copied = _bare(self).detach().clone()
             is_parameter = isinstance(self, nn.Parameter)
-            made = (
+            claimed = (
                 _mark(nn.Parameter(copied, requires_grad=self.requires_grad))
                 if is_parameter
                 else _claim(copied)
             )
-            memo[id(self)] = made
+            memo[id(self)] = claimed
         return memo[id(self)]
 
     def record_stream(self, stream: Any) -> None: ...
@@ -90,17 +90,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _claim_all(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _claim(value)
     if isinstance(value, list | tuple):
-        made = [_claim_all(each) for each in value]
+        claimed = [_claim_all(item) for item in value]
         named = hasattr(value, "_fields")
-        return type(value)(*made) if named else type(value)(made)
+        return type(value)(*claimed) if named else type(value)(claimed)
     return value
 
 
@@ -195,8 +195,8 @@ class _Emulation:
         name = getattr(func, "__name__", "")
         if name == "_parse_to":
             return self._bare_call(func, args, kwargs)
-        here = args[0] if args and isinstance(args[0], Tensor) else None
-        on_device = isinstance(here, _Claiming)
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        on_device = isinstance(first, _Claiming)
         if func is Tensor.numpy and on_device:
             raise MixedDevices("can't convert cuda:0 device type tensor to numpy")
         if func is Tensor.backward:
@@ -204,10 +204,10 @@ class _Emulation:
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         if func is Tensor.pin_memory:
-            (copied := here.clone()).in_pinned_memory = True
+            (copied := first.clone()).in_pinned_memory = True
             return copied
         if func in MOVES:
-            return self._move(func, here, args, kwargs)
+            return self._move(func, first, args, kwargs)
         expected = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if expected is not None and expected.type == "cuda":
             kwargs["device"] = HOST
@@ -238,7 +238,7 @@ class _Emulation:
         if func is Tensor.__setitem__ or out is None:
             return None
         if func is Tensor.copy_ or (isinstance(out, Tensor) and any(out is t for t in tensors)):
-            return out if func is not Tensor.copy_ else here
+            return out if func is not Tensor.copy_ else first
         if expected is not None:
             return _claim_all(out) if expected.type == "cuda" else out
         if func is Tensor.__getitem__:
@@ -344,7 +344,7 @@ class _Emulation:
             torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given)
         )
         with _Mode(self), self._engine():
-            found = torch.autograd.graph._engine_run_backward(
+            gradients = torch.autograd.graph._engine_run_backward(
                 outputs,
                 starts,
                 bool(retain_graph),
@@ -355,7 +355,7 @@ class _Emulation:
             )
         return tuple(
             _claim(g) if g is not None and isinstance(i, _Claiming) else g
-            for g, i in zip(found, inputs)
+            for g, i in zip(gradients, inputs)
         )
 
 
@@ -385,14 +385,14 @@ class _Event:
 
 def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict:
     """torch's, which is not in Python and would say that all tensors are on the CPU."""
-    found: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
+    groups: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
     for index, tensors in enumerate(zip(*lists, strict=True)):
         key = tensors[0].device, tensors[0].dtype
-        group, indices = found.setdefault(key, ([[] for _ in lists], []))
-        for each, tensor in zip(group, tensors, strict=True):
-            each.append(tensor)
+        group, indices = groups.setdefault(key, ([[] for _ in lists], []))
+        for members, tensor in zip(group, tensors, strict=True):
+            members.append(tensor)
         indices.append(index)
-    return found
+    return groups
 
 
 def _apply_marked(

@@ -96,13 +96,13 @@ def sentencepiece(kind="bpe", fallback=True, bos=False):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def spell(made: TokenMap, token_ids: list[int]) -> list[int]:
+def spell(token_map: TokenMap, token_ids: list[int]) -> list[int]:
     """Target ids in draft ids, one after the other, without an opening."""
-    found = []
+    spelling = []
     for id in token_ids:
-        start, end = made.spelling_offsets[id : id + 2].tolist()
-        found += made.spelling_ids[start:end].tolist()
-    return found
+        start, end = token_map.spelling_offsets[id : id + 2].tolist()
+        spelling += token_map.spelling_ids[start:end].tolist()
+    return spelling
 
 
 def chat_bytes() -> PreTrainedTokenizerFast:

@@ -145,12 +145,12 @@ def test_after_a_warm_up_no_request_meets_a_new_shape(kind, model_of, monkeypatc
     graphs, rounds = llm.warm_up(), llm.engine.compiled
     assert graphs == rounds.num_graphs == sum(len([*step.buckets]) for step in rounds.steps)
     assert graphs == counters["stats"]["unique_graphs"] and llm.get_metrics().num_drafts == 0
-    places = [each.data_ptr() for part in llm.engine.cache.memory() for each in part]
+    places = [memory.data_ptr() for part in llm.engine.cache.memory() for memory in part]
     asked = [[3 + i % 80 for i in range(70)], *PROMPTS[1:]]
     for prompts in (asked[:1], asked, PROMPTS):
         assert write(llm, prompts) == write(plain, prompts)
     assert graphs == rounds.num_graphs == counters["stats"]["unique_graphs"]
-    assert places == [each.data_ptr() for part in llm.engine.cache.memory() for each in part]
+    assert places == [memory.data_ptr() for part in llm.engine.cache.memory() for memory in part]
     assert plain.warm_up() == 0
 
 

@@ -97,8 +97,8 @@ def test_every_way_a_response_can_end(kind, make_llm, texts, byte_tokenizer):
         token_prompts(*(case[0] for case in cases)), [case[1] for case in cases], use_tqdm=False
     )
     for output, (name, params, tokens, reason, stop_reason) in zip(outputs, cases, strict=True):
-        found, rounds = output.outputs[0], output.metrics.accepted_per_round
-        ended = (found.token_ids, found.finish_reason, found.stop_reason)
+        completion, rounds = output.outputs[0], output.metrics.accepted_per_round
+        ended = (completion.token_ids, completion.finish_reason, completion.stop_reason)
         assert ended == (tokens, reason, stop_reason), (name, params)
         check_counts(output, len(tokens))
         if kind == "right":  # every round but the last is full: tokens after the end do not count
@@ -107,9 +107,9 @@ def test_every_way_a_response_can_end(kind, make_llm, texts, byte_tokenizer):
         if kind in ("wrong", "off"):
             assert rounds == [0] * (len(tokens) - 1)
     counters, metrics = llm.get_metrics(), [output.metrics for output in outputs]
-    assert counters.num_accepted_tokens == sum(each.num_accepted_tokens for each in metrics)
+    assert counters.num_accepted_tokens == sum(one.num_accepted_tokens for one in metrics)
     if kind in ("right", "wrong"):
-        assert counters.num_drafts == sum(len(each.accepted_per_round) for each in metrics)
+        assert counters.num_drafts == sum(len(one.accepted_per_round) for one in metrics)
 
 
 def check_counts(output, length: int) -> None:
@@ -203,10 +203,10 @@ def test_stream_says_what_generate_says(kind, options, make_llm, texts, byte_tok
     pieces = list(llm.stream({"prompt_token_ids": PROMPTS["plain"]}, params))
     assert len(pieces) > 1 and [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
     for completion in whole.outputs:
-        mine = [o for piece in pieces for o in piece.outputs if o.index == completion.index]
-        assert "".join(o.text for o in mine) == completion.text
-        assert [token for o in mine for token in o.token_ids] == completion.token_ids
-        assert (mine[-1].finish_reason, mine[-1].stop_reason) == (
+        streamed = [o for piece in pieces for o in piece.outputs if o.index == completion.index]
+        assert "".join(o.text for o in streamed) == completion.text
+        assert [token for o in streamed for token in o.token_ids] == completion.token_ids
+        assert (streamed[-1].finish_reason, streamed[-1].stop_reason) == (
             completion.finish_reason,
             completion.stop_reason,
         )
@@ -251,8 +251,8 @@ def test_a_request_has_as_many_drafts_as_it_asks_for(kind, make_llm):
     """One without drafts uses its seed as if there were no drafter."""
     most = [None, 0, 1, 2, 7]
     params = [
-        SamplingParams(seed=i, max_tokens=14 + i, num_speculative_tokens=each)
-        for i, each in enumerate(most)
+        SamplingParams(seed=i, max_tokens=14 + i, num_speculative_tokens=drafts)
+        for i, drafts in enumerate(most)
     ]
     llm = make_llm(kind, max_num_seqs=5)
     depths: dict[int, list[int]] = {i: [] for i in range(len(most))}
@@ -271,7 +271,7 @@ def test_a_request_has_as_many_drafts_as_it_asks_for(kind, make_llm):
     assert max(depths[0]) > 0 and outputs[1].metrics.num_draft_tokens == 0
     counters = llm.get_metrics()
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        assert getattr(counters, name) == sum(getattr(each.metrics, name) for each in outputs)
+        assert getattr(counters, name) == sum(getattr(output.metrics, name) for output in outputs)
     plain = llm.generate(prompts, params, False, speculate=False)
     assert ids_of(outputs)[1] == ids_of(plain)[1]
 

@@ -38,7 +38,7 @@ def mixed(**options) -> list[SamplingParams]:
         dict(logprobs=2, logit_bias={5: 20.0}),
         dict(repetition_penalty=1.5),
     ]
-    return [SamplingParams(max_tokens=20, **options, **each) for each in settings]
+    return [SamplingParams(max_tokens=20, **options, **setting) for setting in settings]
 
 
 def exact(model, ids: list[int]) -> torch.Tensor:
@@ -48,15 +48,15 @@ def exact(model, ids: list[int]) -> torch.Tensor:
 
 
 def check(
-    found: dict[int, Logprob], expected: torch.Tensor, token: int, count: int, tokenizer
+    reported: dict[int, Logprob], expected: torch.Tensor, token: int, count: int, tokenizer
 ) -> None:
     """One place, in vLLM's shape: the token that stands there, then the most probable ones."""
     best = expected.topk(count).indices.tolist()
-    assert list(found) == list(dict.fromkeys([token, *best]))
-    for each, logprob in found.items():
-        assert logprob.logprob == pytest.approx(float(expected[each]), abs=1e-4)
-        assert logprob.rank == int((expected >= expected[each]).sum())
-        assert logprob.decoded_token == tokenizer.decode([each])
+    assert list(reported) == list(dict.fromkeys([token, *best]))
+    for reported_token, logprob in reported.items():
+        assert logprob.logprob == pytest.approx(float(expected[reported_token]), abs=1e-4)
+        assert logprob.rank == int((expected >= expected[reported_token]).sum())
+        assert logprob.decoded_token == tokenizer.decode([reported_token])
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +82,24 @@ def test_each_token_has_the_models_logprob_at_its_place(
         prompts(), mixed(**options), False
     )
     for output, plain, params in zip(outputs, off, mixed(**options), strict=True):
-        (found,), prompt = output.outputs, output.prompt_token_ids
-        expected = exact(model, [*prompt, *found.token_ids])
+        (completion,), prompt = output.outputs, output.prompt_token_ids
+        expected = exact(model, [*prompt, *completion.token_ids])
         if params.logprobs is None:
-            assert found.logprobs is None and found.cumulative_logprob is None
+            assert completion.logprobs is None and completion.cumulative_logprob is None
         else:
-            assert len(found.logprobs) == len(found.token_ids) == 20
+            assert len(completion.logprobs) == len(completion.token_ids) == 20
             total = 0.0
-            for i, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+            for i, (token, entry) in enumerate(
+                zip(completion.token_ids, completion.logprobs, strict=True)
+            ):
                 check(entry, expected[len(prompt) - 1 + i], token, params.logprobs, byte_tokenizer)
                 total += entry[token].logprob
-            assert found.cumulative_logprob == pytest.approx(total, abs=1e-4)
+            assert completion.cumulative_logprob == pytest.approx(total, abs=1e-4)
             if params.greedy:
-                assert found.token_ids == plain.outputs[0].token_ids
-                for entry, other in zip(found.logprobs, plain.outputs[0].logprobs, strict=True):
+                assert completion.token_ids == plain.outputs[0].token_ids
+                for entry, other in zip(
+                    completion.logprobs, plain.outputs[0].logprobs, strict=True
+                ):
                     assert list(entry) == list(other)
                     for token in entry:
                         assert entry[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
@@ -115,12 +119,12 @@ def test_what_is_cut_off_has_no_logprob(kind, model, drafting_llm, byte_tokenize
         dict(stop=byte_tokenizer.decode(text[1:3])),
     ):
         (output,) = llm.generate(prompt, SamplingParams(temperature=0, logprobs=1, **ending), False)
-        (found,) = output.outputs
-        assert len(found.logprobs) == len(found.token_ids) == 3
+        (completion,) = output.outputs
+        assert len(completion.logprobs) == len(completion.token_ids) == 3
         total = sum(
-            entry[token].logprob for entry, token in zip(found.logprobs, text[:3], strict=True)
+            entry[token].logprob for entry, token in zip(completion.logprobs, text[:3], strict=True)
         )
-        assert found.cumulative_logprob == pytest.approx(total)
+        assert completion.cumulative_logprob == pytest.approx(total)
 
 
 def test_the_whole_vocabulary_and_several_responses(model, drafting_llm):
@@ -128,8 +132,8 @@ def test_the_whole_vocabulary_and_several_responses(model, drafting_llm):
     (output,) = drafting_llm("fake", model, tokenizer=None).generate(
         {"prompt_token_ids": PROMPTS[0]}, params, False
     )
-    for found in output.outputs:
-        for token, entry in zip(found.token_ids, found.logprobs, strict=True):
+    for completion in output.outputs:
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True):
             assert len(entry) == VOCAB and next(iter(entry)) == token
             assert sum(torch.tensor([e.logprob for e in entry.values()]).exp()) == pytest.approx(
                 1.0, abs=1e-4

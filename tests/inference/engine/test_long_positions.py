@@ -34,12 +34,12 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        made = (
-            each
-            for each in tree_leaves(out)
-            if isinstance(each, torch.Tensor) and 0 not in each.stride()
+        tensors = (
+            tensor
+            for tensor in tree_leaves(out)
+            if isinstance(tensor, torch.Tensor) and 0 not in tensor.stride()
         )
-        self.numel = max([self.numel, *(each.numel() for each in made)])
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
         return out
 
 
@@ -95,5 +95,5 @@ def test_drafting_behind_many_tokens(tiny_model) -> None:
 
         drafter.append(slots(0, anchor - 10))
         drafter.draft(slots(anchor - 10, anchor + 1), K, forced)
-    for found, right in zip(seen, reference, strict=True):
-        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)
+    for drafted_q, right in zip(seen, reference, strict=True):
+        torch.testing.assert_close(drafted_q, right, atol=1e-5, rtol=1e-4)

@@ -40,8 +40,8 @@ def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
     in_memory = make_llm(model, drafter=drafter, num_speculative_tokens=3)
     prompts = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": list(range(40))}]
     loaded, expected = (
-        each.generate(prompts, SamplingParams(max_tokens=16, seed=1), False)
-        for each in (llm, in_memory)
+        engine.generate(prompts, SamplingParams(max_tokens=16, seed=1), False)
+        for engine in (llm, in_memory)
     )
     for one, other in zip(loaded, expected, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids and one.outputs[0].text

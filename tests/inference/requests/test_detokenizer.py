@@ -72,8 +72,8 @@ def test_stop_strings_cut_alike_in_any_blocks(byte_tokenizer, stop, include):
     )  # the first to be complete
     at = end - len(first)
     for blocks in splits(ids, 2):
-        kept, found, text, pieces = pushed(byte_tokenizer, [], blocks, params)
-        assert found == first and text == TEXT[: end if include else at] == "".join(pieces)
+        kept, stop_string, text, pieces = pushed(byte_tokenizer, [], blocks, params)
+        assert stop_string == first and text == TEXT[: end if include else at] == "".join(pieces)
         assert (
             byte_tokenizer.decode(ids[:kept]) == TEXT[:end]
         )  # ends with the token that completes the stop

@@ -29,7 +29,7 @@ SETTINGS = [
     {"min_tokens": 4, "stop_token_ids": STOPS},
     {},  # bad words
 ]
-ALL = {key: value for each in SETTINGS for key, value in each.items()}
+ALL = {key: value for setting in SETTINGS for key, value in setting.items()}
 BAD = [[12], [4, 9], [9, 9, 3], [20, 21]]
 
 

@@ -86,11 +86,11 @@ def test_top_p_after_top_k_keeps_what_a_sort_of_the_whole_vocabulary_keeps(claim
             kept = before < top_p * falling.sum(-1, keepdim=True) - 1e-12
             floor = falling.masked_fill(~kept, 2.0).amin(-1, keepdim=True).float()
             expected = first * (first >= floor)
-            found = probabilities(
+            p = probabilities(
                 logits.to(device), SamplingParams(min_p=min_p, top_k=top_k, top_p=top_p)
             ).cpu()
-            assert torch.equal(found > 0, expected > 0)
-            torch.testing.assert_close(found, expected / expected.sum(-1, keepdim=True))
+            assert torch.equal(p > 0, expected > 0)
+            torch.testing.assert_close(p, expected / expected.sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -63,7 +63,7 @@ class Rows:
         each depth, whose confidences are these. Returns its width."""
         limits = self.length.limits(self.requests)
         tokens = torch.zeros(len(limits), max(limits), dtype=torch.long)
-        told = None if sure is None else torch.tensor([sure[: max(limits)]])
+        confidence = None if sure is None else torch.tensor([sure[: max(limits)]])
         if self.early:
             width = 0
             while width < max(limits) and (further := self.proposer.go_on([sure[width]])):
@@ -72,7 +72,7 @@ class Rows:
                     break
             counts = [width]
         else:
-            proposal = Proposal(tokens, limits, confidence=told, foreseen=foreseen)
+            proposal = Proposal(tokens, limits, confidence=confidence, foreseen=foreseen)
             counts = self.length.settle(proposal).counts
         accepted = []
         for row, count in enumerate(counts):
@@ -180,12 +180,12 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
     stop_early(monkeypatch, False)
     llm = llm_of(family, model, draft_length=adaptive(CHEAP))
     drafter, length = llm.engine.proposer._drafter, llm.engine.draft_length
-    read, settle, states, told = drafter.read, length.settle, [], []
+    read, settle, states, proposals = drafter.read, length.settle, [], []
     monkeypatch.setattr(drafter, "read", lambda *of: states.append(read(*of)) or states[-1])
-    monkeypatch.setattr(length, "settle", lambda given: told.append(given) or settle(given))
+    monkeypatch.setattr(length, "settle", lambda given: proposals.append(given) or settle(given))
     llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12), False)
     hidden = iter([state for state, _ in states])
-    for proposal in told:
+    for proposal in proposals:
         for depth in range(proposal.width):
             state = next(hidden)
             expected = drafter.head(state).float().softmax(-1).amax(-1)
@@ -193,7 +193,7 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
                 expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
             torch.testing.assert_close(proposal.confidence[:, depth], expected)
         assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
-    assert len(told) > 2
+    assert len(proposals) > 2
 
 
 class Irregular(DraftLength):
@@ -306,8 +306,8 @@ def length_of(**options) -> DraftLength:
 
 def test_schedule_by_batch_size():
     length = length_of(num_speculative_tokens_per_batch_size=[[2, 4, 2], [8, 64, 0]])
-    found = [max(length.limits([SimpleRequest()] * size)) for size in (1, 2, 4, 6, 8, 100)]
-    assert found == [K, 2, 2, 2, 0, 0]
+    lengths = [max(length.limits([SimpleRequest()] * size)) for size in (1, 2, 4, 6, 8, 100)]
+    assert lengths == [K, 2, 2, 2, 0, 0]
     capped = length_of(
         enable_adaptive_verification=True,
         adaptive_verification_costs=CHEAP,

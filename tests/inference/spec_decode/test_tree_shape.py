@@ -44,7 +44,7 @@ def test_what_is_no_tree_is_refused(given_, message):
 def test_draws_of_a_sampled_tree_keep_to_the_budget(topk, depth, budget):
     tree = DynamicTree(topk, depth, budget)
     dealt = [tree.draws(d) for d in range(depth)]
-    assert all(1 <= each <= topk**2 for each in dealt) and dealt[0] <= topk
+    assert all(1 <= drawn <= topk**2 for drawn in dealt) and dealt[0] <= topk
     assert sum(dealt) <= budget
     if budget >= topk + (depth - 1) * topk**2:
         assert dealt == [topk] + [topk**2] * (depth - 1)
@@ -83,8 +83,8 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
             every.append(float(chances[list(path)].prod()))
     paths = proposal.paths(0)[1:]
     assert proposal.counts == [budget] == [len(set(map(tuple, paths)))]
-    found = sorted((float(chances[path].prod()) for path in paths), reverse=True)
-    assert found == pytest.approx(sorted(every, reverse=True)[:budget])
+    kept = sorted((float(chances[path].prod()) for path in paths), reverse=True)
+    assert kept == pytest.approx(sorted(every, reverse=True)[:budget])
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_options_that_contradict_each_other_are_refused(options, message):
 
 def test_options_make_shapes():
     base = {"method": "eagle3", "model": "somewhere"}
-    made = parse_speculative_config(
+    shape = parse_speculative_config(
         {**base, "num_speculative_tokens": 7, "speculative_token_tree": MEDUSA}
     ).tree
-    assert made == StaticTree.parse(MEDUSA)
+    assert shape == StaticTree.parse(MEDUSA)
     grown = {"num_speculative_tokens": 12, "speculative_eagle_topk": 4, "speculative_num_steps": 5}
     assert parse_speculative_config({**base, **grown}).tree == DynamicTree(4, 5, 12)
     assert parse_speculative_config({**base, "num_speculative_tokens": 4}).tree is None

@@ -17,12 +17,12 @@ DEPTH = 6
 
 def occurrences(texts, depth=DEPTH) -> Counter:
     """How often each pattern of at most `depth` tokens stands in the texts."""
-    found: Counter = Counter()
+    counts: Counter = Counter()
     for text in texts:
         for start in range(len(text)):
             for end in range(start + 1, min(start + depth, len(text)) + 1):
-                found[tuple(text[start:end])] += 1
-    return found
+                counts[tuple(text[start:end])] += 1
+    return counts
 
 
 def check_counts(counts: SuffixCounts, texts, vocabulary: int) -> None:
@@ -182,10 +182,10 @@ def test_confidence_grows_with_what_was_seen():
     """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the
     counts differ."""
     proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 0, "min_token_prob": 0.0})
-    told = []
+    confidences = []
     for text in ([1, 2, 3, 9, 1, 2], [1, 2, 3, 9] * 3 + [1, 2], [9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]):
         proposer.reset(0)
         proposal = proposer.propose([request(text)], [1])
         assert proposal.token_ids.shape == proposal.confidence.shape == (1, 1)
-        told.append(float(proposal.confidence))
-    assert 0 < told[2] < told[0] < told[1] < 1
+        confidences.append(float(proposal.confidence))
+    assert 0 < confidences[2] < confidences[0] < confidences[1] < 1
