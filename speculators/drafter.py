@@ -172,6 +172,7 @@ class Drafter(nn.Module):
     defaults: ClassVar[dict[str, Any]] = {}
     reads_taps: bool = False  # defaults of the family; a drafter's config may change these two
     reads_last_hidden: bool = False
+    starts_from: ClassVar[tuple[str, ...]] = ()  # other families whose modules it has too
     one_head: ClassVar[bool] = True  # `head` is the same at every depth
     first_token: ClassVar[int] = 1  # slot p of its cache holds token x_{p + first_token}
     writes: ClassVar[bool] = False  # it can generate text without the target

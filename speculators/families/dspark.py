@@ -85,6 +85,7 @@ class DSpark(DFlash):
         "training": {"learning_rate": 6e-4},
     }
     reads_drafts: ClassVar[bool] = True
+    starts_from: ClassVar[tuple[str, ...]] = ("dflash",)
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)

@@ -12,7 +12,7 @@ from draftsmith.inference.entrypoints.loading import load_tokenizer
 from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.export import load_weights
+from draftsmith.speculators.export import load_drafter, load_weights, read_drafter_config
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
@@ -51,7 +51,12 @@ def _initialised(
 ) -> Drafter:
     drafter = family_class(config.family)(config).attach(target).to(target.device)
     if (start := start_folder(recipe)) is not None:
-        load_weights(drafter, start)
+        head = read_drafter_config(start, target.num_layers)
+        if head.family == config.family:
+            load_weights(drafter, start)
+        else:  # the modules that both have; the others start as they would
+            drafter.initialise_from(target)
+            drafter.load_state_dict(load_drafter(start, target).state_dict(), strict=False)
         return drafter
     if config.reduced_vocabulary:
         counts = torch.zeros(config.vocab_size)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.recipe.drafter_config import default_mask_token
+from draftsmith.speculators.export import export_drafter
+from draftsmith.train.pipeline.drafter_stage import make_drafter
+from draftsmith.train.recipe.drafter_config import default_mask_token, drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.recipe.sections import SHORT_RUN, TUNED
 from tests.quickstart_data import DATA
+from tests.support.cases import CASES, make
+from tests.support.recipes import recipe_of
 
 TARGET = DATA.parent / "target"
 
@@ -77,3 +82,23 @@ def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"drafter\.mask_token_id"):
         default_mask_token(made, Full())
+
+
+def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):
+    """Its block is the head's; the Markov and the confidence head are new."""
+    target, head = make(CASES["dflash"], tiny_model("llama"))
+    export_drafter(head, tmp_path / "dflash", dtype=torch.float32)
+    drafter = {"init_from": str(tmp_path / "dflash"), "markov_rank": 8}
+    given = recipe_of("dspark", drafter=drafter, training={"steps": 1})
+    config = drafter_config(given, target)
+    assert (config.family, config.markov_rank, config.first_slot) == ("dspark", 8, 1)
+    started = make_drafter(given, config, target, None, None, tmp_path).state_dict()
+    block = head.state_dict()
+    assert all(torch.equal(started[name], tensor) for name, tensor in block.items())
+    assert {name.split(".")[0] for name in set(started) - set(block)} == {
+        "markov_head",
+        "confidence_head",
+    }
+    given = recipe_of("dspark", drafter=drafter | {"num_layers": 4})
+    with pytest.raises(ConfigError, match="num_layers"):
+        drafter_config(given, target)
