@@ -76,7 +76,7 @@ class PlainDecoder:
     `plain_decoder`).
 
     `copies`: products of several projections are copies, laid out for one row, which suits a small
-    model whose weights do not change. Without them the weights of small projections are moved, so
+    model whose weights do not change. Without them the weights of projections are moved, so
     that those of one input lie together; the only copies are then those packed for a CPU, which
     `read_weights` renews."""
 

@@ -115,17 +115,10 @@ def layout_of(fields: Mapping[str, Any], names: set[str], where: str) -> Layout:
     """The layout that config.json names, or the first that recognises the folder."""
     own = fields.get("draftsmith") or {}
     family, format_ = own.get("family"), own.get("format", NATIVE)
+    layout = LAYOUTS.get((format_, family or ""))
     if family is None:
-        layout = next(
-            (
-                row
-                for row in _TABLE
-                if row.formats not in NAMED_ONLY and row.recognises(fields, names)
-            ),
-            None,
-        )
-    else:
-        layout = LAYOUTS.get((format_, family))
+        unnamed = (row for row in _TABLE if row.formats not in NAMED_ONLY)
+        layout = next((row for row in unnamed if row.recognises(fields, names)), None)
     if layout is None:
         raise CheckpointError(
             f"not a drafter this version reads (architectures"

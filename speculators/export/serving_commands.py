@@ -40,37 +40,27 @@ def serving(
     config: DrafterConfig | None = None,
     format: str = NATIVE,
     training_free: Any = None,
-    vllm_version: str | None = None,
 ) -> list[ServingCommand]:
     """The command of every engine.
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
     method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
-    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0; None: the newest vLLM that
-    serves it. ConfigError for neither a folder nor such a method."""
-    folder, target = folder or "DRAFTER", target or "TARGET"
-    if training_free is not None:
-        tokens = tokens or training_free.num_speculative_tokens
-    elif config is None:
-        raise ConfigError(
-            "expected the folder of a drafter, or a training-free method",
-            where=f"serving {method!r}",
-        )
+    known. `tokens`: drafts per round."""
+    target = target or "TARGET"
+    own: dict[str, Any] = {"method": method}
+    if config is None:
+        tokens = tokens or training_free.num_speculative_tokens or NUM_SPECULATIVE_TOKENS
+        own |= {"num_speculative_tokens": tokens}
+        engines = _without_drafter(training_free, target, own)
     else:
         tokens = tokens or config.usual_drafts or NUM_SPECULATIVE_TOKENS
         tokens = min(tokens, config.max_drafts or tokens)
-    own: dict[str, Any] = {"method": method}
-    own |= {} if config is None else {"model": folder}
-    own["num_speculative_tokens"] = tokens or NUM_SPECULATIVE_TOKENS
-    if getattr(config, "other_tokenizer", False):
-        own["use_heterogeneous_vocab"] = True
-    here = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
-    if config is None:
-        engines = _without_drafter(training_free, target, own)
-    else:
-        engines = [_vllm(own, target, config, format, vllm_version)]
-        engines.append(_sglang(own, target, config, format))
-    return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {here}", own)]
+        own |= {"model": folder or "DRAFTER", "num_speculative_tokens": tokens}
+        if getattr(config, "other_tokenizer", False):
+            own |= {"use_heterogeneous_vocab": True}
+        engines = [_vllm(own, target, config, format), _sglang(own, target, config, format)]
+    given = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
+    return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {given}", own)]
 
 
 def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCommand]:
@@ -88,11 +78,9 @@ def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCom
     return [vllm, _sglang_command(target, flags, options.sglang_note)]
 
 
-def _vllm(
-    own: Options, target: str, config: DrafterConfig, format_: str, version: str | None
-) -> ServingCommand:
+def _vllm(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
     folder, layout = own["model"], layout_for(format_, config.family)
-    if why := layout.no_vllm(config) or layout.dropped(version):
+    if why := layout.no_vllm(config):
         if format_ in ("sglang", "transformers"):
             why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)

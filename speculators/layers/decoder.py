@@ -90,7 +90,7 @@ class Attention(nn.Module):
     @torch.no_grad()
     def join_norms(self) -> None:
         """Of a fused projection: one weight for the norms of queries and keys."""
-        if self.qk_norm and self.fused is not None:
+        if self.qk_norm:
             q = self.q_norm.weight.expand(self.heads, -1)
             k = self.k_norm.weight.expand(self.kv_heads, -1)
             self.qk_weight = torch.cat([q, k]).to(self.q_proj.weight.dtype)
@@ -171,16 +171,11 @@ class DecoderLayer(nn.Module):
 
     def fuse(self, *, shared: bool = False, packs: bool = False) -> None:
         """Projections of one input become one product, a step of decoding being mostly calls.
-        `shared`: without a copy of the weights but a packed one if `packs`, and else only where
-        calls take a share of the time (`FrozenLinear.worth_joining`)."""
+        `shared`, `packs`: as of `FrozenLinear`."""
         a, m = self.self_attn, self.mlp
-        qkv, always = (a.q_proj, a.k_proj, a.v_proj), packs or not shared
-        if always or FrozenLinear.worth_joining(*qkv):
-            a.fused = FrozenLinear(*qkv, shared=shared, packs=packs)
-            a.join_norms()
-        if not isinstance(m, GatedMLP):
-            return
-        if always or FrozenLinear.worth_joining(m.gate_proj, m.up_proj):
+        a.fused = FrozenLinear(a.q_proj, a.k_proj, a.v_proj, shared=shared, packs=packs)
+        a.join_norms()
+        if isinstance(m, GatedMLP):
             m.fused = FrozenLinear(m.gate_proj, m.up_proj, shared=shared, packs=packs)
 
     def unfuse(self) -> None:

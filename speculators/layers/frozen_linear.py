@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-MOST_JOINED = 64 << 20  # bytes of weights; reading more takes longer than the calls saved
 MOST_PACKED = 2 << 30  # bytes of a target's weights that are packed, which holds them twice
 _OPS = torch.ops.mkldnn
 _WANTED = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
@@ -38,12 +37,8 @@ class FrozenLinear:
     def read_weights(self) -> None:
         """Packs the weight anew."""
         if self._packs:
-            self.packed = _pack(self.weight)
-
-    @staticmethod
-    def worth_joining(*linears: nn.Linear) -> bool:
-        """True if the weights of `linears` are small enough for their number to matter."""
-        return sum(linear.weight.nbytes for linear in linears) <= MOST_JOINED
+            with torch.inference_mode(False), torch.no_grad():
+                self.packed = _OPS._reorder_linear_weight(self.weight.contiguous(), 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         if (
@@ -105,8 +100,3 @@ def can_pack(weight: Tensor) -> bool:
     it."""
     bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return bfloat16 and HAS_PACKED and _OPS._is_mkldnn_bf16_supported()
-
-
-def _pack(weight: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)

@@ -155,36 +155,23 @@ def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
-    """None if every id means the same to both tokenizers; else the differences, with counts and
-    examples.
+    """None if every id means the same to both tokenizers; else a count and examples of tokens that
+    differ.
 
     Either may have added tokens at ids that the other does not use, as the sizes and generations of
     a model line do; ordinary tokens must be in both. The caller checks that the draft model's
     embedding has a row for each target id."""
-    target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
-    draft_tokens = {id: token for token, id in draft_ids.items()}
-    differences = {
-        "tokens have another id in the draft model": [
-            token for token, id in target_ids.items() if draft_ids.get(token, id) != id
-        ],
-        "tokens are only in the target's": _alone(target, draft_ids),
-        "tokens are only in the draft model's": _alone(draft, target_ids),
-        "ids stand for other tokens in the draft model": [
-            f"{id}: {token} and {draft_tokens[id]}"
-            for token, id in target_ids.items()
-            if token not in draft_ids and draft_tokens.get(id, token) not in target_ids
-        ],
-    }
-    found = [
-        f"{len(tokens):,} {what} ({', '.join(map(repr, sorted(tokens)[:2]))})"
-        for what, tokens in differences.items()
-        if tokens
-    ]
-    return "; ".join(found) or None
-
-
-def _alone(tokenizer: PreTrainedTokenizerBase, other: dict[str, int]) -> list[str]:
-    """Tokens that the other vocabulary lacks, added ones excepted."""
-    added = tokenizer.added_tokens_decoder
-    ids = tokenizer.get_vocab()
-    return [token for token, id in ids.items() if token not in other and id not in added]
+    differing: set[str] = set()
+    for one, other in ((target, draft), (draft, target)):
+        added, known = one.added_tokens_decoder, other.get_vocab()
+        taken = set(known.values())
+        differing |= {
+            token
+            for token, id in one.get_vocab().items()
+            if known.get(token, id) != id
+            or (token not in known and (id not in added or id in taken))
+        }
+    if not differing:
+        return None
+    examples = ", ".join(map(repr, sorted(differing)[:3]))
+    return f"{len(differing):,} tokens are missing or stand at other ids, such as {examples}"

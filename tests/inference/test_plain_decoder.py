@@ -206,18 +206,6 @@ def test_a_model_that_changes_later_is_looked_at_again() -> None:
     handle.remove()
 
 
-def test_large_projections_are_not_moved(monkeypatch) -> None:
-    monkeypatch.setattr(frozen_linear, "MOST_JOINED", 0)
-    target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
-    places = [weight.data_ptr() for weight in target.parameters()]
-    plain, pieces = plain_decoder(target, copies=False), [[[5, 9, 11]], [[8]]]
-    assert isinstance(plain, PlainDecoder)
-    assert [weight.data_ptr() for weight in target.parameters()] == places
-    with torch.no_grad():
-        actual, expected = (features(run, RaggedCache(1, 64), pieces) for run in (plain, target))
-    torch.testing.assert_close(actual, expected, **CLOSE)
-
-
 needs_packing = pytest.mark.skipif(
     not frozen_linear.can_pack(torch.zeros(1, dtype=torch.bfloat16)),
     reason="no packed bfloat16 products on this CPU",

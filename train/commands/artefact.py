@@ -92,12 +92,6 @@ def inspect(
         int | None,
         typer.Option(help="Layers of the target, for heads that do not say which they tap."),
     ] = None,
-    vllm_version: Annotated[
-        str | None,
-        typer.Option(
-            help="Show the command of this vLLM, such as 0.33. Default: the newest that serves it."
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
@@ -128,7 +122,7 @@ def inspect(
             result.add("mask_token_id", text, warning=True)
     commands = []
     if result.config is not None:
-        commands = _commands(result.config, result.fields, drafter, model, vllm_version)
+        commands = _commands(result.config, result.fields, drafter, model)
     if as_json:
         typer.echo(json.dumps(_as_data(result, commands), indent=2))
     else:
@@ -160,9 +154,7 @@ def _tokenizer(model: str) -> Any:
         return None
 
 
-def _commands(
-    config: Any, fields: Any, folder: str, model: str, vllm_version: str | None = None
-) -> list[ServingCommand]:
+def _commands(config: Any, fields: Any, folder: str, model: str) -> list[ServingCommand]:
     from draftsmith.speculators.export.formats import format_of
     from draftsmith.speculators.export.serving_commands import serving
 
@@ -176,7 +168,6 @@ def _commands(
         tokens=tokens,
         config=config,
         format=format_,
-        vllm_version=vllm_version,
     )
 
 

