@@ -204,6 +204,11 @@ def _text(
         f"  {'' if seconds > HOUR else '# '}endpoints: [{{url: http://localhost:8000/v1}}]",
         "training:",
         "  epochs: 3",
+        *(
+            ["  learning_rate: 1.0e-3 # layers cut out of the target have much to learn"]
+            if "from_target" in tree.get("drafter", {})
+            else []
+        ),
         "evaluation:",
         "  temperatures: [0.0, 1.0]",
         "gates:",
