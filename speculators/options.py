@@ -33,6 +33,20 @@ class DrafterOptions(Section):
         None, description="exported or published head (directory or id) to start from; null: none"
     )
 
+    @classmethod
+    def all_depths(cls, given: dict[str, Any]) -> Any:
+        """The depths that are trained where a recipe that says `given` names no number; None: the
+        default."""
+        return None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _depths(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("unroll_steps") is not None:
+            return value
+        depths = cls.all_depths(value)
+        return {**value, "unroll_steps": depths} if isinstance(depths, int) else value
+
     @property
     def start(self) -> str:
         """A short name of the starting weights where `init_from` is null."""

@@ -20,12 +20,10 @@ from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Capabilities as torch.cpu.get_capabilities names them; other architectures are taken to support
-# bfloat16.
-BFLOAT16 = {
-    "x86_64": ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2"),
-    "arm64": ("bf16", "sve_bf16"),
-}
+# Capabilities of x86 and ARM, as torch.cpu.get_capabilities names them; other architectures are
+# taken to support bfloat16.
+BFLOAT16 = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "avx10_2", "bf16", "sve_bf16")
+ARCHITECTURES = ("x86_64", "amd64", "arm64", "aarch64")
 
 
 def own_device() -> torch.device:
@@ -46,9 +44,8 @@ def multiplies_bfloat16(device: torch.device | str) -> bool:
     if torch.device(device).type != "cpu":
         return True
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    architecture = capabilities.get("architecture", "")
-    names = BFLOAT16.get({"aarch64": "arm64", "amd64": "x86_64"}.get(architecture, architecture))
-    return names is None or any(capabilities.get(name) for name in names)
+    known = capabilities.get("architecture") in ARCHITECTURES
+    return not known or any(capabilities.get(name) for name in BFLOAT16)
 
 
 def running_dtype(

@@ -30,10 +30,7 @@ from draftsmith.speculators.export.layouts.speculators import (
     SpeculatorsEagle3Layout,
     SpeculatorsPEagleLayout,
 )
-from draftsmith.speculators.export.layouts.transformers import (
-    TransformersDFlashLayout,
-    TransformersMtpLayout,
-)
+from draftsmith.speculators.export.layouts.transformers import TransformersDFlashLayout
 
 NATIVE = "vllm"
 NAMED_ONLY = (("sglang",), ("transformers",))
@@ -47,8 +44,8 @@ FORMATS: dict[str, str] = {
     ),
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": (
-        "what plain transformers loads as `assistant_model`: draft models; DFlash and MTP heads,"
-        " with a file of their modules"
+        "what plain transformers loads as `assistant_model`: draft models; DFlash heads, with a"
+        " file of their modules"
     ),
 }
 # A folder that does not name its family belongs to the first layout that recognises it, but for
@@ -74,7 +71,6 @@ _TABLE: tuple[Layout, ...] = (
     SGLangEagle3Layout(),
     SGLangEagleLayout(),
     TransformersDFlashLayout(),
-    TransformersMtpLayout(),
 )
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.speculators.errors import ConfigError, DraftsmithError, HubError
 from draftsmith.speculators.hub import one_line
@@ -30,14 +29,19 @@ def upload(
     """Uploads the files of `folder`; returns the address of the commit. `delete_patterns`: files
     that are removed there if `folder` lacks them.
 
-    ConfigError before anything is sent if the repository is public and `to` is private, or if it
-    holds other weights; HubError with the client's message in all other cases."""
+    ConfigError before anything is sent if the repository is public and `to` is private; HubError
+    with the client's message in all other cases."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=to.token, library_name="draftsmith")
     with _as_hub_error(f"push to {to.repository}", to.token):
         api.create_repo(to.repository, private=to.private, exist_ok=True)
-        _check_repository(api.model_info(to.repository), to, folder)
+        if to.private and api.model_info(to.repository).private is False:
+            raise ConfigError(
+                "it is public already, and a push is private unless asked for otherwise; pass"
+                " --public (export.hub_private_repo: false) or name another repository",
+                where=f"push to {to.repository}",
+            )
         commit = api.upload_folder(
             repo_id=to.repository,
             folder_path=folder,
@@ -53,23 +57,6 @@ def account() -> str:
 
     with _as_hub_error("push", None):
         return HfApi().whoami()["name"]
-
-
-def _check_repository(state: Any, to: Destination, folder: Path) -> None:
-    if to.private and state.private is False:
-        raise ConfigError(
-            "it is public already, and a push is private unless asked for"
-            " otherwise; pass --public (export.hub_private_repo: false) or name another repository",
-            where=f"push to {to.repository}",
-        )
-    weights = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
-    files = [file.rfilename for file in state.siblings or ()]
-    if others := sorted({name for name in files if name.endswith(".safetensors")} - weights):
-        raise ConfigError(
-            f"it holds other weights, which would be loaded along with"
-            f" these ({', '.join(others[:3])}); remove them there, or name another repository",
-            where=f"push to {to.repository}",
-        )
 
 
 @contextmanager

@@ -136,18 +136,11 @@ class DFlashOptions(DecoderOptions, TapOptions):
         "taps", description="start as the mean of the taps, or fitted to some training rows"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _whole_block(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("unroll_steps") is None:
-            default = cls.model_fields
-            size = value.get("block_size", default["block_size"].default)
-            anchored = "sample_from_anchor" in default and value.get(
-                "sample_from_anchor", default["sample_from_anchor"].default
-            )
-            if isinstance(size, int):
-                value = {**value, "unroll_steps": max(size - (not anchored), 1)}
-        return value
+    def all_depths(cls, given: dict[str, Any]) -> Any:
+        fields = {name: field.default for name, field in cls.model_fields.items()} | given
+        size, anchored = fields["block_size"], fields.get("sample_from_anchor", False)
+        return max(size - (not anchored), 1) if isinstance(size, int) else None
 
     def shape(self, fields: dict[str, Any], target: Any = None) -> dict[str, Any]:
         shape = super().shape(fields, target)

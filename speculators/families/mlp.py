@@ -84,14 +84,9 @@ class MLPOptions(DrafterOptions):
         3, description="depths trained; if not given, n_predict: all of them"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _all_heads(cls, options: Any) -> Any:
-        if isinstance(options, dict) and options.get("unroll_steps") is None:
-            heads = options.get("n_predict", 3)
-            if isinstance(heads, int) and heads > 0:
-                return {**options, "unroll_steps": heads}
-        return options
+    def all_depths(cls, given: dict[str, Any]) -> Any:
+        return given.get("n_predict")
 
     @model_validator(mode="after")
     def _heads_there_are(self) -> Self:

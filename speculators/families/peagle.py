@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.speculators.drafter import DraftInput, DraftLogits, DraftSteps, Grow, row_noise
@@ -49,13 +49,9 @@ class PEagleOptions(Eagle3Options):
     )
     cod_floor: Share = Field(0.2, description="the smallest share of chains that a depth keeps")
 
-    @model_validator(mode="before")
     @classmethod
-    def _all_depths(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("unroll_steps") is not None:
-            return value
-        depths = value.get("num_depths")
-        return {**value, "unroll_steps": depths} if isinstance(depths, int) else value
+    def all_depths(cls, given: dict[str, Any]) -> Any:
+        return given.get("num_depths")
 
 
 class PEagle(Eagle3):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -27,7 +28,6 @@ from draftsmith.speculators.precision import (
     on_host,
     running_dtype,
     say_widened,
-    to_device,
 )
 from draftsmith.speculators.target import longrope, probe
 from draftsmith.speculators.target.info import auto_class_of
@@ -370,39 +370,27 @@ class FrozenTarget(nn.Module):
         nothing. Padding of the rows gets zeros."""
         spans = text_spans(segment_ids)
         assert spans is not None, "packed rows hold each text in one piece"
-        T, size = input_ids.shape[1], input_ids.numel()
         known = (on_host(segment_ids) >= 0).tolist()
-        texts = [  # place in the flat batch, and length
-            (row * T + start, end - start)
-            for row, found in enumerate(spans)
-            for start, end in found
+        texts = [
+            (row, slice(start, end))
+            for row, pieces in enumerate(spans)
+            for start, end in pieces
             if known[row][start]
         ]
-        texts.sort(key=lambda text: -text[1])
-        index: list[Tensor] = []  # the places of the tokens of each batch of texts
-        outputs: list[tuple[Tensor | None, Tensor]] = []
+        texts.sort(key=lambda text: text[1].start - text[1].stop)  # the longest first
+        whole: list[Tensor] = []  # taps, if there are any, and last states [B, T, D]
         while texts:
-            count = max(size // texts[0][1], 1)
+            longest = texts[0][1].stop - texts[0][1].start
+            count = max(input_ids.numel() // longest, 1)
             batch, texts = texts[:count], texts[count:]
-            first, lengths = torch.tensor(batch).unbind(1)  # [n]
-            slots = torch.arange(batch[0][1])
-            inside = slots < lengths[:, None]  # [n, L]
-            places = (first[:, None] + slots).clamp(max=size - 1)
-            kept = to_device(inside.flatten().nonzero().flatten(), self._device)  # of the flat n·L
-            index.append(to_device(places[inside], self._device))
-            places, inside = (to_device(each, self._device) for each in (places, inside))
-            found = self._decode(torch.where(inside, input_ids.flatten()[places], 0))
-            taps, last = (None if x is None else x.flatten(0, 1)[kept] for x in found)
-            outputs.append((taps, last))
-
-        def whole(parts: list[Tensor]) -> Tensor:
-            """[n, D] of each batch -> [B, T, D]."""
-            flat = parts[0].new_zeros(size, parts[0].shape[1])
-            flat = flat.index_copy(0, torch.cat(index), torch.cat(parts))
-            return flat.view(*input_ids.shape, -1)
-
-        found_taps = [taps for taps, _ in outputs if taps is not None]
-        return whole(found_taps) if found_taps else None, whole([last for _, last in outputs])
+            padded = pad_sequence([input_ids[row, text] for row, text in batch], batch_first=True)
+            outputs = [states for states in self._decode(padded) if states is not None]
+            whole = whole or [x.new_zeros(*input_ids.shape, x.shape[2]) for x in outputs]
+            for states, output in zip(whole, outputs):
+                for (row, text), own in zip(batch, output):
+                    states[row, text] = own[: text.stop - text.start]
+        *taps, last = whole
+        return (taps[0] if taps else None), last
 
     def _run_long(
         self, input_ids: Tensor, position_ids: Tensor, spans: Spans

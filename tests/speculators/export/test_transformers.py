@@ -40,23 +40,19 @@ def recorded(monkeypatch) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "taps", "model_fields", "drafts"),
+    ("shape", "taps", "model_fields"),
     [
-        ("dflash", BLOCK, (1, 2), {}, 4),
-        ("dflash", BLOCK | WINDOW, (2,), {"rope_parameters": YARN}, 4),
-        ("mtp", {}, (), {}, 1),
-        ("mtp", {}, (), {"num_key_value_heads": 4}, 3),
+        (BLOCK, (1, 2), {}),
+        (BLOCK | WINDOW, (2,), {"rope_parameters": YARN}),
     ],
 )
 def test_an_export_in_transformers_drafts_as_the_runtime(
-    tiny_model, tmp_path, recorded, family, shape, taps, model_fields, drafts
+    tiny_model, tmp_path, recorded, shape, taps, model_fields
 ) -> None:
-    model = tiny_model("llama", **model_fields)
-    world = make(Case(family, shape, taps=taps), model)
+    model, drafts = tiny_model("llama", **model_fields), BLOCK["block_size"] - 1
+    world = make(Case("dflash", shape, taps=taps), model)
     folder = export_drafter(world[1], tmp_path / "head", dtype=torch.float32, format="transformers")
     head: Any = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    if family == "mtp":
-        head.attach(model, drafts)
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
     given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **given)
@@ -70,18 +66,16 @@ def test_an_export_in_transformers_drafts_as_the_runtime(
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "taps", "named"),
+    ("shape", "taps", "named"),
     [
-        ("dflash", {**BLOCK, "draft_vocab_size": 40}, (1, 2), "vocabulary"),
-        ("dflash", BLOCK, (1, 4), "tap_layers"),
-        ("mtp", {"hidden_state": "residual"}, (4,), "hidden_state"),
-        ("eagle3", {}, (1, 2), "eagle3"),
+        ({**BLOCK, "draft_vocab_size": 40}, (1, 2), "vocabulary"),
+        (BLOCK, (1, 4), "tap_layers"),
     ],
 )
 def test_a_head_that_transformers_would_run_otherwise_is_refused(
-    tiny_model, tmp_path, family, shape, taps, named
+    tiny_model, tmp_path, shape, taps, named
 ) -> None:
-    _, drafter = make(Case(family, shape, taps=taps), tiny_model("llama", num_hidden_layers=4))
+    _, drafter = make(Case("dflash", shape, taps=taps), tiny_model("llama", num_hidden_layers=4))
     with pytest.raises(ConfigError, match=f"export format transformers: .*{named}"):
         export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="transformers")
 

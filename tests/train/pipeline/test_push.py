@@ -1,5 +1,5 @@
 """Pushing: what arrives equals the files, no path of this machine is sent, and a drafter that does
-not load, a public repository or other weights are refused."""
+not load, a public repository is refused."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ class Hub:
         self.repositories.setdefault(name, SimpleNamespace(private=private, files={}))
 
     def model_info(self, name: str) -> SimpleNamespace:
-        repository = self.repositories[name]
-        siblings = [SimpleNamespace(rfilename=path) for path in repository.files]
-        return SimpleNamespace(private=repository.private, siblings=siblings)
+        return SimpleNamespace(private=self.repositories[name].private)
 
     def upload_folder(
         self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]
@@ -295,15 +293,10 @@ def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
     assert hub.repositories == {}
 
 
-def test_a_public_repository_and_other_weights_are_refused(hub, run):
+def test_a_public_repository_is_refused(hub, run):
     push(run, to(private=False), PushOptions())
-    repository = hub.repositories[REPO]
     with pytest.raises(ConfigError, match="--public"):
         push(run, to(), PushOptions())
-    repository.files = {"model-00001-of-00002.safetensors": b""}
-    with pytest.raises(ConfigError, match="model-00001-of-00002"):
-        push(run, to(private=False), PushOptions())
-    assert set(repository.files) == {"model-00001-of-00002.safetensors"}
 
 
 @pytest.mark.parametrize("repository, base", [("head", None), (REPO, "target"), (REPO, REPO)])
