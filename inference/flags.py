@@ -4,10 +4,9 @@ a flag of its name. Imports no torch."""
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
@@ -17,7 +16,6 @@ from typer.core import TyperCommand
 from draftsmith.speculators.errors import ConfigError
 
 SHORT = {"speculative_config": ["-sc"], "tensor_parallel_size": ["-tp"]}  # as in vLLM
-HELP = {"help_option_names": ["-h", "--help"]}
 Model = TypeVar("Model", bound=BaseModel)
 Values = dict[str, Any]  # of the flags that were given, as they were typed
 
@@ -49,29 +47,15 @@ CommaSeparated = BeforeValidator(
 
 
 class Command(TyperCommand):
-    """A command whose help has a section for each panel and no braces in its usage, and whose flags
-    may be spelled with underscores and take several values, as in vLLM."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panel = getattr(parameter, "rich_help_panel", None) or kind
-                panels.setdefault(panel, []).append(record)
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records)
+    """A command whose flags may be spelled with underscores and take several values, as in vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         lists = {
-            flag for one in self.params if getattr(one, "multiple", False) for flag in one.opts
+            flag
+            for parameter in self.params
+            if getattr(parameter, "multiple", False)
+            for flag in parameter.opts
         }
-        if any(one.param_type_name == "argument" for one in self.params):
-            lists = set()  # words that follow a flag's value are arguments
         words: list[str] = []
         several = ""  # the flag whose further values are read
         for word in args:
@@ -101,33 +85,31 @@ def register(
     model: type[BaseModel],
     run: Callable[[Values, list[str]], object],
     *,
-    panels: Mapping[str, str],
     others: bool = False,
 ) -> None:
     """Adds a command that calls `run` with the values of the flags that were given and, with
     `others`, the words that are no flag of its own. Its flags are the fields of `model`, but those
-    with `exclude`. `panels`: sections of the help, in their order, by the first field of each."""
+    with `exclude`."""
 
     def command(context: typer.Context, **values: Any) -> None:
         run(given_values(values), context.args)
 
-    by_panel: dict[str, list[inspect.Parameter]] = {panel: [] for panel in panels.values()}
-    panel = ""
-    for field, info in model.model_fields.items():
-        panel = panels.get(field, panel)
-        if not info.exclude:
-            by_panel[panel].append(_parameter(field, info, panel))
+    fields = model.model_fields.items()
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter("context", kind, annotation=typer.Context)]
-    parameters += itertools.chain.from_iterable(by_panel.values())
+    parameters += [_parameter(field, info) for field, info in fields if not info.exclude]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = model.__doc__
-    settings = HELP | {"allow_extra_args": others, "ignore_unknown_options": others}
+    settings = {
+        "allow_extra_args": others,
+        "ignore_unknown_options": others,
+        "help_option_names": ["-h", "--help"],
+    }
     app.command(name, cls=Command, context_settings=settings)(command)
 
 
-def _parameter(name: str, field: Any, panel: str) -> inspect.Parameter:
+def _parameter(name: str, field: Any) -> inspect.Parameter:
     """A flag as a parameter of typer's: a text wherever pydantic reads the value."""
     kind: Any = str
     flag, annotation, metavar = flag_name(name), field.annotation, "TEXT"
@@ -139,7 +121,7 @@ def _parameter(name: str, field: Any, panel: str) -> inspect.Parameter:
     ]
     if annotation in (bool, bool | None):
         kind = bool
-        if annotation is not bool or name.startswith("enable_"):
+        if annotation is not bool:
             flag += f"/--no-{flag.removeprefix('--')}"
     elif choices:
         metavar = "|".join(choices)
@@ -162,7 +144,6 @@ def _parameter(name: str, field: Any, panel: str) -> inspect.Parameter:
         help=text.strip(),
         metavar=None if kind is bool else metavar,
         show_default=False,
-        rich_help_panel=panel,
     )
     annotated = Annotated[kind | None, option]
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -177,7 +158,5 @@ def validated(model: type[Model], command: str, given: Values) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        where = f"{flag_name(name)} {given.get(name, '')}: " if name else ""
-        raise ConfigError(
-            f"{where}{first['msg'].removeprefix('Value error, ')}", where=f"{command}"
-        ) from None
+        where = f"{command} {flag_name(name)}" if name else command
+        raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None

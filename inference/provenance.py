@@ -27,16 +27,9 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
     return {
         "draftsmith_version": package_version(),
         "git_commit": git_commit(Path(__file__).resolve().parent),
-        "python_version": platform.python_version(),
         "torch_version": str(torch.__version__),
         "transformers_version": transformers.__version__,
-        "platform": platform.platform(),
         "cpu_model": cpu_model(),
-        "cpu_cores": (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        ),
         "threads": torch.get_num_threads(),
         "device": str(device),
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

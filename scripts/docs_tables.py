@@ -77,14 +77,12 @@ def _table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _suites() -> list[str]:
-    rows = []
-    for name, suite in SUITES.items():
-        columns = " or ".join(f"`{column}`" for column in suite.columns)
-        rows.append(
-            (name, suite.title, columns or "the files of its members, in one folder", suite.compare)
-        )
-    commands = [suite.fetch for suite in SUITES.values() if suite.fetch]
-    table = _table("suite | what it is | turns of the user are in | compare with", rows)
+    rows = (
+        (name, suite.title, " or ".join(f"`{column}`" for column in suite.columns))
+        for name, suite in SUITES.items()
+    )
+    table = _table("suite | what it is | turns of the user are in", rows)
+    commands = [suite.fetch for suite in SUITES.values()]
     return [*table, "", "```bash", f"mkdir -p {DIR}", *commands, "```"]
 
 

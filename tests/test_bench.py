@@ -10,12 +10,12 @@ import pytest
 from draftsmith.inference.evaluation.side_by_side import results
 from scripts import bench
 from scripts.docs_tables import _result
-from tests.support.reports import both_engines, make_measurement, make_report
+from tests.support.reports import in_engine, make_measurement, make_report
 
 
 def test_methods_of_the_results_of_try_are_rows():
-    measured = {name: make_measurement("chat", 0.0, 0.8) for name in ("default", "ngram")}
-    tree = results(measured, {name: one.cell() for name, one in measured.items()})
+    one = make_measurement("chat", 0.0, 0.8)
+    tree = {name: results(one.requests, one.cell()) for name in ("default", "ngram")}
     head, off, ngram = bench.methods({**json.loads(json.dumps(tree)), "versions": {}})
     cell = tree["ngram"]["metrics"]
     assert (off[:3], ngram[0]) == (["drafting off", "–", "–"], "`ngram`")
@@ -29,7 +29,7 @@ def test_quickstart_and_engines_of_a_report_are_rows():
     _, tau, *_, mismatches = bench.quickstart(json.loads(report.model_dump_json()))
     assert tau[1:] == [f"{report.summary[f't{t}.acceptance_length']:.2f}" for t in (0, 1)]
     assert mismatches[1] == str(int(report.summary["lossless_mismatches"]))
-    for one in both_engines(report):
+    for one in (in_engine(report), in_engine(report, "vllm")):
         rows = bench.engines(json.loads(one.model_dump_json()))[1:]
         assert rows and {row[0] for row in rows} <= {"draftsmith", "vllm"}
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from draftsmith.inference import flags
 from draftsmith.inference.bench import command as bench
 from draftsmith.inference.console import json_option, user_errors
 from draftsmith.inference.server import command as serve
@@ -70,14 +69,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
-class App(typer.Typer):
-    """Whose commands say how they are used without braces."""
-
-    def command(self, name: str | None = None, **options: Any) -> Any:
-        return super().command(name, **{"cls": flags.Command, **options})
-
-
-app = App(
+app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     add_completion=False,

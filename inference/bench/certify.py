@@ -2,7 +2,7 @@
 
 Greedy texts are compared token by token with those of a baseline; samples at temperature 1 by a
 two-sample χ² test of their first tokens. Both servers speak OpenAI's completions API with
-`logprobs`; a baseline that is a model is served by this project for the time of the test.
+`logprobs`.
 
 A greedy difference is a tie if the gap between the two tokens is no larger than the rounding error
 that is measured there: the baseline repeats that position in other batch shapes."""
@@ -12,19 +12,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import openai
+import torch
 
 from draftsmith.inference.bench.load import drafting_counters, drafting_results, served_card
 from draftsmith.inference.evaluation.lossless import first_difference
@@ -35,7 +29,6 @@ SAMPLED_TOKENS = 4  # of a sampled text
 SAMPLED_PROMPTS = 4  # that are sampled from
 LEAST_EXPECTED = 5.0  # samples of a server in a category of the χ² test; rarer ones are pooled
 SIGNIFICANCE = 1e-3  # of all χ² tests together
-START_S = 600.0  # until a baseline that is a model answers
 BASELINE_SEED = 1 << 20  # first seed of the baseline's samples; the server's begin at 0
 
 
@@ -55,41 +48,35 @@ class Completions:
         self._slots = asyncio.Semaphore(concurrency)
 
     async def connect(self) -> None:
-        self.model = (await served_card(self.client, None)).id
+        self.model = (await served_card(self.client)).id
 
     async def complete(self, prompt: str, max_tokens: int, **fields: Any) -> Text:
-        create = self.client.completions.create
-        fields = {"model": self.model, "max_tokens": max_tokens, "logprobs": LEADING, **fields}
+        fields = {"max_tokens": max_tokens, "logprobs": LEADING, **fields}
+        where = f"{self.client.base_url}completions"
         async with self._slots:
             try:
-                choice = (await create(prompt=prompt, **fields)).choices[0]
+                create = self.client.completions.create
+                choice = (await create(model=self.model, prompt=prompt, **fields)).choices[0]
             except openai.OpenAIError as error:
-                raise DraftsmithError(
-                    f"{error}", where=f"{self.client.base_url}completions"
-                ) from None
+                raise DraftsmithError(f"{error}", where=where) from None
         if choice.logprobs is None or choice.logprobs.tokens is None:
-            raise DraftsmithError(
-                "answers without logprobs, which are compared;"
-                " start the server so that it gives them",
-                where=f"{self.client.base_url}completions",
-            )
+            raise DraftsmithError("answers without logprobs, which are compared", where=where)
         leading = choice.logprobs.top_logprobs or []
-        return Text(list(choice.logprobs.tokens), [dict(one or {}) for one in leading])
+        return Text(list(choice.logprobs.tokens), [dict(entry or {}) for entry in leading])
 
     async def greedy(self, prompts: Sequence[str], max_tokens: int) -> list[Text]:
-        asked = (self.complete(prompt, max_tokens, temperature=0) for prompt in prompts)
-        return await asyncio.gather(*asked)
+        requests = (self.complete(prompt, max_tokens, temperature=0) for prompt in prompts)
+        return await asyncio.gather(*requests)
 
     async def sample(self, prompt: str, count: int, first_seed: int) -> list[Counter[str]]:
         """Counts of the tokens at each of SAMPLED_TOKENS positions, of `count` samples at
         temperature 1; "" behind the end of a text."""
-        fields = {"temperature": 1, "top_p": 1}
-        texts = await asyncio.gather(
-            *(
-                self.complete(prompt, SAMPLED_TOKENS, seed=first_seed + i, **fields)
-                for i in range(count)
-            )
+        seeds = range(first_seed, first_seed + count)
+        requests = (
+            self.complete(prompt, SAMPLED_TOKENS, temperature=1, top_p=1, seed=seed)
+            for seed in seeds
         )
+        texts = await asyncio.gather(*requests)
         rows = ((*text.tokens, *[""] * SAMPLED_TOKENS)[:SAMPLED_TOKENS] for text in texts)
         return [Counter(position) for position in zip(*rows)]
 
@@ -116,19 +103,18 @@ async def certify(
         raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")
     texts = await server.greedy(prompts, max_tokens)
     references = await baseline.greedy(prompts, max_tokens)
-    differences = list[dict[str, Any]]()
-    for number, (prompt, text, reference) in enumerate(zip(prompts, texts, references)):
-        async for one in _differences(server, baseline, prompt, text, reference, max_tokens):
-            differences.append({"prompt": number, **one})
+    differences = [
+        {"prompt": number, **difference}
+        for number, compared in enumerate(zip(prompts, texts, references, strict=True))
+        async for difference in _differences(server, baseline, *compared, max_tokens)
+    ]
     tests = []
     for number, prompt in enumerate(prompts[:SAMPLED_PROMPTS] if samples else ()):
         drawn = await server.sample(prompt, samples, 0)
         expected = await baseline.sample(prompt, samples, BASELINE_SEED)
         for position in range(1, SAMPLED_TOKENS):  # nothing is drafted before the first token
-            statistic, freedom = homogeneity(drawn[position], expected[position])
-            where = {"prompt": number, "position": position}
-            p_value = chi2_tail(statistic, freedom)
-            tests.append({**where, "chi2": statistic, "degrees": freedom, "p_value": p_value})
+            test = homogeneity(drawn[position], expected[position])
+            tests.append({"prompt": number, "position": position, **test})
     drafting = drafting_results(before, await drafting_counters(server.client))
     ties = sum(difference["tie"] for difference in differences)
     smallest = min((test["p_value"] for test in tests), default=1.0)
@@ -150,6 +136,7 @@ async def certify(
             "tested": any(test["degrees"] for test in tests),
             "samples": samples,
             "significance": SIGNIFICANCE,
+            "smallest_p_value": smallest,
             "tests": tests,
         },
         "acceptance_length": drafting.get("spec_decode_acceptance_length"),
@@ -175,9 +162,8 @@ async def _differences(
         if not judged["tie"] or start >= max_tokens:
             return
         prompt += "".join(reference.tokens[: position + 1])
-        (text,), (reference,) = [
-            await one.greedy([prompt], max_tokens - start) for one in (server, baseline)
-        ]
+        (text,) = await server.greedy([prompt], max_tokens - start)
+        (reference,) = await baseline.greedy([prompt], max_tokens - start)
 
 
 async def _judge(
@@ -187,88 +173,48 @@ async def _judge(
     the baseline against the rounding error of its leading log-probabilities, which is their largest
     change between decoding, prefilling alone, and prefilling in a batch."""
     expected, produced = (
-        one.tokens[position] if position < len(one.tokens) else None for one in (reference, text)
+        written.tokens[position] if position < len(written.tokens) else None
+        for written in (reference, text)
     )
     prefix = prompt + "".join(reference.tokens[:position])
     alone = await baseline.complete(prefix, 1, temperature=0)
     batch = await baseline.greedy([prefix, *[prefix + " "] * 3], 1)
-    runs = [one.leading[0] for one in (alone, batch[0]) if one.leading]
-    if position < len(reference.leading):
-        runs.insert(0, reference.leading[position])
+    runs = [*reference.leading[position : position + 1], *alone.leading[:1], *batch[0].leading[:1]]
     error = 0.0
-    for one, other in itertools.combinations(runs, 2):
-        changes = [one[token] - other[token] for token in one.keys() & other.keys()]
+    for first, second in itertools.combinations(runs, 2):
+        changes = [first[token] - second[token] for token in first.keys() & second.keys()]
         error = max(error, max(changes, default=0.0) - min(changes, default=0.0))
     gaps = [
-        abs(one[expected] - one[produced])
-        for one in runs
-        if expected is not None and produced is not None and {expected, produced} <= one.keys()
+        abs(run[expected] - run[produced])
+        for run in runs
+        if expected in run and produced in run  # None, behind the end, is in none
     ]
-    gap = min(gaps, default=math.inf)
     return {
         "expected": expected,
         "produced": produced,
-        "gap": None if math.isinf(gap) else gap,
+        "gap": min(gaps, default=None),
         "rounding_error": error,
-        "tie": gap <= error,
+        "tie": bool(gaps) and min(gaps) <= error,
     }
 
 
-def homogeneity(drawn: Counter[str], expected: Counter[str]) -> tuple[float, int]:
-    """χ² and degrees of freedom of the hypothesis that two samples come from one distribution.
-    Categories with fewer than LEAST_EXPECTED expected samples are pooled."""
+def homogeneity(drawn: Counter[str], expected: Counter[str]) -> dict[str, float]:
+    """The χ² test of the hypothesis that two samples come from one distribution. Categories with
+    fewer than LEAST_EXPECTED expected samples are pooled."""
     total, other = drawn.total(), expected.total()
-    share = total / (total + other)
-    cells, rest = list[tuple[int, int]](), (0, 0)
-    for name in drawn.keys() | expected.keys():
-        counts = drawn[name], expected[name]
-        if sum(counts) * min(share, 1 - share) >= LEAST_EXPECTED:
-            cells.append(counts)
-        else:
-            rest = rest[0] + counts[0], rest[1] + counts[1]
-    cells += [rest] if sum(rest) else []
-    statistic = sum(
+    share = min(total, other) / (total + other)
+    pairs = [(drawn[token], expected[token]) for token in drawn.keys() | expected.keys()]
+    cells = [pair for pair in pairs if sum(pair) * share >= LEAST_EXPECTED]
+    rare = [pair for pair in pairs if sum(pair) * share < LEAST_EXPECTED]
+    if rare:
+        cells.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
+    chi2 = sum(
         (a * math.sqrt(other / total) - b * math.sqrt(total / other)) ** 2 / (a + b)
         for a, b in cells
     )
-    return statistic, len(cells) - 1
-
-
-def chi2_tail(statistic: float, freedom: int) -> float:
-    """P(χ² >= statistic) with `freedom` degrees of freedom; 1 without any."""
-    import torch
-
-    if freedom < 1:
-        return 1.0
-    half = torch.tensor([freedom, statistic], dtype=torch.float64) / 2
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-@contextmanager
-def serving(model: str, dtype: str) -> Iterator[str]:
-    """The address of a server of `model` without drafting, by this project; stopped at the end.
-    DraftsmithError if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "draftsmith.inference.server", "--model", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-    process, url = subprocess.Popen(command, stdout=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + START_S
-        while not _healthy(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise DraftsmithError("its server did not start", where=f"--baseline {model}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
+    degrees = len(cells) - 1
+    p_value = 1.0
+    if degrees:
+        half = torch.tensor([degrees, chi2], dtype=torch.float64) / 2
+        p_value = float(torch.special.gammaincc(*half))
+    return {"chi2": chi2, "degrees": degrees, "p_value": p_value}

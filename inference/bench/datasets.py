@@ -6,7 +6,6 @@ A file is shuffled by the seed and repeated where it is shorter than the load, a
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,47 +32,35 @@ def load_questions(options: BenchOptions, tokenizer: Any = None) -> list[Questio
     """`num_prompts` questions of the dataset, the same for the same options. DataError names a bad
     row. `tokenizer`: of random prompts."""
     if options.random:
-        return _random(options, tokenizer)
+        generator = np.random.default_rng([options.seed, 0])
+        allowed = sorted({*range(len(tokenizer))} - {*tokenizer.all_special_ids})
+        rows = generator.choice(allowed, (options.num_prompts, options.random_input_len))
+        return [Question(ids.tolist(), options.random_output_len) for ids in rows]
     path = Path(str(options.dataset_path))
     if options.dataset_name in SUITES:
-        rows = load_suite(options.dataset_name, str(path))
-        prompts = [_templated(row.turns[0], options) for row in rows]
+        conversations = load_suite(options.dataset_name, path)
+        prompts = [_templated(row.turns[0], options) for row in conversations]
     else:
         prompts = [_custom(row, origin, options) for origin, row in json_lines(path)]
     if not prompts:
         raise DataError("there are no rows", where=f"{path}")
-    if not options.disable_shuffle:
-        random.Random(options.seed).shuffle(prompts)
+    random.Random(options.seed).shuffle(prompts)
     chosen = (prompts[i % len(prompts)] for i in range(options.num_prompts))
     return [Question(prompt, options.output_len) for prompt in chosen]
 
 
 def _custom(row: Any, origin: str, options: BenchOptions) -> Prompt:
     """The text or the messages of a row; an answer at their end is left to the server."""
-    prompt = row.get("prompt") if isinstance(row, dict) else None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if isinstance(prompt, str) and prompt:
-        return _templated(prompt, options)
-    if not isinstance(messages, list) or not messages:
-        expected = "prompt, a text, or messages, turns with a role"
-        raise DataError(f"expected {expected}: {json.dumps(row)[:80]}", where=origin)
-    if not all(isinstance(message, dict) and "role" in message for message in messages):
-        raise DataError("messages: expected turns with a role", where=origin)
-    if not options.chat:
-        raise ConfigError("messages need --backend openai-chat", where=origin)
-    answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
-    return messages[:-1] if answered else messages
+    match row:
+        case {"prompt": str(prompt)} if prompt:
+            return _templated(prompt, options)
+        case {"messages": [{"role": _}, *_] as messages}:
+            if not options.chat:
+                raise ConfigError("messages need --backend openai-chat", where=origin)
+            answered = len(messages) > 1 and messages[-1].get("role") == "assistant"
+            return messages[:-1] if answered else messages
+    raise DataError("expected prompt, a text, or messages, turns with a role", where=origin)
 
 
 def _templated(text: str, options: BenchOptions) -> Prompt:
     return [{"role": "user", "content": text}] if options.chat else text
-
-
-def _random(options: BenchOptions, tokenizer: Any) -> list[Question]:
-    generator = np.random.default_rng([options.seed, 0])
-    allowed = sorted({*range(len(tokenizer))} - {*tokenizer.all_special_ids})
-    shape = (options.num_prompts, options.random_input_len)
-    return [
-        Question(ids.tolist(), options.random_output_len)
-        for ids in generator.choice(allowed, shape)
-    ]

@@ -27,7 +27,7 @@ from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 KEY = "OPENAI_API_KEY"
-TIMEOUT_S = 3600.0  # after which a request has failed
+TIMEOUT_S = 3600.0  # without a piece of an answer, after which its request has failed
 DETAILS = ("generated_texts", "errors")  # fields with an entry for every request
 
 
@@ -59,7 +59,7 @@ class Work:
 
 def prepare(options: BenchOptions) -> Work:
     """Reads the dataset. Asks the server for its model if the options name none."""
-    model_id = options.model or asyncio.run(_served_model(options))
+    model_id = options.model or asyncio.run(_served_model(options.url))
     tokenizer = None
     if options.random:
         from draftsmith.inference.entrypoints.loading import load_tokenizer
@@ -69,9 +69,10 @@ def prepare(options: BenchOptions) -> Work:
     return Work(load_questions(options, tokenizer), model_id)
 
 
-def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
-    """The result of one run: the options, vLLM's names of results, and DETAILS."""
-    return asyncio.run(_measure(options, work))
+async def _served_model(url: str) -> str:
+    async with client_at(url) as client:
+        card = await served_card(client)
+    return getattr(card, "root", None) or card.id
 
 
 def client_at(url: str) -> openai.AsyncOpenAI:
@@ -86,24 +87,23 @@ def client_at(url: str) -> openai.AsyncOpenAI:
     )
 
 
-async def served_card(client: openai.AsyncOpenAI, model: str | None) -> Any:
+async def served_card(client: openai.AsyncOpenAI, model: str | None = None) -> Any:
     """The server's entry for a model, None: its first one. DraftsmithError without an answer."""
+    where = f"{client.base_url}models"
     try:
         cards = (await client.models.list()).data
     except openai.OpenAIError as error:
         hint = "is the server running, and is this its address? Its key is read from"
-        raise DraftsmithError(f"{error}; {hint} ${KEY}", where=f"{client.base_url}models") from None
+        raise DraftsmithError(f"{error}; {hint} ${KEY}", where=where) from None
     fitting = [card for card in cards if model in (None, card.id, getattr(card, "root", None))]
     if not fitting:
-        served = ", ".join(card.id for card in cards)
-        raise ConfigError(f"the server has {served or 'no model'}", where=f"--model {model}")
+        raise ConfigError(f"{model} is not served there", where=where)
     return fitting[0]
 
 
-async def _served_model(options: BenchOptions) -> str:
-    async with client_at(options.url) as client:
-        card = await served_card(client, None)
-    return getattr(card, "root", None) or card.id
+def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
+    """The result of one run: the options, vLLM's names of results, and DETAILS."""
+    return asyncio.run(_measure(options, work))
 
 
 async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
@@ -111,24 +111,35 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         name, count = (await served_card(client, options.model)).id, len(work.questions)
         first = await stream(client, options, name, work.questions[0], 0)  # warms the server up
         if first.error:
-            raise DraftsmithError(f"a first request failed: {first.error}", where=f"{options.url}")
+            raise DraftsmithError(f"a first request failed: {first.error}", where=options.url)
         arrivals = arrival_times(count, options.request_rate, options.seed)
         slots = asyncio.Semaphore(options.max_concurrency or count)
         before = await drafting_counters(client)
         start = time.perf_counter()
-        with tqdm(total=count, disable=None, unit="request", leave=False) as bar:
 
-            async def ask(index: int) -> Outcome:
-                await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
-                async with slots:
-                    outcome = await stream(client, options, name, work.questions[index], index)
-                bar.update()
-                return outcome
+        async def ask(index: int) -> Outcome:
+            await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
+            async with slots:
+                outcome = await stream(client, options, name, work.questions[index], index)
+            bar.update()
+            return outcome
 
+        with tqdm(total=count, unit="request", leave=False, disable=None) as bar:
             outcomes = await asyncio.gather(*map(ask, range(count)))
         duration = time.perf_counter() - start
         drafting = drafting_results(before, await drafting_counters(client))
-    return _description(options, work) | latency_results(outcomes, duration) | drafting
+    description = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": options.backend or ("openai-chat" if options.chat else "openai"),
+        "model_id": work.model_id,
+        "num_prompts": count,
+        "dataset_name": options.dataset_name,
+        "seed": options.seed,
+        "request_parameters": options.body,
+        "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
+        "max_concurrency": options.max_concurrency,
+    }
+    return description | latency_results(outcomes, duration) | drafting
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
@@ -136,8 +147,6 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
 
     As in vLLM its gaps are scaled so that the last request arrives after count/rate seconds, which
     makes the offered rate that of the option. With an infinite rate all arrive at once."""
-    if math.isinf(rate):
-        return [0.0] * count
     times = np.cumsum(np.random.default_rng([seed, 1]).exponential(1.0, count))
     return (times * (count / rate / times[-1])).tolist()
 
@@ -159,15 +168,14 @@ async def stream(
     outcome, times, usage, finished = Outcome(), list[float](), None, False
     start = time.perf_counter()
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            async for chunk in await create(**fields):
-                usage = chunk.usage or usage
-                for choice in chunk.choices:
-                    if (piece := _piece(choice)) is not None:
-                        times.append(time.perf_counter())
-                        outcome.text += piece
-                    finished = finished or choice.finish_reason is not None
-    except (openai.OpenAIError, httpx2.HTTPError, TimeoutError) as error:
+        async for chunk in await create(**fields):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                if (piece := _piece(choice)) is not None:
+                    times.append(time.perf_counter())
+                    outcome.text += piece
+                finished = finished or choice.finish_reason is not None
+    except (openai.OpenAIError, httpx2.HTTPError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
         return outcome
     if not (times and finished and usage):
@@ -247,11 +255,11 @@ def read_counters(text: str) -> SpecDecodeCounters | None:
             name = sample.name.removeprefix("vllm:spec_decode_").removesuffix("_total")
             drafts = drafts or name == "num_drafts"
             if name == "num_accepted_tokens_per_pos":
-                place = int(sample.labels["position"])
-                positions[place] = positions.get(place, 0) + int(sample.value)
+                position = int(sample.labels["position"])
+                positions[position] = positions.get(position, 0) + int(sample.value)
             elif name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
                 setattr(counters, name, getattr(counters, name) + int(sample.value))
-    counters.num_accepted_tokens_per_pos = [positions[place] for place in sorted(positions)]
+    counters.num_accepted_tokens_per_pos = [positions[key] for key in sorted(positions)]
     return counters if drafts else None
 
 
@@ -273,18 +281,4 @@ def drafting_results(
         "spec_decode_draft_tokens": between.num_draft_tokens,
         "spec_decode_accepted_tokens": between.num_accepted_tokens,
         "spec_decode_per_position_acceptance_rates": between.joint_rates(),
-    }
-
-
-def _description(options: BenchOptions, work: Work) -> dict[str, Any]:
-    return {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "backend": options.backend or ("openai-chat" if options.chat else "openai"),
-        "model_id": work.model_id,
-        "num_prompts": len(work.questions),
-        "dataset_name": options.dataset_name,
-        "seed": options.seed,
-        "request_parameters": options.body,
-        "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
-        "max_concurrency": options.max_concurrency,
     }

@@ -17,20 +17,9 @@ from pydantic import (
     model_validator,
 )
 
+from draftsmith.inference.engine_options import option
 from draftsmith.inference.evaluation.suites import SUITES
-from draftsmith.inference.flags import CommaSeparated, JsonObject, flag_name
-
-PANELS = {  # of the help, by their first option
-    "base_url": "Server",
-    "dataset_name": "Prompts",
-    "request_rate": "Load",
-    "save_result": "Results",
-    "baseline_url": "Drafting beside no drafting",
-}
-
-
-def option(default: Any, description: str = "", **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
+from draftsmith.inference.flags import CommaSeparated, JsonObject
 
 
 class BenchOptions(BaseModel):
@@ -44,22 +33,19 @@ class BenchOptions(BaseModel):
     backend: Literal["openai", "vllm", "openai-chat"] | None = option(
         None, "openai, vllm: completions, the default of random; openai-chat: chats, of the others"
     )
-    model: str | None = option(None, "folder or id of the model; default: the server's first")
+    model: str | None = option(None, "name of the model; default: the server's first")
     tokenizer: str | None = option(None, "of random; folder or id; default: the model's")
     trust_remote_code: bool = option(False, "run the tokenizer repository's code")
 
     dataset_name: str = Field(
         description=f"random: for load only; custom: a file of yours; or {', '.join(SUITES)}"
     )
-    dataset_path: str | None = option(
-        None, "JSONL of custom (prompt or messages) or of a suite; spec_al: a folder"
-    )
+    dataset_path: str | None = option(None, "JSONL of custom (prompt or messages) or of a suite")
     num_prompts: PositiveInt = option(1000, "requests; a shorter file is repeated")
     seed: int = option(0, "of prompts, arrivals and sampling")
     output_len: PositiveInt = option(256, "most tokens of an answer")
     random_input_len: PositiveInt = option(1024, "tokens")
     random_output_len: PositiveInt = option(128, "tokens")
-    disable_shuffle: bool = option(False, "send a file in its order")
 
     request_rate: PositiveFloat = option(math.inf, "requests/s; inf: all at once")
     max_concurrency: PositiveInt | None = option(None, "most running requests; the others wait")
@@ -84,8 +70,7 @@ class BenchOptions(BaseModel):
     @property
     def url(self) -> str:
         """The server's address."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return self.base_url[0] if self.base_url else f"http://{host}:{self.port}"
+        return self.base_url[0] if self.base_url else f"http://{self.host}:{self.port}"
 
     @property
     def random(self) -> bool:
@@ -109,26 +94,15 @@ class BenchOptions(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        files = ("custom", *SUITES)
-        if not self.random and self.dataset_name not in files:
-            raise ValueError(
-                f"--dataset-name {self.dataset_name}: expected random or one of {files}"
-            )
-        if self.random == (self.dataset_path is not None):
-            needs = "takes no --dataset-path" if self.random else "needs --dataset-path, a file"
-            raise ValueError(f"--dataset-name {self.dataset_name} {needs}")
+        if self.dataset_name not in ("random", "custom", *SUITES):
+            raise ValueError(f"--dataset-name {self.dataset_name}: there is none of this name")
+        if not self.random and self.dataset_path is None:
+            raise ValueError(f"--dataset-name {self.dataset_name}: needs --dataset-path, a file")
         if self.random and self.chat:
-            raise ValueError(
-                "--dataset-name random: token ids, which --backend openai-chat has not"
-            )
-        if self.baseline_url is None:
-            for name in self.model_fields_set & {"draft_lengths", "concurrencies", "repeats"}:
-                raise ValueError(f"{flag_name(name)} belongs to --baseline-url; add it")
-            if len(self.base_url) > 1:
-                raise ValueError("--base-url: several servers are compared with --baseline-url")
-        elif not self.base_url or self.max_concurrency is not None:
-            wrong = (
-                "give --base-url" if not self.base_url else "--max-concurrency is --concurrencies"
-            )
-            raise ValueError(f"--baseline-url: {wrong}")
+            raise ValueError("--dataset-name random: token ids, which openai-chat has not")
+        if self.baseline_url is not None and not self.base_url:
+            raise ValueError("--baseline-url: give --base-url, servers that draft")
+        compared = self.model_fields_set & {"draft_lengths", "concurrencies", "repeats"}
+        if self.baseline_url is None and (compared or len(self.base_url) > 1):
+            raise ValueError("several servers or measurements need --baseline-url")
         return self

@@ -26,7 +26,7 @@ from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import package_version
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
+from draftsmith.inference.spec_decode.proposers.methods import method_options
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
@@ -63,12 +63,6 @@ class Drafting:
         if (drafter is None) == (method is None):
             raise ConfigError(
                 "give the folder of an exported drafter, or a training-free method without one",
-                where="evaluate",
-            )
-        if method is not None and method not in TRAINING_FREE:
-            raise ConfigError(
-                f"method {method!r}; expected {', '.join(TRAINING_FREE)}, which need no"
-                " checkpoint (for a trained drafter give its folder; config.json names the method)",
                 where="evaluate",
             )
         if method is None:
@@ -130,21 +124,27 @@ class MeasuredEngine(ABC):
     def __init__(self, drafting: Drafting) -> None:
         self.drafting = drafting
 
-    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:  # noqa: B027
-        """Called first, with every prompt, the longest response and every temperature.
+    def prepare(self, prompts: Prompts, max_tokens: int) -> None:  # noqa: B027
+        """Called first, with every prompt and the longest response. ConfigError for something that
+        the engine cannot do."""
 
-        ConfigError for something that the engine cannot do."""
-
-    @abstractmethod
     def write(
-        self,
-        prompts: Prompts,
-        params: Sequence[SamplingParams],
-        *,
-        speculate: bool,
-        batch: int,
+        self, prompts: Prompts, params: Sequence[SamplingParams], *, speculate: bool, batch: int
     ) -> list[RequestOutput]:
         """The responses with their `metrics`, at most `batch` prompts in flight."""
+        size = len(prompts) if batch >= self.drafting.rows else batch
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        return [
+            output
+            for part in parts
+            for output in self._write(prompts[part], params[part], speculate)
+        ]
+
+    @abstractmethod
+    def _write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool
+    ) -> list[RequestOutput]:
+        """The responses to prompts that are given at once."""
 
     @abstractmethod
     def facts(self) -> EngineFacts:
@@ -242,22 +242,11 @@ class RuntimeEngine(MeasuredEngine):
         del self.llm
         super().close()
 
-    def write(
-        self,
-        prompts: Prompts,
-        params: Sequence[SamplingParams],
-        *,
-        speculate: bool,
-        batch: int,
+    def _write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool
     ) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
-        size = len(prompts) if batch >= self.drafting.rows else batch
-        for start in range(0, len(prompts), size):
-            part = [{"prompt_token_ids": list(prompt)} for prompt in prompts[start : start + size]]
-            outputs += self.llm.generate(
-                part, list(params[start : start + size]), use_tqdm=False, speculate=speculate
-            )
-        return outputs
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(inputs, list(params), use_tqdm=False, speculate=speculate)
 
     def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
         target, drafter = self.models

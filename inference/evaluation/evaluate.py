@@ -9,12 +9,12 @@ is any of engines.py."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Pr
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import Run, interleaved, typical_context
+from draftsmith.inference.metrics import acceptance_length
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
 from draftsmith.inference.report.build import build_report
@@ -111,31 +112,19 @@ class EvaluationSettings:
     lossless_prompts: int = 4
     seed: int = 0
 
-    def prompts_sha256(self, workloads: Workloads, suites: Sequence[MeasuredSuite] = ()) -> str:
-        """Hash of the prompts and of the limits of responses: reports with the same one can be
-        compared."""
-        chosen = {
-            f"{suite}/{name}" if suite else name: [[list(c.prompt), *c.later] for c in chats]
-            for suite, name, chats in self.chosen(workloads, suites)
-        }
-        limits = {"max_tokens": self.max_tokens, "top_p": self.top_p, "top_k": self.top_k}
-        return hashlib.sha256(json.dumps([chosen, limits], sort_keys=True).encode()).hexdigest()
-
     def chosen(
         self, workloads: Workloads, suites: Sequence[MeasuredSuite]
     ) -> list[tuple[str | None, str, list[Chat]]]:
         """(suite, workload, its conversations) of what is measured; suites are whole."""
         parts: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
-            (None, name, some[: self.prompts_per_workload]) for name, some in workloads.items()
+            (None, name, prompts[: self.prompts_per_workload])
+            for name, prompts in workloads.items()
         ]
-        parts += [
-            (suite.facts.name, name, some)
-            for suite in suites
-            for name, some in suite.workloads.items()
-        ]
+        for suite in suites:
+            parts += [(suite.facts.name, *category) for category in suite.workloads.items()]
         return [
-            (suite, name, [p if isinstance(p, Chat) else Chat(p) for p in some])
-            for suite, name, some in parts
+            (suite, name, [p if isinstance(p, Chat) else Chat(p) for p in prompts])
+            for suite, name, prompts in parts
         ]
 
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
@@ -191,26 +180,18 @@ def evaluate(
     run = _Evaluation(measured, cells, settings, progress)
     try:
         run.measure()
-        facts = _provenance(
-            measured,
-            max_num_seqs=settings.batch_size,
-            seeds=[settings.seed],
-            prompts_sha256=settings.prompts_sha256(workloads, suites),
-            **(provenance or {}),
-        )
+        facts = _provenance(measured, max_num_seqs=settings.batch_size, **(provenance or {}))
     finally:
         measured.close()
     for cell in cells:
-        cell.method = drafting.method
-        cell.engine = facts.engine
+        cell.method, cell.engine = drafting.method, facts.engine
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
     suite_facts = []
     for suite in suites:
-        own = [cell for cell in cells if cell.suite == suite.facts.name]
-        not_asked = sum(cell.turns_not_asked for cell in own)
-        suite_facts.append(suite.facts.model_copy(update={"turns_not_asked": not_asked}))
+        skipped = sum(cell.turns_not_asked for cell in cells if cell.suite == suite.facts.name)
+        suite_facts.append(suite.facts.model_copy(update={"turns_not_asked": skipped}))
     progress(1.0, "done")
     return build_report(cells, facts, suite_facts)
 
@@ -255,33 +236,13 @@ def _provenance(
 @dataclass
 class _CellRun(Measurement):
     """One (workload, temperature) while it is measured. `prompts`: those of first turns, then those
-    that were asked after them, as `requests` has their responses."""
+    that were asked after them, as `requests` has their responses, and `baseline` those without
+    drafting."""
 
     chats: list[Chat] = field(default_factory=list)
     prompts: list[Sequence[int]] = field(default_factory=list)
+    baseline: list[RequestOutput] = field(default_factory=list)
     turns_not_asked: int = 0
-
-
-@dataclass
-class _Turn:
-    """A prompt that is asked next: of this conversation, after these answers."""
-
-    cell: _CellRun
-    chat: Chat
-    answers: list[str]
-    prompt: Sequence[int]
-
-    def next(self, answer: str) -> _Turn | None:
-        """The turn after this one; None if there is none, or no room for it."""
-        answers = [*self.answers, answer]
-        missing = len(self.chat.later) - len(self.answers)
-        if not missing:
-            return None
-        prompt = self.chat.ask(answers)
-        if len(prompt) > self.chat.longest:
-            self.cell.turns_not_asked += missing
-            return None
-        return _Turn(self.cell, self.chat, answers, prompt)
 
 
 def _cells(
@@ -297,9 +258,7 @@ def _cells(
             where="evaluate",
         )
     if not settings.temperatures:
-        raise ConfigError(
-            "no temperature to measure at; expected at least one, such as 0", where="evaluate"
-        )
+        raise ConfigError("give at least one temperature, such as 0", where="evaluate")
     k = settings.num_speculative_tokens
     return [
         _CellRun(name, temperature, "", k, suite=suite, chats=chats)  # method: once it is known
@@ -327,7 +286,7 @@ class _Evaluation:
         chats = [chat for cell in self.cells for chat in cell.chats]
         prompts = [chat.prompt for chat in chats]
         prompts += [[0] * chat.longest for chat in chats if chat.later]  # of turns not yet written
-        self.engine.prepare(prompts, s.max_tokens, temperatures)
+        self.engine.prepare(prompts, s.max_tokens)
         self._warm_up(prompts[:1])
         for temperature in temperatures:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
@@ -364,29 +323,38 @@ class _Evaluation:
     def _write(self, cells: Sequence[_CellRun]) -> None:
         """Responses with drafting of all cells at once, so that the rows in flight stay full; turn
         after turn, each after the answers just written. Seeds are counted per cell."""
-        turns = [_Turn(cell, chat, [], chat.prompt) for cell in cells for chat in cell.chats]
+        answers: list[str] = []
+        turns = [(cell, chat, answers, chat.prompt) for cell in cells for chat in cell.chats]
         while turns:
             seeds = []
-            for turn in turns:
-                seeds.append(len(turn.cell.prompts))
-                turn.cell.prompts.append(turn.prompt)
+            for cell, *_, prompt in turns:
+                seeds.append(len(cell.prompts))
+                cell.prompts.append(prompt)
             params = self.settings.sampling(cells[0].temperature, seeds)
-            prompts = [turn.prompt for turn in turns]
+            prompts = [prompt for *_, prompt in turns]
             outputs = self.engine.write(prompts, params, speculate=True, batch=self.settings.rows)
-            for turn, output in zip(turns, outputs, strict=True):
-                turn.cell.requests.append(output)
-            following = [t.next(self._text(o)) for t, o in zip(turns, outputs, strict=True)]
-            turns = [turn for turn in following if turn is not None]
+            following = []
+            for (cell, chat, answers, _), output in zip(turns, outputs, strict=True):
+                cell.requests.append(output)
+                missing = len(chat.later) - len(answers)
+                if not missing:
+                    continue
+                answers = [*answers, self._text(output)]
+                prompt = chat.ask(answers)
+                if len(prompt) <= chat.longest:
+                    following.append((cell, chat, answers, prompt))
+                else:
+                    cell.turns_not_asked += missing
+            turns = following
 
     def _write_without_drafting(self, cells: Sequence[_CellRun]) -> None:
         """The greedy responses to the same prompts."""
         prompts = [prompt for cell in cells for prompt in cell.prompts]
         params = self.settings.sampling(0.0, range(len(prompts)))
-        outputs = self.engine.write(prompts, params, speculate=False, batch=self.settings.rows)
-        start = 0
+        rows = self.settings.rows
+        outputs = iter(self.engine.write(prompts, params, speculate=False, batch=rows))
         for cell in cells:
-            cell.baseline = outputs[start : start + len(cell.prompts)]
-            start += len(cell.prompts)
+            cell.baseline = list(islice(outputs, len(cell.prompts)))
 
     def _text(self, output: RequestOutput) -> str:
         """An answer as the next turn of its conversation reads it."""
@@ -433,7 +401,8 @@ class _Evaluation:
         if s.transformers and self.engine.runs_transformers:
             runs[TRANSFORMERS] = transformers
         # a typical round appends as many slots to the head
-        kept = round(cell.counters.acceptance_length)
+        drafts, accepted = cell.timed_counts()
+        kept = round(acceptance_length(accepted, drafts))
         parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, kept)
         cell.passes = interleaved(
             runs,
@@ -453,22 +422,24 @@ class _Evaluation:
         It makes an engine of its own, once the first one has been closed, and adds a check to the
         cells of the lowest temperature."""
         s, coldest = self.settings, min(self.settings.temperatures)
-        cells = [cell for cell in self.cells if cell.temperature == coldest]
-        prompts = [prompt for cell in cells for prompt in cell.prompts[: s.lossless_prompts]]
+        parts = [
+            (cell, cell.prompts[: s.lossless_prompts])
+            for cell in self.cells
+            if cell.temperature == coldest
+        ]
+        prompts = [prompt for _, part in parts for prompt in part]
         exact = self.engine.in_float32(min(s.rows, len(prompts)))
         if exact is None:
             return
         self._note("float32: the same tokens with and without drafting")
         params = s.sampling(0.0, range(len(prompts)))
         try:
-            exact.prepare(prompts, s.max_tokens, [0.0])
-            off = exact.write(prompts, params, speculate=False, batch=s.rows)
-            on = exact.write(prompts, params, speculate=True, batch=s.rows)
-            start = 0
-            for cell in cells:
-                part = slice(start, start + len(cell.prompts[: s.lossless_prompts]))
-                cell.lossless.insert(0, self._compare(exact, prompts[part], off[part], on[part]))
-                start = part.stop
+            exact.prepare(prompts, s.max_tokens)
+            off = iter(exact.write(prompts, params, speculate=False, batch=s.rows))
+            on = iter(exact.write(prompts, params, speculate=True, batch=s.rows))
+            for cell, part in parts:
+                both = (list(islice(outputs, len(part))) for outputs in (off, on))
+                cell.lossless.insert(0, self._compare(exact, part, *both))
         finally:
             exact.close()
 

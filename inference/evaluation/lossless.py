@@ -18,7 +18,6 @@ from torch import Tensor
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.schema import LosslessCheck, TokenDifference
-from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 Tokens = Sequence[int]
@@ -40,35 +39,33 @@ def compare_greedy(
 
     `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a
     difference."""
-    if not len(prompts) == len(references) == len(outputs):
-        raise DataError(
-            f"{len(prompts)} prompts, {len(references)} references and {len(outputs)} outputs",
-            where="lossless",
-        )
     dtype = str(target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
     forward: TargetForward | None = None  # the engine's: its kernels round in their own way
     for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
         position = first_difference(reference, output)
-        if position is not None:
-            shapes, forward = (num_speculative_tokens + 1, rows), forward or TargetForward(target)
-            details.append(
-                _judge(
-                    target,
-                    forward,
-                    str(i),
-                    prompt,
-                    reference,
-                    output,
-                    position,
-                    shapes,
-                    may_tie=dtype != "float32",
-                )
+        if position is None:
+            continue
+        forward = forward or TargetForward(target)
+        after = partial(_logits_after, target.device, forward)
+        shapes = _shapes(list(prompt), list(reference[:position]), num_speculative_tokens + 1, rows)
+        expected = reference[position] if position < len(reference) else None
+        produced = output[position] if position < len(output) else None
+        gap, noise, tie = _judge((after(*shape) for shape in shapes), expected, produced)
+        details.append(
+            TokenDifference(
+                prompt=f"{i}",
+                position=position,
+                reference_token=expected,
+                token=produced,
+                top_two_gap=gap,
+                noise=noise,
+                tie=tie and dtype != "float32",
             )
+        )
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
         dtype=dtype,
-        reference="autoregressive",
         checked_prompts=len(prompts),
         mismatches=len(details) - ties,
         ties=ties,
@@ -83,74 +80,45 @@ def first_difference(reference: Sequence[object], output: Sequence[object]) -> i
 
 
 def _judge(
-    target: FrozenTarget,
-    forward: TargetForward,
-    name: str,
-    prompt: Tokens,
-    reference: Tokens,
-    output: Tokens,
-    position: int,
-    shapes: tuple[int, int],
-    may_tie: bool,
-) -> TokenDifference:
-    """Teacher-forces the common prefix at one batch shape after the other until the noise explains
-    the difference.
+    runs: Iterator[Tensor], expected: int | None, produced: int | None
+) -> tuple[float, float, bool]:
+    """(top-two gap, noise, tie) from the logits [V] of one position at one batch shape after the
+    other, until the noise explains the difference.
 
     Two tokens tie if neither lies further below the top than the gap between two leading logits is
     seen to change."""
-    expected = reference[position] if position < len(reference) else None
-    produced = output[position] if position < len(output) else None
-    runs: list[Tensor] = []  # of the leading tokens, one per shape
-    leading: list[int] = []
-    gap, noise, behind = 0.0, 0.0, float("inf")
-    for logits in _logits_at_shapes(
-        target.device, forward, list(prompt), list(reference[:position]), *shapes
-    ):
-        if not runs:
-            top = logits.topk(min(LEADING, len(logits)))
-            gap = float(top.values[0] - top.values[1])
-            leading = sorted(
-                {*top.indices.tolist(), *(t for t in (expected, produced) if t is not None)}
-            )
-            if expected is not None and produced is not None:
-                behind = float(top.values[0] - logits[[expected, produced]].min())
-        runs.append(logits[leading])
-        changes = [runs[-1] - earlier for earlier in runs[:-1]]
+    first = next(runs)
+    top = first.topk(min(LEADING, len(first)))
+    watched = [token for token in (expected, produced) if token is not None]
+    leading = sorted({*top.indices.tolist(), *watched})
+    behind = float(top.values[0] - first[watched].min()) if len(watched) == 2 else float("inf")
+    seen, noise = [first[leading]], 0.0
+    for logits in runs:
+        changes = [logits[leading] - earlier for earlier in seen]
         noise = max([noise, *(float(change.max() - change.min()) for change in changes)])
-        if may_tie and behind <= noise:
+        seen.append(logits[leading])
+        if behind <= noise:
             break
-    return TokenDifference(
-        prompt=name,
-        position=position,
-        reference_token=expected,
-        token=produced,
-        top_two_gap=gap,
-        noise=noise,
-        tie=may_tie and behind <= noise,
-    )
+    return float(top.values[0] - top.values[1]), noise, behind <= noise
 
 
-def _logits_at_shapes(
-    device: torch.device,
-    forward: TargetForward,
-    prompt: list[int],
-    output: list[int],
-    block: int,
-    rows: int,
-) -> Iterator[Tensor]:
-    """Logits [V] float32 after prompt + output: at once and in the steps of verifying and decoding,
-    alone, in equal rows, and in rows of another length (whose masks take another path through the
-    attention kernel)."""
-    ids, rows, after = prompt + output, max(rows, 2), partial(_logits_after, device, forward)
+def _shapes(
+    prompt: list[int], output: list[int], block: int, rows: int
+) -> Iterator[tuple[list[int], list[int], int, int]]:
+    """Arguments of `_logits_after` that give prompt + output at once and in the steps of verifying
+    and decoding, alone, in equal rows, and in rows of another length (whose masks take another path
+    through the attention kernel)."""
+    ids, rows, longer_by = prompt + output, max(rows, 2), min(len(prompt), 29)
     at_once, in_blocks = [len(ids)], [len(prompt), *_split(len(output), block)]
     if len(output) < block < len(ids):
         in_blocks = [len(ids) - block, block]  # as wide as the run's first verifications
-    yield after(ids, at_once, 1)
-    yield after(ids, in_blocks, 1)
-    yield after(ids, at_once, rows)
-    yield after(ids, in_blocks, rows, longer_by=min(len(prompt), 29))
-    yield after(ids, [len(prompt), *_split(len(output), 1)], 1)
-    yield after(ids, [len(prompt), *_split(len(output), 1)], rows, longer_by=min(len(prompt), 29))
+    decoded = [len(prompt), *_split(len(output), 1)]
+    yield ids, at_once, 1, 0
+    yield ids, in_blocks, 1, 0
+    yield ids, at_once, rows, 0
+    yield ids, in_blocks, rows, longer_by
+    yield ids, decoded, 1, 0
+    yield ids, decoded, rows, longer_by
 
 
 def _split(length: int, size: int) -> list[int]:
@@ -166,7 +134,7 @@ def _logits_after(
     ids: list[int],
     pieces: Sequence[int],
     rows: int,
-    longer_by: int = 0,
+    longer_by: int,
 ) -> Tensor:
     """[V] logits of row 0 after `ids`, fed to `rows` rows in pieces of these lengths. The other
     rows hold the same tokens, after `longer_by` more."""

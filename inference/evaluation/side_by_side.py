@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
@@ -24,7 +23,7 @@ from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
-from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell, TokenDifference
+from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell
 from draftsmith.inference.report.speed import stalled
 from draftsmith.inference.report.table import new_table, row
 from draftsmith.inference.sampling_params import SamplingParams
@@ -49,13 +48,10 @@ class SideBySide:
         self, model: str | FrozenTarget, methods: Mapping[str, dict[str, Any]], **options: Any
     ) -> None:
         if DEFAULT in methods:
-            raise ConfigError(
-                f"{DEFAULT!r} is the run without drafting; give the method another name",
-                where="side by side",
-            )
+            raise ConfigError("this is the run without drafting", where=f"method {DEFAULT!r}")
         first = LLM(model, **options)
-        self.target = first.engine.target
-        self.tokenizer = first.get_tokenizer()
+        self.target, self.tokenizer = first.engine.target, first.get_tokenizer()
+        self.rows = first.engine.scheduler.max_num_seqs
         self.llms = {DEFAULT: first}
         for name, config in methods.items():
             self.llms[name] = LLM(self.target, self.tokenizer, speculative_config=config, **options)
@@ -72,52 +68,46 @@ class SideBySide:
 
         Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text
         in every repeat. `requests` are those of the first one."""
+        inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
-        rows = self.llms[DEFAULT].engine.scheduler.max_num_seqs
         short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
-        for name in self.llms:
+        few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
+        measured = {}
+        for name, llm in self.llms.items():
             progress(f"{name}: warming up")
-            self._write(name, prompts[:rows], [replace(p, max_tokens=short) for p in seeded[:rows]])
-        measured = {
-            name: Measurement("prompts", params.temperature or 0.0, name, self._tokens(name))
-            for name in self.llms
-        }
+            llm.generate(inputs[: self.rows], few, use_tqdm=False)
+            proposer = llm.engine.proposer
+            tokens = 0 if proposer is None else proposer.num_speculative_tokens
+            measured[name] = Measurement("prompts", params.temperature or 0.0, name, tokens)
 
         def one_pass(name: str) -> list[RequestOutput]:
             progress(f"{name}: {len(prompts)} requests")
-            outputs = self._write(name, prompts, seeded)
+            outputs = self.llms[name].generate(inputs, seeded, use_tqdm=False)
             measured[name].requests = measured[name].requests or outputs
             return outputs
 
         runs = {name: partial(one_pass, name) for name in self.llms}
         passes = interleaved(runs, "prompts", repeats, self.target.device)
-        for name, one in measured.items():
-            one.passes = {SPECULATIVE: passes[name]}
-            if name != DEFAULT:
-                one.passes[AUTOREGRESSIVE] = passes[DEFAULT]
-                if params.greedy:
-                    self._compare(prompts, measured[DEFAULT], one)
+        for name, measurement in measured.items():
+            measurement.passes = {SPECULATIVE: passes[name]}
+            if name == DEFAULT:
+                continue
+            measurement.passes[AUTOREGRESSIVE] = passes[DEFAULT]
+            if params.greedy:
+                check = compare_greedy(
+                    self.target,
+                    [prompt.token_ids for prompt in prompts],
+                    _token_ids(measured[DEFAULT]),
+                    _token_ids(measurement),
+                    num_speculative_tokens=measurement.num_speculative_tokens,
+                    rows=min(self.rows, len(prompts)),
+                )
+                measurement.lossless.append(check)
         return measured
 
-    def _tokens(self, name: str) -> int:
-        proposer = self.llms[name].engine.proposer
-        return 0 if proposer is None else proposer.num_speculative_tokens
 
-    def _write(
-        self, name: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[RequestOutput]:
-        inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
-        return self.llms[name].generate(inputs, list(params), use_tqdm=False)
-
-    def _compare(self, prompts: Sequence[Prompt], default: Measurement, one: Measurement) -> None:
-        check = compare_greedy(
-            self.target,
-            [prompt.token_ids for prompt in prompts],
-            *([o.outputs[0].token_ids for o in m.requests] for m in (default, one)),
-            num_speculative_tokens=one.num_speculative_tokens,
-            rows=min(self.llms[one.method].engine.scheduler.max_num_seqs, len(prompts)),
-        )
-        one.lossless.append(check)
+def _token_ids(measurement: Measurement) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in measurement.requests]
 
 
 def compare_methods(
@@ -140,54 +130,14 @@ def compare_methods(
         engines = SideBySide(model, methods, **options)
         prompts = prompts_of(engines.tokenizer)
         measured = engines.run(prompts, params, repeats, status.update)
-    cells = {name: one.cell() for name, one in measured.items()}
+    cells = {name: measurement.cell() for name, measurement in measured.items()}
     versions = environment(engines.target.device, engines.target.dtype)
-    console.print(
-        results_table(
-            f"{title}: {len(prompts)} prompts, T={params.temperature:g}, {versions['dtype']},"
-            f" {versions['device']}",
-            cells,
-        )
+    table = new_table(
+        f"{title}: {len(prompts)} prompts, T={params.temperature:g}, {versions['dtype']},"
+        f" {versions['device']}",
+        "",
+        *COLUMNS,
     )
-    for line in remarks(measured, engines.tokenizer):
-        console.print(line, highlight=False, soft_wrap=True)
-    if saved is not None:
-        tree = {**results(measured, cells), "versions": versions, "arguments": dict(arguments)}
-        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
-        console.print(f"written to {saved}", highlight=False, soft_wrap=True)
-    return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
-
-
-def results(
-    measured: Mapping[str, Measurement], cells: Mapping[str, Cell]
-) -> dict[str, dict[str, Any]]:
-    """The saved results by method: outputs and timings, and the fields of the method's cell
-    (docs/evaluate.md) as metrics."""
-    tree = {}
-    for name, cell in cells.items():
-        outputs = [(output.prompt, output.outputs[0]) for output in measured[name].requests]
-        tree[name] = {
-            "outputs": [
-                {
-                    "prompt": prompt,
-                    "text": one.text,
-                    "token_ids": one.token_ids,
-                    "finish_reason": one.finish_reason,
-                }
-                for prompt, one in outputs
-            ],
-            "timings": {
-                "seconds": median(run.seconds for run in cell.passes[SPECULATIVE]),
-                "tokens_per_second": cell.tokens_per_second[SPECULATIVE].value,
-            },
-            "metrics": cell.model_dump(exclude={"workload", "engine", "suite"}, exclude_none=True),
-        }
-    return tree
-
-
-def results_table(title: str, cells: Mapping[str, Cell]) -> Table:
-    """A row per method."""
-    table = new_table(title, "", *COLUMNS)
     for name, cell in cells.items():
         table.add_row(name, *(row(cell)[column] for column in COLUMNS))
     table.caption = (
@@ -196,26 +146,61 @@ def results_table(title: str, cells: Mapping[str, Cell]) -> Table:
         " default (~: ties)"
     )
     table.caption_justify = "left"
-    return table
+    console.print(table)
+    for line in remarks(measured):
+        console.print(line, highlight=False, soft_wrap=True)
+    if saved is not None:
+        tree: dict[str, Any] = {
+            name: results(measured[name].requests, cell) for name, cell in cells.items()
+        }
+        tree |= {"versions": versions, "arguments": dict(arguments)}
+        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+        console.print(f"written to {saved}", highlight=False, soft_wrap=True)
+    return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
 
 
-def remarks(measured: Mapping[str, Measurement], tokenizer: Any) -> list[str]:
+def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:
+    """The saved results of a method: outputs and timings, and the fields of its cell
+    (docs/evaluate.md) as metrics."""
+    outputs = [
+        {
+            "prompt": request.prompt,
+            "text": request.outputs[0].text,
+            "token_ids": request.outputs[0].token_ids,
+            "finish_reason": request.outputs[0].finish_reason,
+        }
+        for request in requests
+    ]
+    timings = {
+        "seconds": median(run.seconds for run in cell.passes[SPECULATIVE]),
+        "tokens_per_second": cell.tokens_per_second[SPECULATIVE].value,
+    }
+    metrics = cell.model_dump(exclude={"workload", "engine", "suite"}, exclude_none=True)
+    return {"outputs": outputs, "timings": timings, "metrics": metrics}
+
+
+def remarks(measured: Mapping[str, Measurement]) -> list[str]:
     """What the table does not say: stalled repeats, responses that repeat themselves, and every
-    first difference from the default in words."""
+    first difference from the default."""
     lines = [
         f"{name}: the machine stalled in repeat {run.repeat + 1}; medians leave it out"
-        for name, one in measured.items()
-        for run, _ in stalled(one.passes[SPECULATIVE])
+        for name, measurement in measured.items()
+        for run, _ in stalled(measurement.passes[SPECULATIVE])
     ]
-    outputs = [output.outputs[0].token_ids for output in measured[DEFAULT].requests]
-    if repeated := sum(map(repeats_itself, outputs)):
+    responses = _token_ids(measured[DEFAULT])
+    if repeated := sum(map(repeats_itself, responses)):
         lines.append(
-            f"{repeated} of {len(outputs)} responses repeat themselves to the end: n-grams and"
+            f"{repeated} of {len(responses)} responses repeat themselves to the end: n-grams and"
             " suffixes gain more on them than on real answers"
         )
-    for name, one in measured.items():
-        for check in one.lossless:
-            lines += [_explained(name, difference, tokenizer) for difference in check.details]
+    lines += [
+        f"{name}, prompt {difference.prompt}, token {difference.position}:"
+        f" {'a tie' if difference.tie else 'a mismatch'}; the two best logits are"
+        f" {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of noise was measured"
+        for name, measurement in measured.items()
+        for check in measurement.lossless
+        for difference in check.details
+    ]
     return lines
 
 
@@ -225,19 +210,4 @@ def repeats_itself(token_ids: Sequence[int]) -> bool:
     half = list(token_ids[len(token_ids) // 2 :])
     return len(token_ids) >= 16 and any(
         half[period:] == half[:-period] for period in range(1, min(8, len(half) // 2) + 1)
-    )
-
-
-def _explained(name: str, difference: TokenDifference, tokenizer: Any) -> str:
-    """The first difference of one prompt, in words."""
-
-    def shown(token: int | None) -> str:
-        return "the end" if token is None else repr(tokenizer.decode([token]))
-
-    kind = "a floating-point tie" if difference.tie else "a mismatch"
-    return (
-        f"{name}, prompt {difference.prompt}, token {difference.position}:"
-        f" {shown(difference.token)} instead of {shown(difference.reference_token)}; {kind}: the"
-        f" two best logits are {difference.top_two_gap:.3g} apart and {difference.noise:.3g} of"
-        " noise was measured"
     )

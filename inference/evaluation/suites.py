@@ -9,20 +9,18 @@ too."""
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.speculators.errors import ConfigError, DataError
 
 DIR = "suites"  # where files lie that no path is given for, each under its suite's name
-SENTINEL = (  # in place of texts that SPEED-Bench may not ship
-    "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-)
+# in place of texts that SPEED-Bench may not ship
+SENTINEL = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
@@ -39,42 +37,29 @@ class Conversation:
 class Suite:
     """A suite, and the shape of its file: a JSON object a line.
 
+    fetch       shell command that writes the file
     columns     the first of these that a row has holds its turns: a text, a list of texts, or
                 messages of the user
     category    the column that groups rows; None: all are of one category, called like the suite
-    members     suites that this one consists of, each a category; it has no file of its own, but a
-                folder of theirs
-    fetch       shell command that writes the file
-    compare     what published results are of, in a few words
     """
 
     title: str
-    compare: str
-    fetch: str = ""
-    columns: tuple[str, ...] = ()
+    fetch: str
+    columns: tuple[str, ...]
     category: str | None = None
-    members: tuple[str, ...] = ()
 
 
-def _from_hub(name: str, data_set: str, split: str, config: str | None = None) -> str:
-    where = ", ".join(repr(part) for part in (data_set, config) if part)
+def _from_hub(name: str, *source: str, split: str) -> str:
     code = (
-        f"from datasets import load_dataset as load; load({where},"
+        f"from datasets import load_dataset as load; load({', '.join(map(repr, source))},"
         f" split={split!r}).to_json({f'{DIR}/{name}.jsonl'!r})"
     )
     return f'python -c "{code}"'
 
 
 SUITES: dict[str, Suite] = {
-    "spec_al": Suite(
-        "five suites that most papers report, bare prompts, as aiperf's spec_al_* data sets",
-        "each category with the paper's own row; `all` is pooled over verifications",
-        members=("gsm8k", "math500", "humaneval", "mbpp", "mt_bench"),
-    ),
     "spec_bench": Suite(
         "Spec-Bench, 480 questions, some of two turns",
-        "Spec-Bench's leaderboard, whose MT-bench column holds the eight categories that MT-Bench"
-        " has too",
         fetch=(
             f"curl -Lo {DIR}/spec_bench.jsonl "
             "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -84,7 +69,6 @@ SUITES: dict[str, Suite] = {
     ),
     "mt_bench": Suite(
         "MT-Bench, 80 questions of two turns",
-        "MT-Bench columns of EAGLE, EAGLE-3, DFlash and later papers",
         fetch=(
             f"curl -Lo {DIR}/mt_bench.jsonl https://raw.githubusercontent.com/lm-sys/FastChat/main/"
             "fastchat/llm_judge/data/mt_bench/question.jsonl"
@@ -94,32 +78,26 @@ SUITES: dict[str, Suite] = {
     ),
     "gsm8k": Suite(
         "GSM8K, 1319 word problems (test)",
-        "GSM8K columns; a paper that asks for steps or a boxed answer has another prompt",
-        fetch=_from_hub("gsm8k", "openai/gsm8k", "test", "main"),
+        fetch=_from_hub("gsm8k", "openai/gsm8k", "main", split="test"),
         columns=("question",),
     ),
     "math500": Suite(
         "MATH-500, 500 problems (test)",
-        "MATH-500 columns; a paper that asks for a boxed answer has another prompt",
-        fetch=_from_hub("math500", "HuggingFaceH4/MATH-500", "test"),
+        fetch=_from_hub("math500", "HuggingFaceH4/MATH-500", split="test"),
         columns=("problem",),
     ),
     "humaneval": Suite(
         "HumanEval, 164 functions to complete (test)",
-        "HumanEval columns; a paper that continues the text without a chat template measures"
-        " something else",
-        fetch=_from_hub("humaneval", "openai/openai_humaneval", "test"),
+        fetch=_from_hub("humaneval", "openai/openai_humaneval", split="test"),
         columns=("prompt",),
     ),
     "mbpp": Suite(
         "MBPP, 500 tasks (full, test); the sanitized split has the column prompt",
-        "MBPP columns; a paper that adds the tests to the task has another prompt",
-        fetch=_from_hub("mbpp", "google-research-datasets/mbpp", "test", "full"),
+        fetch=_from_hub("mbpp", "google-research-datasets/mbpp", "full", split="test"),
         columns=("text", "prompt"),
     ),
     "speed_bench": Suite(
         "SPEED-Bench, 80 questions of each of 11 categories (qualitative), or a throughput split",
-        "SPEED-Bench's and InferenceX's acceptance lengths, the latter of the category coding",
         fetch=(
             f"curl -Lo {DIR}/prepare.py"
             " https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
@@ -132,51 +110,36 @@ SUITES: dict[str, Suite] = {
 }
 
 
-def default_path(name: str, folder: str = DIR) -> str:
-    """Where the file of a suite lies that no path is given for: `<folder>/<name>.jsonl`, or the
-    folder of a group."""
-    return folder if SUITES[name].members else str(Path(folder) / f"{name}.jsonl")
-
-
-def suite_files(name: str, path: str | Path) -> list[Path]:
-    """The files of a suite that is given as `path`. DataError for one that is not there, with the
-    command for it."""
-    suite, path = SUITES[name], Path(path)
-    files = {member: path / f"{member}.jsonl" for member in suite.members} or {name: path}
-    missing = [f"{file}: no such file" for file in files.values() if not file.is_file()]
-    if missing:
-        commands = "; ".join(
-            SUITES[part].fetch for part, file in files.items() if not file.is_file()
-        )
-        raise DataError(
-            f"{'; '.join(missing)}. Fetch it (docs/evaluate.md): mkdir -p {DIR}; {commands}",
-            where=f"suite {name}",
-        )
-    return list(files.values())
+def default_path(name: str) -> str:
+    """Where the file of a suite lies that no path is given for."""
+    return f"{DIR}/{name}.jsonl"
 
 
 def load_suite(name: str, path: str | Path) -> list[Conversation]:
-    """The conversations of a suite's file, in its order; of a group, those of its members one after
-    the other.
+    """The conversations of a suite's file, in its order.
 
-    DataError names the file and line of a row that has not the suite's shape, and a file without
-    rows."""
-    suite = SUITES[name]
-    if suite.members:
-        files = zip(suite.members, suite_files(name, path))
-        return [
-            replace(one, category=part) for part, file in files for one in load_suite(part, file)
-        ]
-    (file,) = suite_files(name, path)
-    conversations = []
+    DataError for a file that is not there, with the command for it, for one without rows, and, with
+    file and line, for a row that has not the suite's shape."""
+    suite, file = SUITES[name], Path(path)
+    if not file.is_file():
+        fetch = f"Fetch it (docs/evaluate.md): mkdir -p {DIR}; {suite.fetch}"
+        raise DataError(f"no such file. {fetch}", where=f"suite {name}: {file}")
+    rows = [_conversation(name, suite, row, origin) for origin, row in json_lines(file)]
+    if not rows:
+        raise DataError("there are no rows", where=f"{file}")
+    return rows
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The column `prompt` of a JSONL file. DataError for a row without a text there."""
+    prompts = []
     for origin, row in json_lines(file):
-        try:
-            conversations.append(_conversation(name, suite, row, origin))
-        except ValueError as error:
-            raise DataError(f"{error}: {json.dumps(row)[:80]}", where=origin) from None
-    if not conversations:
-        raise DataError(f"there are no rows; expected {suite.title}", where=f"{file}")
-    return conversations
+        match row:
+            case {"prompt": str(prompt)} if prompt:
+                prompts.append(prompt)
+            case _:
+                raise DataError("expected an object with `prompt`, a text", where=origin)
+    return prompts
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -184,54 +147,41 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     read, DataError for a line that is no JSON."""
     try:
         data = path.read_bytes()
-        lines = (
-            (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").splitlines()
-        )
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"could not be read as lines of JSON: {error}", where=f"{path}"
-        ) from error
-    for number, line in enumerate(lines, 1):
+        raise ConfigError(f"could not be read as lines of JSON: {error}", where=f"{path}") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: {error}: {line[:80]}") from None
-
-
-def sha256_of(path: Path) -> str:
-    """Hash of a file's bytes (hex)."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+                raise DataError(f"{error}: {line[:80]}", where=f"{path}:{number}") from None
 
 
 def _conversation(name: str, suite: Suite, row: Any, origin: str) -> Conversation:
-    """ValueError says what was expected."""
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a mapping with {' or '.join(suite.columns)}")
-    column = next((column for column in suite.columns if row.get(column)), None)
-    turns = _turns(row[column]) if column else []
+    fields = row if isinstance(row, dict) else {}
+    column = next((column for column in suite.columns if fields.get(column)), None)
+    turns = _turns(fields[column]) if column else []
+    category = name if suite.category is None else fields.get(suite.category)
     if not turns or not all(turn.strip() for turn in turns):
-        raise ValueError(f"expected {' or '.join(suite.columns)}, the turns of the user")
-    if any(SENTINEL in turn for turn in turns):
-        raise ValueError(
-            f"a text of others is left out of this file; make the whole one with: {suite.fetch}"
-        )
-    category = name if suite.category is None else row.get(suite.category)
-    # reports call all categories together `all`
-    if not isinstance(category, str) or category in ("", "all"):
-        raise ValueError(f"expected {suite.category}, a text other than all")
-    return Conversation(category, tuple(turns), origin)
+        fault = f"expected {' or '.join(suite.columns)}, the turns of the user"
+    elif any(SENTINEL in turn for turn in turns):
+        fault = f"a text is left out of this file; make the whole one with: {suite.fetch}"
+    elif not isinstance(category, str) or category in ("", "all"):  # reports pool as `all`
+        fault = f"expected {suite.category}, a text other than all"
+    else:
+        return Conversation(category, tuple(turns), origin)
+    raise DataError(f"{fault}: {json.dumps(row)[:80]}", where=origin)
 
 
-def _turns(value: Any) -> list[Any]:
+def _turns(value: Any) -> list[str]:
     """Texts of the user from a text, a list of texts, or a list of messages; empty if it is none of
     them."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        return []
-    texts = [
-        one.get("content") if isinstance(one, dict) and one.get("role") == "user" else one
-        for one in value
-    ]
-    return texts if all(isinstance(text, str) for text in texts) else []
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        by_user = isinstance(part, dict) and part.get("role") == "user"
+        text = part.get("content") if by_user else part
+        if not isinstance(text, str):
+            return []
+        texts.append(text)
+    return texts

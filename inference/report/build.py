@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import reduce
-from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from draftsmith.inference.report.measurement import Measurement
+from draftsmith.inference.report.measurement import Measurement, make_cell
 from draftsmith.inference.report.schema import (
     ALL_WORKLOADS,
     OUR_ENGINE,
     SPECULATIVE,
     AcceptanceReport,
     Cell,
+    Estimate,
     Gate,
     HeldOutPoint,
     Provenance,
@@ -27,6 +25,7 @@ from draftsmith.inference.report.schema import (
 )
 from draftsmith.speculators.errors import ConfigError
 
+History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 
 
@@ -48,13 +47,9 @@ def build_report(
     for one in measurements:
         key = (one.temperature, one.method, one.engine, one.suite)
         groups.setdefault(key, []).append(one)
-    pooled = [replace(reduce(add, group), workload=ALL_WORKLOADS) for group in groups.values()]
-    report = AcceptanceReport(
-        provenance=provenance,
-        summary={},
-        suites=list(suites),
-        results=[one.cell() for one in [*measurements, *pooled]],
-    )
+    cells = [one.cell() for one in measurements]
+    cells += [make_cell(group, ALL_WORKLOADS) for group in groups.values()]
+    report = AcceptanceReport(provenance=provenance, summary={}, suites=list(suites), results=cells)
     report.summary = summarise(report.pooled())
     return report
 
@@ -68,24 +63,22 @@ def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
     if gaps := [abs(cell.expected.relative_difference) for cell in pooled if cell.expected]:
         summary["expected_measured_gap"] = max(gaps)
     for cell in pooled:
-        rate = cell.tokens_per_second.get(SPECULATIVE)
-        off = cell.speedup_vs_autoregressive
-        other = cell.speedup_vs_transformers
         expected = cell.expected
-        results: dict[str, float | None] = {
+        results: dict[str, Any] = {
             "acceptance_length": cell.acceptance_length,
             "tokens_per_forward": cell.tokens_per_forward,
-            "expected_acceptance_length": expected.acceptance_length if expected else None,
-            "expected_measured_gap": abs(expected.relative_difference) if expected else None,
-            "tokens_per_second": rate.value if rate else None,
-            "speedup_vs_autoregressive": off.value if off else None,
-            "speedup_vs_transformers": other.value if other else None,
+            "expected_acceptance_length": expected and expected.acceptance_length,
+            "expected_measured_gap": expected and abs(expected.relative_difference),
+            "tokens_per_second": cell.tokens_per_second.get(SPECULATIVE),
+            "speedup_vs_autoregressive": cell.speedup_vs_autoregressive,
+            "speedup_vs_transformers": cell.speedup_vs_transformers,
             "limit_speedup": cell.limit_speedup,
             "efficiency": cell.efficiency,
         }
         for name, value in results.items():
             if value is not None:
-                summary[f"t{cell.temperature:g}.{name}"] = value
+                number = value.value if isinstance(value, Estimate) else value
+                summary[f"t{cell.temperature:g}.{name}"] = number
     return summary
 
 
@@ -93,18 +86,13 @@ def check_gates(summary: Mapping[str, float], bounds: Mapping[str, Bound]) -> li
     """Each bound against its result. ConfigError if a gate names a result the evaluation did not
     produce."""
     gates = []
-    for name, bound in bounds.items():
+    for name, (low, high) in bounds.items():
         if name not in summary:
             measured = ", ".join(sorted(summary)) or "nothing"
-            raise ConfigError(
-                f"no such result in this evaluation; measured were: {measured}",
-                where=f"gates.{name}",
-            )
+            raise ConfigError(f"not measured; measured were: {measured}", where=f"gates.{name}")
         value = summary[name]
-        low = -math.inf if bound.min is None else bound.min
-        high = math.inf if bound.max is None else bound.max
-        passed = low <= value <= high
-        gates.append(Gate(name=name, value=value, min=bound.min, max=bound.max, passed=passed))
+        passed = (low is None or low <= value) and (high is None or value <= high)
+        gates.append(Gate(name=name, value=value, min=low, max=high, passed=passed))
     return gates
 
 
@@ -145,7 +133,7 @@ def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]
 # ------------------------------------------------------------------ how far it is trained
 
 
-def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress | None:
+def training_progress(history: History) -> TrainingProgress | None:
     """The progress of a training loop's records, one per step; None if there are none."""
     tokens = 0
     points = []
@@ -156,21 +144,14 @@ def training_progress(history: Sequence[Mapping[str, Any]]) -> TrainingProgress 
     if not tokens:
         return None
     late = [point for point in points if point.supervised_tokens * 2**DOUBLINGS >= tokens]
-    gain, error = _slope(late) if len(late) > 2 else (None, None)
+    gain = error = None
+    if len(late) > 2:
+        x = np.log2([point.supervised_tokens for point in late])
+        line, covariance = np.polyfit(x, [point.acceptance_length for point in late], 1, cov=True)
+        gain, error = float(line[0]), math.sqrt(covariance[0, 0])
     return TrainingProgress(
         supervised_tokens=tokens,
         held_out=points,
         gain_per_doubling=gain,
         gain_standard_error=error,
     )
-
-
-def _slope(points: Sequence[HeldOutPoint]) -> tuple[float, float]:
-    """The slope of τ in log2(tokens) and its standard error, n - 2 degrees of freedom."""
-    x = np.log2([point.supervised_tokens for point in points])
-    y = np.array([point.acceptance_length for point in points])
-    x = x - x.mean()
-    spread = float(x @ x)
-    slope = float(x @ y) / spread
-    residuals = y - y.mean() - slope * x
-    return slope, math.sqrt(float(residuals @ residuals) / (len(points) - 2) / spread)

@@ -2,15 +2,14 @@
 program.
 
 Style, figures and numbers are inside the file, so it opens offline. The layout is
-`templates/report.html.j2`. No number is computed here: all stand in the report or in the training
-history."""
+`templates/report.html.j2`. No number is computed here: all stand in the report."""
 
 from __future__ import annotations
 
 import base64
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport, TrainingProgress
+from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
 from draftsmith.inference.report.table import EVERY, notes, row
 from draftsmith.inference.whole_file import write_whole
 
@@ -43,19 +42,15 @@ STYLE: Any = {
     "svg.hashsalt": "report",
     "text.parse_math": False,
 }
-History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 
 
-def write_html(
-    report: AcceptanceReport, path: str | os.PathLike[str], history: History = ()
-) -> Path:
-    """Render the report (and the training history, if there is one) to `path`, whole or not at
-    all."""
-    return write_whole(Path(path), render_html(report, history))
+def write_html(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
+    """Render the report to `path`, whole or not at all."""
+    return write_whole(Path(path), render_html(report))
 
 
-def render_html(report: AcceptanceReport, history: History = ()) -> str:
-    """The page as a string. `history`: in step order."""
+def render_html(report: AcceptanceReport) -> str:
+    """The page as a string."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -73,7 +68,7 @@ def render_html(report: AcceptanceReport, history: History = ()) -> str:
         columns=EVERY,
         rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
         notes=notes(report),
-        figures=[speedup_bars(report), *position_lines(report), *training_lines(report, history)],
+        figures=[speedup_bars(report), *position_lines(report), held_out_line(report)],
         checks=checks,
     )
 
@@ -106,43 +101,40 @@ def _figure(title: str, height: float, draw: Callable[[Axes], None]) -> Figure:
 def speedup_bars(report: AcceptanceReport) -> Figure | None:
     """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers; None if
     nothing was timed."""
-    workloads = report.workloads()
-    timed = {
-        temperature: [
-            cell and cell.speedup_vs_autoregressive
-            for cell in (report.cell(name, temperature) for name in workloads)
-        ]
-        for temperature in report.temperatures()
-    }
-    if not any(speedup for speedups in timed.values() for speedup in speedups):
+    workloads, temperatures = report.workloads(), report.temperatures()
+    timed = [
+        (workloads.index(cell.workload), temperatures.index(cell.temperature), speedup)
+        for cell in report.own_cells()
+        if (speedup := cell.speedup_vs_autoregressive)
+    ]
+    if not timed:
         return None
 
     def draw(axes: Axes) -> None:
-        height = 0.8 / len(timed)
-        for index, (temperature, speedups) in enumerate(timed.items()):
-            known = [(i, speedup) for i, speedup in enumerate(speedups) if speedup]
-            y = [i + (index - (len(timed) - 1) / 2) * height for i, _ in known]
-            values = np.array([speedup.value for _, speedup in known])
-            spread = np.array([(s.value - s.low, s.high - s.value) for _, s in known])
-            colour = PALETTE[index % len(PALETTE)]
+        height = 0.8 / len(temperatures)
+        for index, temperature in enumerate(temperatures):
+            known = [(i, speedup) for i, which, speedup in timed if which == index]
             bars = axes.barh(
-                y,
-                values,
+                [i + (index - (len(temperatures) - 1) / 2) * height for i, _ in known],
+                [speedup.value for _, speedup in known],
                 height=0.85 * height,
-                color=colour,
+                color=PALETTE[index % len(PALETTE)],
                 label=f"T={temperature:g}",
-                xerr=spread.clip(0).T if len(known) else None,
+                xerr=np.array([(s.value - s.low, s.high - s.value) for _, s in known])
+                .reshape(-1, 2)
+                .clip(0)
+                .T,
                 error_kw={"ecolor": INK, "elinewidth": 1.0},
             )
-            axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6, color=colour)
+            axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6)
         axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlabel("× faster than the same engine without drafting")
         axes.set_yticks(range(len(workloads)), labels=workloads)
-        axes.set_ylim(len(workloads) - 0.45, -0.55)
+        axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.yaxis.grid(False)
 
-    return _figure("Speedup by workload", 0.9 + len(workloads) * max(0.36, 0.24 * len(timed)), draw)
+    return _figure("Speedup by workload", 0.9 + len(workloads) * 0.24 * len(temperatures), draw)
 
 
 def position_lines(report: AcceptanceReport) -> list[Figure]:
@@ -160,21 +152,15 @@ def position_lines(report: AcceptanceReport) -> list[Figure]:
     return figures
 
 
-def training_lines(report: AcceptanceReport, history: History) -> list[Figure]:
-    """The training loss by step, and the held-out acceptance length by tokens seen, as far as they
-    are known."""
-    figures = []
-    loss = {record["step"]: record.get("loss") for record in history}
-    if len(loss) > 1:
-        figures.append(lines("Training loss", {"loss": loss}, "step", (0, None)))
-    progress: TrainingProgress | None = report.training
-    if progress is not None and len(progress.held_out) > 1:
-        curve: dict[int, float | None] = {
-            p.supervised_tokens: p.acceptance_length for p in progress.held_out
-        }
-        title = "Expected acceptance length, held out"
-        figures.append(lines(title, {"τ": curve}, "tokens with a loss", (1, None), log=True))
-    return figures
+def held_out_line(report: AcceptanceReport) -> Figure | None:
+    """The held-out acceptance length by tokens seen, if the drafter was trained."""
+    if report.training is None or len(report.training.held_out) < 2:
+        return None
+    curve: dict[int, float | None] = {
+        point.supervised_tokens: point.acceptance_length for point in report.training.held_out
+    }
+    title = "Expected acceptance length, held out"
+    return lines(title, {"τ": curve}, "tokens with a loss", (1, None), log=True)
 
 
 def lines(

@@ -13,8 +13,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from draftsmith.inference.report.schema import AUTOREGRESSIVE, AcceptanceReport
-from draftsmith.inference.report.table import CARD, markdown, position_rows, table_of
+from draftsmith.inference.report.schema import AcceptanceReport
+from draftsmith.inference.report.table import report_tables, suite_notes
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.formats import NATIVE
 from draftsmith.speculators.export.serving_commands import draftsmith_snippet
@@ -80,28 +80,10 @@ def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
     """(heading, sentence, table) of the evaluation's own prompts and of every suite."""
     parts = []
     if any(cell.suite is None for cell in report.headline):
-        parts.append(("", "", report))
-    for suite in report.suites:
-        about = (
-            f"{suite.conversations} of {suite.conversations_in_file} conversations, later turns"
-            f" asked with the live answers; responses of up to {suite.max_tokens} tokens, K ="
-            f" {suite.num_speculative_tokens}"
-            + "".join(f", {k}: {v}" for k, v in suite.chat_template_kwargs.items())
-            + ". "
-        ) + "; ".join(f"`{Path(f.path).name}`: SHA-256 `{f.sha256}`" for f in suite.files)
-        parts.append((suite.name, about, report.of_suite(suite.name)))
-    positions = map(str, range(1, report.provenance.num_speculative_tokens + 1))
-    heads = ["by position, %", "T", *positions]
-    return [
-        (
-            heading,
-            about,
-            table_of(part.own_cells(), CARD)
-            + "\n\n"
-            + markdown(heads, position_rows(part.pooled())),
-        )
-        for heading, about, part in parts
-    ]
+        parts.append(("", "", report_tables(report)))
+    for suite, about in zip(report.suites, suite_notes(report), strict=True):
+        parts.append((suite.name, about, report_tables(report.of_suite(suite.name))))
+    return parts
 
 
 def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
@@ -156,24 +138,18 @@ def serving(facts: CardFacts) -> list[tuple[str, str, str]]:
 def unmeasured(report: AcceptanceReport) -> list[str]:
     """Sentences that name what was not measured and could be taken for measured."""
     p, cells = report.provenance, report.own_cells()
-    lines = [
-        f"Other hardware, other dtypes than {p.dtype}, other targets, other workloads and other"
-        " temperatures than those of the table."
-    ]
+    lines = ["Hardware, dtypes, targets, workloads and temperatures other than those named here."]
     if others := report.engines()[1:]:
-        lengths = [
+        lengths = ", ".join(
             f"{cell.acceptance_length:.2f} at temperature {cell.temperature:g}"
             for cell in report.pooled(others[0])
-        ]
-        lines.append(
-            f"SGLang. The table is of {p.engine}; in {others[0]} the acceptance length over all"
-            f" workloads was {', '.join(lengths)}."
         )
+        lines.append(f"SGLang. The table is of {p.engine}; τ over all in {others[0]}: {lengths}.")
     else:
         lines.append("vLLM and SGLang: the results are those of Draftsmith's own runtime.")
     if p.max_num_seqs:
         lines.append(f"Batches of another size than {p.max_num_seqs}.")
-    if not any(AUTOREGRESSIVE in cell.tokens_per_second for cell in cells):
+    if not any(cell.speedup_vs_autoregressive for cell in cells):
         lines.append("Speedup: there was no timed run without drafting.")
     if not any(cell.lossless for cell in cells):
         lines.append("Equality of outputs with and without drafting.")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["3.0"] = "3.0"
+SCHEMA_VERSION: Literal["4.0"] = "4.0"
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
 SPECULATIVE = "speculative"  # kinds of timed passes
@@ -77,12 +77,10 @@ class TokenDifference(Record):
 
 
 class LosslessCheck(Record):
-    """Greedy outputs with drafting against a reference without, token for token."""
+    """Greedy outputs with drafting against those of the same engine without, token for token."""
 
     dtype: str
     """Weights' dtype during this check; float32 must be equal, bfloat16 may tie."""
-    reference: str
-    """What was compared with: `autoregressive`, the same engine without drafting."""
     checked_prompts: int
     """Prompts compared."""
     mismatches: int
@@ -216,10 +214,8 @@ class Cell(Record):
     """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
     speedup_vs_transformers: Estimate | None = None
     """Rate of `speculative` ÷ that of `transformers_generate`; another engine."""
-    stalled_passes: list[str] = []
-    """Passes slower than 60 % of the median rate of their repeats, in words."""
     costs: Costs | None = None
-    """The parts of a round, timed alone."""
+    """The parts of a round, timed alone; null in `all`."""
     limit_speedup: float | None = None
     """τ · V(1) / (V(K+1) + D(K)), τ of the timed passes (of all, if none was timed)."""
     efficiency: float | None = None
@@ -258,12 +254,8 @@ class EngineFacts(Record):
     """`draftsmith` or `vllm`."""
     version: str
     """Its version."""
-    python_version: str | None = None
-    """Its interpreter; null: not known, or this one."""
     torch_version: str | None = None
     """Its PyTorch; null: not known, or this one."""
-    platform: str | None = None
-    """Kind of device it ran on, by its own word; null as above."""
     draft_sample_method: str | None = None
     """How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`;
     null: the method has no q, or it is not known."""
@@ -278,18 +270,12 @@ class Provenance(Record):
     """Version of this package."""
     git_commit: str | None
     """Commit of the source tree, `-dirty` if changed; null outside git."""
-    python_version: str
-    """Python interpreter."""
     torch_version: str
     """PyTorch, with its build tag."""
     transformers_version: str
     """transformers."""
-    platform: str
-    """Operating system and architecture."""
     cpu_model: str
     """Processor name."""
-    cpu_cores: int
-    """Logical cores this process may use."""
     threads: int
     """torch intra-op threads during the measurement."""
     device: str
@@ -327,15 +313,10 @@ class Provenance(Record):
     """Engine the summary and the gates speak of."""
     engines: list[EngineFacts] = []
     """Every engine that was measured."""
-    prompts_sha256: str | None = None
-    """Hash of the prompts' tokens and of what limits a response (max_tokens, top_p, top_k): engines
-    are compared where it is equal."""
     created_at: str
     """When the report was made: UTC, ISO 8601."""
     duration_s: float
     """How long the evaluation took."""
-    seeds: list[int]
-    """Seeds of the sampled runs."""
 
 
 class HeldOutPoint(Record):
@@ -363,26 +344,19 @@ class TrainingProgress(Record):
     """Standard error of the slope, from the residuals of the line; null as above."""
 
 
-class SuiteFile(Record):
-    """A file of a suite."""
-
-    path: str
-    """As it was given."""
-    sha256: str
-    """Hash of its bytes."""
-
-
 class SuiteFacts(Record):
     """A suite that was measured, and what a result of it depends on besides target and drafter."""
 
     name: str
     """`suite` of its cells."""
-    files: list[SuiteFile]
-    """The files it was read from."""
+    path: str
+    """File it was read from, as given."""
+    sha256: str
+    """Hash of the file's bytes."""
     conversations: int
     """Conversations that were held, at each temperature."""
     conversations_in_file: int
-    """Conversations in the files."""
+    """Conversations in the file."""
     conversations_without_room: int = 0
     """Left out, because target and longest responses have no room for them."""
     turns_not_asked: int = 0
@@ -398,7 +372,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["3.0"] = SCHEMA_VERSION
+    schema_version: Literal["4.0"] = SCHEMA_VERSION
     """Version of this layout."""
     provenance: Provenance
     """What was measured, with what, on what."""
@@ -427,16 +401,6 @@ class AcceptanceReport(Record):
         first = None if None in suites or not suites else suites[0]
         return [cell for cell in self.results if cell.suite == first]
 
-    @property
-    def stalled_passes(self) -> list[str]:
-        """Timed passes during which the machine stalled, each in words."""
-        return [
-            f"T={cell.temperature:g}, {line}"
-            for cell in self.results
-            if cell.workload != ALL_WORKLOADS
-            for line in cell.stalled_passes
-        ]
-
     def of_suite(self, name: str) -> AcceptanceReport:
         """The report as if that suite alone had been measured."""
         cells = [cell for cell in self.results if cell.suite == name]
@@ -448,19 +412,16 @@ class AcceptanceReport(Record):
     def cell(self, workload: str, temperature: float, engine: str | None = None) -> Cell | None:
         """The headline's cell at these coordinates (`engine` defaults to the report's own), None if
         it was not measured."""
-        key = (workload, temperature, engine or self.provenance.engine)
-        cells = {(cell.workload, cell.temperature, cell.engine): cell for cell in self.headline}
-        return cells.get(key)
+        cells = self.own_cells(engine)
+        at = (workload, temperature)
+        return next((cell for cell in cells if (cell.workload, cell.temperature) == at), None)
 
     def own_cells(self, engine: str | None = None) -> list[Cell]:
         """The headline's cells of one engine (default: the report's own) by temperature, `all` the
         last of each."""
-        cells = (
-            self.cell(workload, temperature, engine)
-            for temperature in self.temperatures()
-            for workload in self.workloads()
-        )
-        return [cell for cell in cells if cell is not None]
+        name = engine or self.provenance.engine
+        cells = [cell for cell in self.headline if cell.engine == name]
+        return sorted(cells, key=lambda cell: (cell.temperature, cell.workload == ALL_WORKLOADS))
 
     def pooled(self, engine: str | None = None) -> list[Cell]:
         """The headline's `all` cells of one engine, by temperature."""

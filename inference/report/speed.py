@@ -13,7 +13,6 @@ from statistics import median
 import numpy as np
 
 from draftsmith.inference.report.schema import Estimate, TimedPass
-from draftsmith.speculators.errors import DataError
 
 STALLED = 0.6  # a pass below this share of the median rate of its repeats is reported
 RESAMPLES = 1000
@@ -27,7 +26,7 @@ class Speeds:
     weighted    the kind whose tokens say how much each workload counts, for all kinds alike
 
     The bootstrap draws the repeats of every workload anew, the same ones for every kind, because
-    passes of one repeat ran next to each other. DataError if the repeats of a kind are others."""
+    passes of one repeat ran next to each other."""
 
     def __init__(self, passes: Mapping[str, Sequence[TimedPass]], weighted: str) -> None:
         grouped = {kind: _by_workload(some) for kind, some in passes.items()}
@@ -37,12 +36,6 @@ class Speeds:
         total_seconds = np.zeros((len(grouped), 1 + RESAMPLES))  # the estimate, then every draw
         for workload, own in grouped[weighted].items():
             groups = [groups.get(workload, []) for groups in grouped.values()]
-            repeats = [[run.repeat for run in group] for group in groups]
-            if any(some != repeats[0] for some in repeats):
-                raise DataError(
-                    f"{', '.join(self.kinds)} were not repeated alike",
-                    where=f"timed passes of {workload}",
-                )
             times = np.array([[run.seconds / run.tokens for run in group] for group in groups])
             draws = random.integers(times.shape[1], size=(RESAMPLES, times.shape[1]))
             tokens = median(run.tokens for run in own)

@@ -19,13 +19,12 @@ from draftsmith.inference.report.schema import (
     AcceptanceReport,
     Cell,
 )
+from draftsmith.inference.report.speed import stalled
 
 NONE = "-"  # not measured
-TERMINAL = ("workload", "T", "τ", "/fwd", "tok/s", "off", "speedup", "eff.", "same")
-SUITE = ("workload", "T", "requests", "τ", "τ mean", "tok/s", "speedup", "same")
-CARD = ("workload", "T", "requests", "τ", "τ mean", "speedup", "tok/s", "off", "same")
+COLUMNS = ("workload", "T", "n", "τ", "τ mean", "tok/s", "off", "speedup", "same")
 EVERY = (
-    *("workload", "engine", "T", "requests", "τ", "τ mean", "expected", "/fwd"),
+    *("workload", "engine", "T", "n", "τ", "τ mean", "expected", "/fwd"),
     *("tok/s", "off", "speedup", "limit", "eff.", "same"),
 )
 Row = dict[str, str]
@@ -41,7 +40,7 @@ def row(cell: Cell) -> Row:
         "workload": cell.workload,
         "engine": cell.engine,
         "T": f"{cell.temperature:g}",
-        "requests": str(cell.prompts),
+        "n": str(cell.prompts),
         "τ": f"{cell.acceptance_length:.2f}" if drafted else NONE,
         "τ mean": f"{cell.acceptance_length_macro:.2f}" if drafted else NONE,
         "expected": (
@@ -87,18 +86,17 @@ def position_rows(cells: Iterable[Cell]) -> list[list[str]]:
     ]
 
 
-def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the row of all workloads is bold."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    for first, *rest in rows:
-        name = first.replace("|", "\\|")
-        lines.append([f"**{name}**" if name == ALL_WORKLOADS else name, *rest])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def table_of(cells: Iterable[Cell], columns: Sequence[str]) -> str:
-    """`markdown` of cells."""
-    return markdown(columns, ([row(cell)[name] for name in columns] for cell in cells))
+def suite_notes(report: AcceptanceReport) -> list[str]:
+    """What the results of each suite depend on, a sentence each."""
+    return [
+        f"{suite.name}: {suite.conversations} of {suite.conversations_in_file} conversations,"
+        f" {suite.conversations_without_room} without room, {suite.turns_not_asked} later turns"
+        f" not asked; later turns follow the live answers; responses of up to {suite.max_tokens}"
+        f" tokens, K = {suite.num_speculative_tokens}"
+        + "".join(f", {name}: {value}" for name, value in suite.chat_template_kwargs.items())
+        + f"; {Path(suite.path).name}: SHA-256 {suite.sha256}"
+        for suite in report.suites
+    ]
 
 
 def notes(report: AcceptanceReport) -> list[str]:
@@ -109,8 +107,8 @@ def notes(report: AcceptanceReport) -> list[str]:
         if cell.num_drafts < cell.num_rounds:
             share = cell.num_drafts / cell.num_rounds
             lines.append(
-                f"{at}: drafted in {100 * share:.0f} % of the rounds; τ is over these,"
-                " /fwd (tokens per target forward) over all"
+                f"{at}: drafted in {100 * share:.0f} % of the rounds; τ is over these, tokens per"
+                f" target forward ({cell.tokens_per_forward:.2f}) over all"
             )
         if len(cell.acceptance_by_position) > 1:
             bins = ", ".join(
@@ -118,36 +116,36 @@ def notes(report: AcceptanceReport) -> list[str]:
                 for b in cell.acceptance_by_position
             )
             lines.append(f"τ by position in the text at {at} (rounds): {bins}")
-    lines += [f"stalled: {line}" for line in report.stalled_passes]
+    for cell in report.results:
+        for kind, passes in cell.passes.items() if cell.workload != ALL_WORKLOADS else ():
+            lines += [
+                f"stalled: T={cell.temperature:g}, {run.workload}, {kind}, repeat {run.repeat + 1}:"
+                f" {run.tokens / run.seconds:.0f} tokens/s, median {usual:.0f}"
+                for run, usual in stalled(passes)
+            ]
     if (training := report.training) and training.gain_per_doubling is not None:
         lines.append(
             "held-out τ over the last two doublings of the tokens seen"
             f" ({training.supervised_tokens:,}): {training.gain_per_doubling:+.3f} ±"
             f" {training.gain_standard_error:.3f} per doubling"
         )
-    return lines
+    return lines + suite_notes(report)
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:
     """Print the cells by temperature, one engine under the other if there are several, every suite,
     the notes and the gates."""
     console = console or Console()
+    p = report.provenance
+    title = f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}"
+    if p.engine != OUR_ENGINE:
+        title += f" in {p.engine}"
     if any(cell.suite is None for cell in report.headline):
-        console.print(_cells(report, _title(report), TERMINAL))
-    for facts in report.suites:
-        part = report.of_suite(facts.name)
-        title = (
-            f"{facts.name}: {_title(report)}\n{facts.conversations} of"
-            f" {facts.conversations_in_file} conversations, up to {facts.max_tokens} tokens"
-            + "".join(f", {k}: {v}" for k, v in facts.chat_template_kwargs.items())
-        )
-        lengths = _cells(part, title, SUITE)
-        lengths.caption = "τ: over verifications; τ mean: of requests. " + ", ".join(
-            f"{Path(file.path).name}: SHA-256 {file.sha256[:12]}…" for file in facts.files
-        )
-        lengths.caption_justify = "left"
-        console.print(lengths)
-        positions = map(str, range(1, facts.num_speculative_tokens + 1))
+        console.print(_cells(report, title))
+    for suite in report.suites:
+        part = report.of_suite(suite.name)
+        console.print(_cells(part, f"{suite.name}: {title}"))
+        positions = map(str, range(1, suite.num_speculative_tokens + 1))
         rates = new_table("acceptance by position, %", "", "T", *positions)
         for values in position_rows(part.pooled()):
             rates.add_row(*values)
@@ -155,31 +153,25 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
     for line in notes(report):
         console.print(line, highlight=False)
     if report.gates:
-        console.print(gates_table(report))
+        console.print(_gates(report))
 
 
-def _cells(report: AcceptanceReport, title: str, columns: Sequence[str]) -> Table:
-    table = new_table(title, *columns)
+def _cells(report: AcceptanceReport, title: str) -> Table:
+    table = new_table(title, *COLUMNS)
     own, *others = report.engines()
-    for temperature in report.temperatures():
-        for workload in report.workloads():
-            if cell := report.cell(workload, temperature, own):
-                style = "bold" if workload == ALL_WORKLOADS else None
-                table.add_row(*(row(cell)[name] for name in columns), style=style)
-            for engine in others:
-                if cell := report.cell(workload, temperature, engine):
-                    line = row(cell) | {"workload": f"  in {engine}"}
-                    table.add_row(*(line[name] for name in columns))
-        table.add_section()
+    for cell in report.own_cells(own):
+        style = "bold" if cell.workload == ALL_WORKLOADS else None
+        table.add_row(*_values(row(cell)), style=style)
+        for engine in others:
+            if other := report.cell(cell.workload, cell.temperature, engine):
+                table.add_row(*_values(row(other) | {"workload": f"  in {engine}"}))
+        if cell.workload == ALL_WORKLOADS:
+            table.add_section()
     return table
 
 
-def _title(report: AcceptanceReport) -> str:
-    p = report.provenance
-    engine = "" if p.engine == OUR_ENGINE else f" in {p.engine}"
-    return (
-        f"{p.drafter_method} for {p.target_name}, K={p.num_speculative_tokens}, {p.dtype}{engine}"
-    )
+def _values(cells: Row) -> list[str]:
+    return [cells[name] for name in COLUMNS]
 
 
 def new_table(title: str, first: str, *headings: str) -> Table:
@@ -193,16 +185,30 @@ def new_table(title: str, first: str, *headings: str) -> Table:
     return table
 
 
-def gates_table(report: AcceptanceReport) -> Table:
+def _gates(report: AcceptanceReport) -> Table:
     """Every gate with its bound, the result reached and the verdict."""
-    table = new_table("gates", "result", "reached", "demanded")
-    table.add_column("", no_wrap=True)
+    table = new_table("gates", "result", "reached", "at least", "at most", "")
     for gate in report.gates:
-        bounds = [
-            f"{sign} {bound:g}"
-            for sign, bound in (("≥", gate.min), ("≤", gate.max))
-            if bound is not None
+        numbers = [
+            "" if number is None else f"{number:.4g}" for number in (gate.value, gate.min, gate.max)
         ]
         verdict = Text("passed", style="green") if gate.passed else Text("missed", style="bold red")
-        table.add_row(gate.name, f"{gate.value:.4g}", ", ".join(bounds), verdict)
+        table.add_row(gate.name, *numbers, verdict)
     return table
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the row of all workloads is bold."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for first, *rest in rows:
+        name = first.replace("|", "\\|")
+        lines.append([f"**{name}**" if name == ALL_WORKLOADS else name, *rest])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def report_tables(report: AcceptanceReport) -> str:
+    """Every cell of the report's own engine, and acceptance by position, as `markdown`."""
+    cells = markdown(COLUMNS, [_values(row(cell)) for cell in report.own_cells()])
+    positions = map(str, range(1, report.provenance.num_speculative_tokens + 1))
+    heads = ["by position, %", "T", *positions]
+    return f"{cells}\n\n{markdown(heads, position_rows(report.pooled()))}"

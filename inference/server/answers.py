@@ -156,7 +156,7 @@ class ChatWriter(CompletionWriter):
         most, content = self.request.top_logprobs, []
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
             best = sorted(entries.items(), key=lambda item: -item[1].logprob)
-            top = [self._token(*item) for item in (best if most < 0 else best[:most])]
+            top = [self._token(*item) for item in best[:most]]
             content.append(self._token(token, entries[token]) | {"top_logprobs": top})
         return {"content": content}
 

@@ -78,17 +78,11 @@ class Server:
         names = self.options.served_model_name
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
-    async def model(self, http: Request) -> Response:
-        return JSONResponse(self._card(http.path_params["name"]))
-
-    async def version(self, http: Request) -> Response:
-        return JSONResponse({"version": package_version()})
-
     async def prometheus(self, http: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self, http: Request) -> Response:
-        self.engine.require_health()
+        self.engine.require_running()
         return Response()
 
     async def page(self, http: Request) -> Response:
@@ -190,10 +184,8 @@ async def _events(ticket: Ticket, writer: CompletionWriter) -> AsyncIterator[str
         for chunk in writer.last():
             yield f"data: {json.dumps(chunk)}\n\n"
     except Exception as error:
-        if not isinstance(error, APIError):
-            logger.error("a stream was ended", exc_info=error)
-            error = fault(error)
-        yield f"data: {error_json(error)}\n\n"
+        logger.error("a stream was ended", exc_info=error)
+        yield f"data: {error_json(fault(error))}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -218,10 +210,8 @@ def make_app(llm: LLM, options: ServerOptions) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await asyncio.to_thread(server.engine.warm_up)
         running = asyncio.create_task(server.engine.run())
         yield
-        server.engine.cancel_all()
         running.cancel()
         await asyncio.to_thread(server.engine.stop)
 
@@ -230,8 +220,6 @@ def make_app(llm: LLM, options: ServerOptions) -> Starlette:
         Route("/v1/completions", keyed(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", keyed(server.chat_completions), methods=["POST"]),
         Route("/v1/models", keyed(server.models)),
-        Route("/v1/models/{name:path}", keyed(server.model)),
-        Route("/version", keyed(server.version)),
         Route("/metrics", keyed(server.prometheus)),
         Route("/health", server.health),
         Route("/", server.page),

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,27 +19,25 @@ import typer
 from draftsmith.inference import console, flags
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.server.options import (
-    PANELS,
     SAMPLING_FIELDS,
     ServeFlags,
     read_flags,
     undeclared,
     with_model,
 )
-from draftsmith.inference.server.real_vllm import speculative_config, take_older, vllm_command
+from draftsmith.inference.server.real_vllm import vllm_command
 from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftsmith.inference.entrypoints.llm import LLM
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # names in generation_config.json -> in SamplingParams
 DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
 
 
 def register(app: typer.Typer) -> None:
     """Adds `serve` to a command line."""
-    flags.register(app, "serve", ServeFlags, run, panels=PANELS, others=True)
+    flags.register(app, "serve", ServeFlags, run, others=True)
 
 
 def main() -> None:
@@ -51,27 +49,22 @@ def main() -> None:
 
 def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     """Serves until SIGTERM or SIGINT. A signal ends a server that is still loading or compiling at
-    once; one that serves admits nothing more, and gives what runs `shutdown_timeout_s`."""
+    once; one that serves takes nothing more, and gives what runs `shutdown_timeout_s`."""
     given, words = with_model(given, words)
     if given.get("engine") == "vllm":
         # this process is replaced, so that signals, output and exit code are vLLM's own
         command = vllm_command(given, words)
         os.execvp(command[0], command)
     options = read_flags(given)
-    level = options.uvicorn_log_level
-    logging.basicConfig(level=level.upper(), format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     listening = bind(options.host, options.port)
-    before = {number: signal.signal(number, _exit) for number in SIGNALS}
-    try:
-        llm = load(options, words)
-        if options.generation_config == "auto":
-            config = getattr(llm.engine.target.model, "generation_config", None)
-            defaults = sampling_defaults({} if config is None else config.to_diff_dict())
-            options = options.model_copy(update={"sampling_defaults": defaults})
-        serve_app(llm, options, listening)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads
+    llm = load(options, words)
+    if options.generation_config == "auto":
+        config = getattr(llm.engine.target.model, "generation_config", None)
+        defaults = sampling_defaults({} if config is None else config.to_diff_dict())
+        options = options.model_copy(update={"sampling_defaults": defaults})
+    serve_app(llm, options, listening)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,36 +75,25 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        reason = error.strerror or error
-        raise ConfigError(f"--host {host} --port {port}: {reason}", where="serve") from None
+        where = f"serve --host {host} --port {port}"
+        raise ConfigError(error.strerror or f"{error}", where=where) from None
     return listening
 
 
 def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
     """Loads the LLM of these flags. `words`: flags that are not declared, which LLM knows from vLLM
-    or refuses."""
+    of today or before, or refuses."""
     from draftsmith.inference.entrypoints.llm import LLM
 
     names = options.model_fields_set & set(EngineOptions.model_fields)
     given = {name: getattr(options, name) for name in names}
-    older, words = take_older(words)
-    if (config := speculative_config(options, older)) is not None:
-        given["speculative_config"] = config
     return LLM(options.model, **given, **undeclared(words))
 
 
-def sampling_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters among the values of the model's generation_config.json. ConfigError
-    for what no request could have."""
-    from draftsmith.inference.sampling_params import SamplingParams
-
+def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters among the values of the model's generation_config.json."""
     known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
-    defaults = {name: value for name, value in known.items() if value is not None}
-    try:
-        SamplingParams(**defaults)
-    except ConfigError as error:
-        raise ConfigError(f"{error}", where="the model's generation_config.json") from None
-    return defaults
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
@@ -122,29 +104,12 @@ def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
 
     app = make_app(llm, options)
     engine = app.state.server.engine
-
-    class Uvicorn(uvicorn.Server):
-        def handle_exit(self, number: int, frame: Any) -> None:
-            if engine.draining or not self.started:
-                _exit(number, frame)
-            engine.drain(options.shutdown_timeout_s)
-            super().handle_exit(number, frame)
-
-    config = uvicorn.Config(
-        app,
-        log_level=options.uvicorn_log_level,
-        access_log=options.enable_log_requests,
-        timeout_graceful_shutdown=int(options.shutdown_timeout_s) + 5,
+    engine.warm_up()
+    timeout = options.shutdown_timeout_s
+    server = uvicorn.Server(
+        uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=timeout)
     )
-    server = Uvicorn(config)
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    for number in SIGNALS:  # uvicorn raises the signal again after a clean exit
-        signal.signal(number, lambda *_: None)
     server.run(sockets=[listening])
     if engine.failure is not None or not server.started:
         sys.exit(1)
-
-
-def _exit(number: int, frame: Any) -> None:
-    """Ends the process at once: its threads may be compiling, and do not listen."""
-    os._exit(128 + number)

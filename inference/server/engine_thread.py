@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from time import perf_counter
+
+from starlette.exceptions import HTTPException
 
 from draftsmith.inference.console import progress_bar
 from draftsmith.inference.engine.round_trace import RoundTracer
@@ -31,11 +32,12 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.errors import APIError, fault
 from draftsmith.inference.server.metrics import ServerMetrics
 from draftsmith.inference.server.options import ServerOptions
-from draftsmith.speculators.errors import DraftsmithError
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row, before the server calls itself unhealthy
+WARM_UP_LIMIT_S = 900.0  # what is not compiled by then is when it is first met
+
+Update = tuple["Ticket", int, RequestOutput | HTTPException]  # of the prompt with this index
 
 
 class Ticket:
@@ -47,8 +49,7 @@ class Ticket:
         self.streaming, self.traced = streaming, traced
         self.prompts: Sequence[Prompt] = ()
         self.begun: dict[int, Response] = {}
-        self.updates: asyncio.Queue[tuple[int, RequestOutput | APIError]] = asyncio.Queue()
-        self.arrival = perf_counter()
+        self.updates: asyncio.Queue[tuple[int, RequestOutput | HTTPException]] = asyncio.Queue()
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         self._engine.require_running()
@@ -62,7 +63,7 @@ class Ticket:
         unfinished = len(self.prompts)
         while unfinished:
             index, update = await self.updates.get()
-            if isinstance(update, APIError):
+            if isinstance(update, HTTPException):
                 raise update
             unfinished -= update.finished
             yield index, update
@@ -73,14 +74,13 @@ class Ticket:
 
 
 class EngineThread:
-    """`max_num_queued_reqs` responses may wait beyond those that have rows. `draining`: nothing new
-    is admitted. `failure`: the error after which nothing is served; `on_failure` is called then."""
+    """`max_num_queued_reqs` responses may wait beyond those that have rows. `failure`: the error
+    after which nothing is served; `on_failure` is called then."""
 
     def __init__(self, llm: LLM, metrics: ServerMetrics, options: ServerOptions) -> None:
-        self.llm, self.metrics, self.options = llm, metrics, options
+        self.llm, self.metrics = llm, metrics
         self._places = llm.engine.scheduler.max_num_seqs + options.max_num_queued_reqs
         self.in_flight = 0  # responses of all tickets
-        self.draining = False
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self._tickets: set[Ticket] = set()
@@ -92,24 +92,15 @@ class EngineThread:
         self._stopping = False
         # the thread's own
         self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
-        self._updates: list[tuple[Ticket, int, RequestOutput | APIError]] = []  # of this round
-        self._failed_steps = 0  # in a row
+        self._updates: list[Update] = []  # of this round
         self._tracer = RoundTracer(llm.engine)
 
     # ------------------------------------------------------------------ clients
 
     def require_running(self) -> None:
-        """APIError 503 if the server shuts down or the engine has failed."""
-        if self.draining:
-            raise APIError(503, "the server is shutting down")
+        """APIError 503 if the engine has failed."""
         if self.failure is not None:
             raise APIError(503, f"the engine has stopped: {self.failure}")
-
-    def require_health(self) -> None:
-        """APIError 503 if nothing is served, or if the last steps have all failed."""
-        self.require_running()
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise APIError(503, f"the last {self._failed_steps} steps of the engine have failed")
 
     def admit(self, responses: int, *, streaming: bool = False, traced: bool = False) -> Ticket:
         """Reserves a place. APIError: 400 for more responses than there are places, 429 if too many
@@ -119,7 +110,6 @@ class EngineThread:
             message = f"{responses} responses; this server has places for {self._places}"
             raise APIError(400, message, "n")
         if self.in_flight + responses > self._places:
-            self.metrics.rejections.inc()
             message = f"{self.in_flight} responses run or wait already; try again later"
             raise APIError(429, message, headers={"Retry-After": "1"})
         ticket = Ticket(self, responses, streaming, traced)
@@ -132,34 +122,17 @@ class EngineThread:
         self.in_flight -= ticket.responses
         self.call(partial(self._end_all, ticket))
 
-    def drain(self, timeout_s: float) -> None:
-        """Admits nothing more and aborts what is unfinished after `timeout_s`. From any thread, or
-        a signal handler."""
-        self.draining = True
-        if (loop := self._loop) is not None:
-            loop.call_soon_threadsafe(loop.call_later, timeout_s, self.cancel_all)
-
-    def cancel_all(self) -> None:
-        self.draining = True
-        self._fail_all(APIError(503, "the server is shutting down; it was not finished"))
-
     def call(self, work: Callable[[], object]) -> None:
         """Has the thread call `work` between two rounds."""
         self._calls.append(work)
         self._wake.set()
-
-    def _fail_all(self, error: APIError) -> None:
-        for ticket in self._tickets:
-            ticket.updates.put_nowait((0, error))
 
     # ------------------------------------------------------------------ the engine
 
     def warm_up(self) -> None:
         """Compiles all shapes of a round (minutes; without compiled rounds nothing is done)."""
         with progress_bar("compiling") as report:
-            work = self._thread.submit(self.llm.warm_up, report, self.options.warm_up_limit_s)
-            if graphs := work.result():
-                logger.info("%d graphs are compiled", graphs)
+            self._thread.submit(self.llm.warm_up, report, WARM_UP_LIMIT_S).result()
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""
@@ -174,7 +147,8 @@ class EngineThread:
         except BaseException as error:  # the engine's state cannot be trusted any more
             self.failure = error
             logger.error("the engine has failed", exc_info=error)
-            self._fail_all(fault(error))
+            for ticket in self._tickets:
+                ticket.updates.put_nowait((0, fault(error)))
             self.on_failure()
 
     def stop(self) -> None:
@@ -200,13 +174,11 @@ class EngineThread:
         try:
             finished = self.llm.engine.step()
         except Exception as error:
-            self._failed_steps += 1
             logger.error("a step of the engine failed; its requests are ended", exc_info=error)
             failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
             for request_id in {request.request_id for request in failed}:
                 self._fail(request_id, error)
             return
-        self._failed_steps = 0
         for request_id in dict.fromkeys(r.request_id for r in [*finished, *scheduler.running]):
             try:
                 self._publish(request_id)
@@ -216,19 +188,14 @@ class EngineThread:
 
     def begin(self, ticket: Ticket, index: int, params: SamplingParams) -> None:
         """Hands a prompt to the engine."""
+        prompt = ticket.prompts[index]
         try:
-            prompt = ticket.prompts[index]
             response = self.llm.submit(prompt, params, streaming=ticket.streaming)
         except Exception as error:
-            refused = isinstance(error, DraftsmithError)
-            self._updates.append(
-                (ticket, index, APIError(400, str(error)) if refused else fault(error))
-            )
+            self._updates.append((ticket, index, fault(error)))
             return
         if ticket.traced:
             self._tracer.watch(response.requests)
-        for request in response.requests:
-            request.arrival_time = ticket.arrival
         ticket.begun[index] = response
         self._active[response.request_id] = (ticket, index)
 
@@ -269,6 +236,6 @@ class EngineThread:
             self._end(response)
 
 
-def _deliver(updates: Sequence[tuple[Ticket, int, RequestOutput | APIError]]) -> None:
+def _deliver(updates: Sequence[Update]) -> None:
     for ticket, index, update in updates:
         ticket.updates.put_nowait((index, update))

@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from draftsmith.speculators.errors import DraftsmithError
+
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -47,12 +49,16 @@ def error_json(error: HTTPException) -> str:
 
 async def error_response(http: Request, error: Exception) -> Response:
     """The answer to a request that ended with an exception, of whatever kind."""
-    if not isinstance(error, HTTPException):
-        error = fault(error)
+    error = fault(error)
     return Response(error_json(error), error.status_code, error.headers, "application/json")
 
 
-def fault(error: BaseException) -> APIError:
-    """An error of the server or its engine, with the reason."""
+def fault(error: BaseException) -> HTTPException:
+    """An exception as an answer: what is wrong with the request as 400, what failed here with its
+    reason as 500."""
+    if isinstance(error, HTTPException):
+        return error
+    if isinstance(error, DraftsmithError):
+        return APIError(400, str(error))
     reason = str(error).strip().partition("\n")[0]
     return APIError(500, f"the server failed: {type(error).__name__}: {reason}")

@@ -16,11 +16,6 @@ from draftsmith.speculators.errors import ConfigError
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # with server defaults
-PANELS = {  # of the help, by their first option
-    "model": "Serve",
-    "tokenizer": "Target and drafter",
-    "served_model_name": "Requests",
-}
 
 
 def _template(given: str | None) -> str | None:
@@ -48,9 +43,7 @@ class ServerOptions(BaseModel):
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
-    max_logprobs: int = option(20, "log-probabilities per token; -1: no limit", ge=-1)
-    shutdown_timeout_s: float = option(20.0, "seconds for running requests after SIGTERM", ge=0)
-    warm_up_limit_s: float = option(900.0, "seconds of compiling before the port opens", ge=0)
+    shutdown_timeout_s: int = option(20, "seconds for running requests after SIGTERM", ge=0)
     per_request_spec_decode_metrics: SpecDecodeDetail = option("none", "acceptance of each answer")
 
 
@@ -63,8 +56,6 @@ class ServeFlags(EngineOptions, ServerOptions):
     vllm_python: str | None = option(None, "Python of vLLM (or DRAFTSMITH_VLLM_PYTHON)")
     host: str = option("0.0.0.0", "address to listen on")
     port: int = option(8000, ge=0, le=65535)
-    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "info"
-    enable_log_requests: bool = option(False, "a line per request; never a text")
     generation_config: Literal["auto", "vllm"] = option(
         "auto", "sampling defaults: auto: the model's; vllm: neutral"
     )
@@ -75,15 +66,12 @@ def with_model(given: Values, words: Sequence[str]) -> tuple[Values, list[str]]:
     first word that is neither a flag nor follows one. Also the other words."""
     follows, rest = False, list(words)
     for i, word in enumerate(words):
-        if not (word.startswith("-") or follows):
-            if "model" in given:
-                raise ConfigError(f"two models, {word} and --model {given['model']}", where="serve")
+        if not (word.startswith("-") or follows or "model" in given):
             del rest[i]
             return given | {"model": word}, rest
         follows = word.startswith("-") and "=" not in word
     if not given.get("model"):
-        unknown = "".join(f"; {word} is no flag" for word in words if word.startswith("--"))
-        raise ConfigError(f"--model is missing: a folder or repository id{unknown}", where="serve")
+        raise ConfigError("give a folder or a repository id", where="serve --model")
     return given, rest
 
 
@@ -102,9 +90,7 @@ def undeclared(words: Sequence[str]) -> dict[str, Any]:
     while left:
         word, equals, value = left.pop(0).partition("=")
         if not word.startswith("--"):
-            raise ConfigError(
-                f"{word!r} is no flag; `draftsmith serve --help` lists them", where="serve"
-            )
+            raise ConfigError("is no flag; see --help", where=f"serve {word}")
         name = word.removeprefix("--").replace("-", "_")
         if not equals and left and not left[0].startswith("--"):
             value, equals = left.pop(0), "="

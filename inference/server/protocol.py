@@ -6,7 +6,6 @@ implemented, at the value that stands for what is done anyway. Errors name the f
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from abc import abstractmethod
@@ -21,26 +20,13 @@ from draftsmith.inference.server.errors import APIError
 from draftsmith.inference.server.options import SAMPLING_FIELDS, ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
 
-STOPS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens")
 COPIED = (  # to SamplingParams, which checks them
     *SAMPLING_FIELDS,
-    *STOPS,
-    "n",
-    "seed",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
+    *("n", "seed", "skip_special_tokens", "allowed_token_ids", "bad_words"),
     "num_speculative_tokens",
 )
-IGNORED = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "length_penalty",
-    "spaces_between_special_tokens",
-    "parallel_tool_calls",
-}
+IGNORED = ("user", "metadata", "store", "service_tier", "length_penalty", "parallel_tool_calls")
 FIXED: dict[str, Any] = {  # accepted at this value, or null, only
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), False),
     "add_generation_prompt": True,
@@ -48,6 +34,7 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only
     "response_format": {"type": "text"},
     **dict.fromkeys(("structured_outputs", "suffix", "prompt_logprobs", "truncate_prompt_tokens")),
 }
+MAX_LOGPROBS = 20  # vLLM's default
 
 
 def _prompts(given: Any) -> list[Any]:
@@ -68,6 +55,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     prompt_field: ClassVar[str]
+    logprobs_field: ClassVar[str]
     default_max_tokens: ClassVar[int | None]
 
     model: str | None = None
@@ -75,7 +63,6 @@ class GenerationRequest(BaseModel):
     stream_options: dict[str, Any] = {}
     max_tokens: int | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], Any] = {}
-    add_special_tokens: bool = True
     return_token_ids: bool = False
     return_rounds: bool = False
     per_request_spec_decode_metrics: SpecDecodeDetail | None = None
@@ -101,10 +88,9 @@ class GenerationRequest(BaseModel):
 
     def check(self) -> None:
         for name, value in self.extra.items():
-            if value != FIXED.get(name, value):
-                raise APIError(400, f"{name}: only vLLM does it: serve --engine vllm", name)
-            if name not in (*COPIED, *IGNORED, *FIXED):
-                raise APIError(400, f"{name}: no such field", name)
+            if name not in (*COPIED, *IGNORED) and value != FIXED.get(name, ...):
+                known = "only vLLM does it" if name in FIXED else "no such field"
+                raise APIError(400, f"{name}: {known}", name)
         for name in ("stream_options", "return_rounds"):
             if getattr(self, name) and not self.stream:
                 raise APIError(400, f"{name}: only with stream: true", name)
@@ -142,8 +128,8 @@ class GenerationRequest(BaseModel):
         context, most = llm.engine.max_model_len, getattr(self, self.max_field) or 0
         for prompt in prompts:
             if (tokens := len(prompt.token_ids)) + most > context:
-                asked = f"{self.max_field}={most}, a prompt of {tokens} tokens"
-                raise APIError(400, f"{asked}; the context is {context}", self.max_field)
+                sizes = f"{self.max_field}={most}, a prompt of {tokens} tokens"
+                raise APIError(400, f"{sizes}; the context is {context}", self.max_field)
         return prompts
 
     def params(self, options: ServerOptions) -> SamplingParams:
@@ -153,10 +139,10 @@ class GenerationRequest(BaseModel):
         values |= {name: value for name, value in self.extra.items() if name in COPIED}
         if (most := getattr(self, self.max_field)) is not None:
             values["max_tokens"] = most
-        limit, logprobs = options.max_logprobs, self.num_logprobs()
-        if logprobs is not None and limit != -1 and not 0 <= logprobs <= limit:
-            name = "logprobs" if self.prompt_field == "prompt" else "top_logprobs"
-            raise APIError(400, f"{name}: expected {limit} at most (--max-logprobs)", name)
+        logprobs = self.num_logprobs()
+        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+            name = self.logprobs_field
+            raise APIError(400, f"{name}: expected {MAX_LOGPROBS} at most", name)
         bias = {int(token): value for token, value in self.logit_bias.items()} or None
         try:
             return SamplingParams(**values, logit_bias=bias, logprobs=logprobs)
@@ -173,6 +159,7 @@ class GenerationRequest(BaseModel):
 
 class CompletionRequest(GenerationRequest):
     prompt_field = "prompt"
+    logprobs_field = "logprobs"
     default_max_tokens = 16
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
@@ -182,20 +169,20 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
-        prompts, tokenizer = [], llm.get_tokenizer()
-        for given in self.prompt:
-            if isinstance(given, list):
-                prompts.append(Prompt(None, given))
-                continue
-            encoded = tokenizer(given, add_special_tokens=self.add_special_tokens)
-            prompts.append(Prompt(given, list(encoded.input_ids)))
-        return prompts
+        tokenizer = llm.get_tokenizer()
+        return [
+            Prompt(None, given)
+            if isinstance(given, list)
+            else Prompt(given, list(tokenizer(given).input_ids))
+            for given in self.prompt
+        ]
 
 
 class ChatRequest(GenerationRequest):
     """Tools are for the chat template; calls are not parsed."""
 
     prompt_field = "messages"
+    logprobs_field = "top_logprobs"
     default_max_tokens = None
 
     messages: list[Any]
@@ -206,12 +193,9 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
 
-    def check(self) -> None:
-        super().check()
+    def num_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
-
-    def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -219,16 +203,11 @@ class ChatRequest(GenerationRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def tokenize(self, llm: LLM, options: ServerOptions) -> list[Prompt]:
-        tokenizer, given = llm.get_tokenizer(), self.chat_template_kwargs
-        named = inspect.signature(tokenizer.apply_chat_template).parameters
-        if reserved := sorted(({*named, "self", "messages"} - {"kwargs"}) & given.keys()):
-            message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set"
-            raise APIError(400, message, "chat_template_kwargs")
         template_options = {
             "chat_template": options.chat_template,
             "add_generation_prompt": True,
             "tools": None if self.tool_choice == "none" else self.tools,
             **options.default_chat_template_kwargs,
-            **given,
+            **self.chat_template_kwargs,
         }
-        return chat_prompts([self.messages], tokenizer, template_options)
+        return chat_prompts([self.messages], llm.get_tokenizer(), template_options)

@@ -148,7 +148,7 @@ class VllmEngine(MeasuredEngine):
         self.end = ending_token_ids(drafting, self.tokenizer)
         self.workers: dict[bool, Worker] = {}  # by whether they draft
 
-    def prepare(self, prompts: Prompts, max_tokens: int, temperatures: Sequence[float]) -> None:
+    def prepare(self, prompts: Prompts, max_tokens: int) -> None:
         # vLLM drafts for no row of a batch once one row comes within K tokens of the limit.
         room = max(map(len, prompts)) + max_tokens + 2 * (self.drafting.num_speculative_tokens + 1)
         limit = getattr(self._target, "max_position_embeddings", None)
@@ -192,29 +192,22 @@ class VllmEngine(MeasuredEngine):
             return None
         return VllmEngine(self.drafting.in_float32(rows), self.options)
 
-    def write(
-        self,
-        prompts: Prompts,
-        params: Sequence[SamplingParams],
-        *,
-        speculate: bool,
-        batch: int,
+    def _write(
+        self, prompts: Prompts, params: Sequence[SamplingParams], speculate: bool
     ) -> list[RequestOutput]:
+        question = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "params": [sampling_fields(one, self.end) for one in params],
+        }
         outputs = []
-        size = len(prompts) if batch >= self.drafting.rows else batch
-        for start in range(0, len(prompts), size):
-            part = [list(prompt) for prompt in prompts[start : start + size]]
-            sampling = [sampling_fields(one, self.end) for one in params[start : start + size]]
-            answer = self.workers[speculate].ask({"prompts": part, "params": sampling})
-            for prompt, response in zip(part, answer["responses"], strict=True):
-                tokens = [token for step in response["steps"] for token in step]
-                metrics = None
-                if speculate:
-                    sizes = [len(step) for step in response["steps"]]
-                    metrics = metrics_of(
-                        sizes, response["accepted"] or [], response["drafted"] or []
-                    )
-                outputs.append(response_of(prompt, tokens, response["finish_reason"], metrics))
+        answers = self.workers[speculate].ask(question)["responses"]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = [token for step in answer["steps"] for token in step]
+            metrics = None
+            if speculate:
+                sizes = [len(step) for step in answer["steps"]]
+                metrics = metrics_of(sizes, answer["accepted"] or [], answer["drafted"] or [])
+            outputs.append(response_of(prompt, tokens, answer["finish_reason"], metrics))
         return outputs
 
     def stop(self) -> None:

@@ -159,5 +159,5 @@ def test_responses_that_repeat_themselves_are_named(folders):
         prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 1
     )
     measured["default"].requests[0].outputs[0].token_ids[:] = [9] * 20
-    (line,) = remarks(measured, engines.tokenizer)
+    (line,) = remarks(measured)
     assert line.startswith("1 of 1 responses repeat themselves")

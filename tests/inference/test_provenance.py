@@ -23,7 +23,7 @@ def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
     facts = environment("cpu", torch.bfloat16)
     assert set(facts) <= set(Provenance.model_fields)
     assert (facts["device"], facts["dtype"], facts["accelerator"]) == ("cpu", "bfloat16", None)
-    assert facts["cpu_cores"] >= 1 and facts["cpu_model"]
+    assert facts["cpu_model"]
     assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(facts["git_commit"]))
     assert git_commit(tmp_path) is None
     assert text_sha256(None) is None and text_sha256("") != text_sha256(" ")

@@ -15,7 +15,6 @@ from draftsmith.inference.report.schema import (
     LosslessCheck,
     Provenance,
     SuiteFacts,
-    SuiteFile,
     TimedPass,
     TokenDifference,
 )
@@ -29,12 +28,9 @@ def provenance(**changes) -> Provenance:
     fields = dict(
         draftsmith_version="0.1.0",
         git_commit="0123456789abcdef0123",
-        python_version="3.11.7",
         torch_version="2.13.0+cpu",
         transformers_version="5.19.0",
-        platform="Linux-x86_64",
         cpu_model="Example CPU 3.0 GHz",
-        cpu_cores=2,
         threads=1,
         device="cpu",
         dtype="bfloat16",
@@ -50,7 +46,6 @@ def provenance(**changes) -> Provenance:
         max_num_seqs=1,
         created_at="2025-01-02T03:04:05Z",
         duration_s=93.2,
-        seeds=[0],
     )
     return Provenance(**(fields | changes))
 
@@ -86,18 +81,18 @@ def make_request(rng: random.Random, rate: float, length: int = 96) -> RequestOu
     return request(accepted, tokens=min(written, length))
 
 
-def passes(workload: str, tokens: int, seconds: list[float], **counts: int) -> list[TimedPass]:
+def passes(workload: str, tokens: int, seconds: list[float]) -> list[TimedPass]:
     return [
-        TimedPass(workload=workload, repeat=i, tokens=tokens, seconds=s, **counts)
+        TimedPass(workload=workload, repeat=i, tokens=tokens, seconds=s)
         for i, s in enumerate(seconds)
     ]
 
 
-def replay_of(outputs: list[RequestOutput], factor=lambda: 1.0) -> list[ReplayResult]:
+def replay_of(outputs: list[RequestOutput]) -> list[ReplayResult]:
+    """A replay that expects exactly what was measured."""
     return [
         ReplayResult(
-            o.metrics.num_drafts * factor(),
-            [float(n) for n in o.metrics.num_accepted_tokens_per_pos],
+            o.metrics.num_drafts, [float(n) for n in o.metrics.num_accepted_tokens_per_pos]
         )
         for o in outputs
     ]
@@ -108,16 +103,16 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
     requests = [make_request(rng, rate) for _ in range(12)]
     tokens = sum(len(output.outputs[0].token_ids) for output in requests)
     rounds = sum(output.metrics.num_drafts for output in requests)
-    off = [tokens * 0.004 * rng.uniform(0.95, 1.05) for _ in range(5)]
-    on = [rounds * 0.0059 * rng.uniform(0.95, 1.05) for _ in range(5)]
-    hugging = [tokens * 0.0052 * rng.uniform(0.9, 1.1) for _ in range(5)]
-    check = LosslessCheck(
-        dtype="float32", reference="autoregressive", checked_prompts=12, mismatches=0, ties=0
-    )
+    seconds = {
+        "speculative": rounds * 0.0059,
+        "autoregressive": tokens * 0.004,
+        "transformers_generate": tokens * 0.0052,
+    }
     tie = TokenDifference(
         prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True
     )
-    half = check.model_copy(update={"dtype": "bfloat16", "ties": 1, "details": [tie]})
+    exact = LosslessCheck(dtype="float32", checked_prompts=12, mismatches=0, ties=0)
+    half = exact.model_copy(update={"dtype": "bfloat16", "ties": 1, "details": [tie]})
     return Measurement(
         workload=workload,
         temperature=temperature,
@@ -125,13 +120,12 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
         num_speculative_tokens=K,
         requests=requests,
         passes={
-            "speculative": passes(workload, tokens, on),
-            "autoregressive": passes(workload, tokens, off),
-            "transformers_generate": passes(workload, tokens, hugging),
+            kind: passes(workload, tokens, [s * rng.uniform(0.95, 1.05) for _ in range(5)])
+            for kind, s in seconds.items()
         },
         costs=Costs(target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1),
-        replay=replay_of(requests, lambda: rng.uniform(0.97, 1.03)),
-        lossless=[check, half] if temperature == 0 else [],
+        replay=replay_of(requests),
+        lossless=[exact, half] if temperature == 0 else [],
     )
 
 
@@ -153,29 +147,26 @@ def bare_report() -> AcceptanceReport:
     return build_report([silent, busy], provenance(recipe_name=None, git_commit=None))
 
 
-def with_suites(report: AcceptanceReport, *names: str) -> AcceptanceReport:
-    """The same with suites of two categories each."""
+def with_suite(report: AcceptanceReport, name: str) -> AcceptanceReport:
+    """The same with a suite of two categories."""
     parts = [
         replace(make_measurement(category, t, rate), suite=name)
-        for name in names
         for t in (0.0, 1.0)
         for category, rate in {"summarization": 0.5, "math_reasoning": 0.9}.items()
     ]
-    facts = [
-        SuiteFacts(
-            name=name,
-            files=[SuiteFile(path=f"suites/{name}.jsonl", sha256=f"{i}" * 64)],
-            conversations=24,
-            conversations_in_file=480,
-            max_tokens=128,
-            num_speculative_tokens=K,
-            chat_template_kwargs={"enable_thinking": False},
-        )
-        for i, name in enumerate(names, 1)
-    ]
-    suites = build_report(parts, report.provenance, facts)
+    facts = SuiteFacts(
+        name=name,
+        path=f"suites/{name}.jsonl",
+        sha256="1" * 64,
+        conversations=24,
+        conversations_in_file=480,
+        max_tokens=128,
+        num_speculative_tokens=K,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    suite = build_report(parts, report.provenance, [facts])
     return report.model_copy(
-        update={"results": [*report.results, *suites.results], "suites": suites.suites}
+        update={"results": [*report.results, *suite.results], "suites": suite.suites}
     )
 
 
@@ -184,23 +175,14 @@ def in_engine(
     engine: str = "draftsmith",
     factor: float = 1.0,
     sampled: str = "probabilistic",
-    **changes,
 ) -> AcceptanceReport:
     """The report as that of `engine`, whose acceptance lengths are `factor` times as long."""
-    facts = {
-        "prompts_sha256": "ab" * 32,
-        "engine": engine,
-        "engines": [EngineFacts(name=engine, version="1", draft_sample_method=sampled)],
-    }
+    facts = [EngineFacts(name=engine, version="1", draft_sample_method=sampled)]
     cells = [
         cell.model_copy(
             update={"engine": engine, "acceptance_length": factor * cell.acceptance_length}
         )
         for cell in report.results
     ]
-    provenance = report.provenance.model_copy(update=facts | changes)
+    provenance = report.provenance.model_copy(update={"engine": engine, "engines": facts})
     return report.model_copy(update={"results": cells, "provenance": provenance})
-
-
-def both_engines(report: AcceptanceReport) -> list[AcceptanceReport]:
-    return [in_engine(report), in_engine(report, "vllm")]

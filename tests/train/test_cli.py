@@ -453,7 +453,7 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
     assert code == 0, output
     report = load_report(out / "acceptance.json")
     (facts,) = report.suites
-    assert facts.files[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (facts.name, facts.conversations, facts.max_tokens, facts.num_speculative_tokens) == (
         "spec_bench",
         2,
@@ -478,11 +478,11 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
     ):
         assert said in output
     page = (out / "report.html").read_text()
-    assert "spec_bench" in page and facts.files[0].sha256 in page
+    assert "spec_bench" in page and facts.sha256 in page
 
     missing = refused(*of, "--out", out)
     assert "suites/spec_bench.jsonl: no such file" in missing and "Spec-Bench/main" in missing
-    assert "expected names of spec_al" in refused(*of[:-1], "spec")
+    assert "expected names of spec_bench" in refused(*of[:-1], "spec")
     assert "--suite-path: 2 for 1" in refused(*of, "--suite-path", path, "--suite-path", path)
 
 

@@ -7,6 +7,7 @@ memory plays no part."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,14 +24,19 @@ from draftsmith.inference.evaluation.evaluate import (
     Workloads,
     evaluate,
 )
-from draftsmith.inference.evaluation.suites import Conversation, load_suite, sha256_of, suite_files
-from draftsmith.inference.report.build import Bound, check_gates, lay_beside, training_progress
-from draftsmith.inference.report.html import History, write_html
+from draftsmith.inference.evaluation.suites import Conversation, load_suite
+from draftsmith.inference.report.build import (
+    Bound,
+    History,
+    check_gates,
+    lay_beside,
+    training_progress,
+)
+from draftsmith.inference.report.html import write_html
 from draftsmith.inference.report.schema import (
     OUR_ENGINE,
     AcceptanceReport,
     SuiteFacts,
-    SuiteFile,
     save_report,
 )
 from draftsmith.inference.report.table import print_report
@@ -109,7 +115,7 @@ def accept(
     """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of
     the recipe is missed.
 
-    `history`: the training loop's records, for the page's curves. `engines`: instead of the
+    `history`: the training loop's records. `engines`: instead of the
     recipe's."""
     stages = stages or Stages(1)
     if not recipe.measured:
@@ -140,7 +146,7 @@ def accept(
     folder = Path(recipe.output_dir)
     save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
     report.gates = check_gates(report.summary, gate_bounds(recipe))
-    write_report(report, folder, stages, history)
+    write_report(report, folder, stages)
     missed = [gate.name for gate in report.gates if not gate.passed]
     if change := report.provenance.target_change:
         stages.say(
@@ -154,12 +160,10 @@ def accept(
     return 1 if missed else 0
 
 
-def write_report(
-    report: AcceptanceReport, folder: Path, stages: Stages, history: History = ()
-) -> None:
+def write_report(report: AcceptanceReport, folder: Path, stages: Stages) -> None:
     """The report as JSON, as a page, and as a table on the terminal."""
     save_report(report, folder / REPORT)
-    write_html(report, folder / PAGE, history)
+    write_html(report, folder / PAGE)
     if stages.enabled:
         print_report(report, stages.console)
 
@@ -327,11 +331,11 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
             category: _sample(chats, e.suite_prompts, f"{SEED}/{name}/{category}")
             for category, chats in by_category.items()
         }
-        files = suite_files(name, path)
         facts = SuiteFacts(
             name=name,
             chat_template_kwargs=kwargs,
-            files=[SuiteFile(path=str(file), sha256=sha256_of(file)) for file in files],
+            path=path,
+            sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
             conversations=sum(map(len, chosen.values())),
             conversations_in_file=len(rows),
             conversations_without_room=len(rows) - sum(map(len, by_category.values())),

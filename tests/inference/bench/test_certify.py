@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from draftsmith.inference.bench import certify
-from draftsmith.inference.bench.certify import Text, chi2_tail, homogeneity
+from draftsmith.inference.bench.certify import Text, homogeneity
 from draftsmith.inference.engine import engine
 from tests.support.engines import drafting_llm
 from tests.train.test_cli import call
@@ -129,10 +129,10 @@ def test_certify_of_a_baseline_that_drafts_is_refused(servers):
 
 def test_homogeneity_of_two_samples_is_scipys():
     drawn, expected = Counter(a=40, b=30, c=30), Counter(a=25, b=45, c=30)
-    statistic, freedom = homogeneity(drawn, expected)
+    test = homogeneity(drawn, expected)
     table = [[drawn[name] for name in "abc"], [expected[name] for name in "abc"]]
     reference = stats.chi2_contingency(table, correction=False)
-    assert statistic == pytest.approx(reference.statistic) and freedom == reference.dof
-    assert chi2_tail(statistic, freedom) == pytest.approx(reference.pvalue)
+    assert test["chi2"] == pytest.approx(reference.statistic) and test["degrees"] == reference.dof
+    assert test["p_value"] == pytest.approx(reference.pvalue)
     rare = Counter({str(i): 1 for i in range(50)})
-    assert homogeneity(rare, rare) == (0.0, 0)
+    assert homogeneity(rare, rare) == {"chi2": 0.0, "degrees": 0, "p_value": 1.0}

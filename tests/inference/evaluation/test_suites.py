@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.inference.evaluation.suites import (
-    SENTINEL,
-    SUITES,
-    default_path,
-    load_suite,
-    sha256_of,
-    suite_files,
-)
+from draftsmith.inference.evaluation.suites import SENTINEL, SUITES, default_path, load_suite
 from draftsmith.speculators.errors import ConfigError, DataError
 
 ROWS = [  # suite, a row, its turns, its category; every shape that is known
@@ -48,47 +41,36 @@ def test_a_row_of_every_suite(name, row, turns, category, tmp_path):
     path = write(tmp_path / "f.jsonl", row, row)
     first, second = load_suite(name, path)
     assert (first.turns, first.category, first.origin) == (turns, category, f"{path}:1")
-    assert second.origin == f"{path}:2" and suite_files(name, path) == [path]
-    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    assert [one.turns for one in load_suite(name, tmp_path / "f.jsonl.gz")] == [turns] * 2
+    assert second.origin == f"{path}:2"
 
 
-def test_a_group_is_its_members(tmp_path):
-    rows = {name: row for name, row, *_ in ROWS}
-    for name in SUITES["spec_al"].members:
-        write(tmp_path / f"{name}.jsonl", rows[name])
-    found = load_suite("spec_al", tmp_path)
-    assert [one.category for one in found] == list(SUITES["spec_al"].members)
-    assert found[-1].turns == ("a", "b") and default_path("spec_al", "here") == "here"
-    assert len({sha256_of(file) for file in suite_files("spec_al", tmp_path)}) == 5
-    (tmp_path / "mbpp.jsonl").unlink()
-    with pytest.raises(DataError, match=r"mbpp\.jsonl"):
-        load_suite("spec_al", tmp_path)
+def test_compressed_file_is_read(tmp_path):
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a"}\n'))
+    assert load_suite("gsm8k", tmp_path / "f.jsonl.gz")[0].turns == ("a",)
 
 
-@pytest.mark.parametrize("name", [name for name, suite in SUITES.items() if not suite.members])
+@pytest.mark.parametrize("name", SUITES)
 def test_a_missing_file_says_how_to_fetch_it(name):
-    with pytest.raises(DataError, match="no such file") as error:
-        load_suite(name, default_path(name, "nowhere"))
-    assert SUITES[name].fetch in str(error.value) and f"suites/{name}.jsonl" in SUITES[name].fetch
+    with pytest.raises(DataError) as error:
+        load_suite(name, "nowhere.jsonl")
+    assert SUITES[name].fetch in str(error.value) and default_path(name) in SUITES[name].fetch
 
 
 @pytest.mark.parametrize(
     ("name", "row"),
     [
-        ("spec_bench", {"question": "a"}),
         ("spec_bench", {"turns": ["a", " "], "category": "qa"}),
-        ("spec_bench", {"turns": ["a"]}),
         ("spec_bench", {"turns": ["a"], "category": "all"}),
-        ("mt_bench", {"turns": ["a", 1], "category": "qa"}),
         ("gsm8k", ["a"]),
         ("speed_bench", {"turns": [f"{SENTINEL} x"], "category": "qa"}),
         ("speed_bench", {"messages": [{"role": "assistant", "content": "a"}], "category": "qa"}),
     ],
 )
 def test_wrong_rows_are_named(name, row, tmp_path):
-    with pytest.raises(DataError, match=r"f\.jsonl:1"):
-        load_suite(name, write(tmp_path / "f.jsonl", row))
+    path = write(tmp_path / "f.jsonl", row)
+    with pytest.raises(DataError) as error:
+        load_suite(name, path)
+    assert error.value.where == f"{path}:1"
 
 
 def test_what_is_no_file_of_lines_is_named(tmp_path):

@@ -17,11 +17,11 @@ from draftsmith.inference.report.model_card import (
     unmeasured,
 )
 from draftsmith.inference.report.schema import AcceptanceReport
-from draftsmith.inference.report.table import CARD, row
+from draftsmith.inference.report.table import report_tables
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import CASES
-from tests.support.reports import bare_report, both_engines, with_suites
+from tests.support.reports import bare_report, in_engine, with_suite
 
 
 def facts_of(tiny_model, name: str, **changes) -> CardFacts:
@@ -56,55 +56,40 @@ def test_sglang_is_named_where_it_reads_the_same_taps(tiny_model):
     assert [engine for engine, _, _ in serving(named)] == ["SGLang", "Draftsmith"]
 
 
-def test_the_index_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceReport):
-    facts = facts_of(tiny_model, "eagle3", base_model="org/target")
-    found = {
-        (r.dataset_type, r.dataset_args["temperature"], r.metric_type): r.metric_value
-        for r in evaluation_results(report)
+def test_card_has_what_was_measured_and_no_more(tiny_model, report: AcceptanceReport):
+    """In its index and in its tables, which are those of the terminal; suites too."""
+    both = with_suite(report, "spec_bench")
+    text = model_card(facts_of(tiny_model, "eagle3", base_model="org/target"), both)
+    results = evaluation_results(both)
+    lengths = {
+        (r.dataset_type, r.dataset_args["temperature"]): r.metric_value
+        for r in results
+        if r.metric_type == "acceptance_length"
     }
-    own = [cell for cell in report.results if cell.method == report.provenance.drafter_method]
-    assert {key[:2] for key in found} == {(cell.workload, cell.temperature) for cell in own}
-    for cell in own:
-        assert found[cell.workload, cell.temperature, "acceptance_length"] == pytest.approx(
-            cell.acceptance_length, abs=1e-4
-        )
-    text = model_card(facts, report)
-    assert len(ModelCard(text).data.eval_results) == len(found)
-    assert "3 bounds" in text and "2 are met" in text
-
-
-def test_the_table_has_the_rows_of_the_terminal(tiny_model, report: AcceptanceReport):
-    both = with_suites(report, "spec_bench", "mt_bench")
-    text = model_card(facts_of(tiny_model, "eagle3"), both)
-    for part in (report, both.of_suite("mt_bench")):
-        for cell in part.own_cells():
-            line = row(cell)
-            name = f"**{line['workload']}**" if cell.workload == "all" else line["workload"]
-            assert f"| {' | '.join([name, *(line[column] for column in CARD[1:])])} |" in text
-    assert "### spec_bench" in text and both.suites[1].files[0].sha256 in text
-    assert "enable_thinking: False" in text
-    kinds = {result.dataset_type for result in evaluation_results(both)}
-    assert {"spec_bench/all", "mt_bench/summarization", "chat"} <= kinds
+    assert lengths == {
+        (cell.label, cell.temperature): pytest.approx(cell.acceptance_length, abs=1e-4)
+        for cell in both.results
+    }
+    assert {"spec_bench/all", "chat"} <= {workload for workload, _ in lengths}
+    assert len(ModelCard(text).data.eval_results) == len(results) == 2 * len(both.results)
+    for part in (report, both.of_suite("spec_bench")):
+        assert report_tables(part) in text
+    assert "### spec_bench" in text and both.suites[0].sha256 in text
+    assert "3 bounds" in text and "2 are met" in text and "enable_thinking: False" in text
 
 
 def test_what_a_bare_report_lacks_is_named(tiny_model):
     bare = bare_report()
     text = model_card(facts_of(tiny_model, "eagle3"), bare)
-    assert {result.metric_type for result in evaluation_results(bare)} == {"acceptance_length"}
-    assert "silent" not in {
-        result.dataset_type for result in evaluation_results(bare)
-    }  # it never drafted
-    said = " ".join(unmeasured(bare))
-    assert "Speedup:" in said and "Equality of outputs" in said
+    results = evaluation_results(bare)
+    assert {result.metric_type for result in results} == {"acceptance_length"}
+    assert "silent" not in {result.dataset_type for result in results}  # it never drafted
     assert all(line in text for line in unmeasured(bare)) and "nan" not in text.lower()
+    assert "Speedup:" in text and "Equality of outputs" in text
 
 
 def test_another_engine_is_named_with_its_figure(report: AcceptanceReport):
-    both = lay_beside(*both_engines(report))
-    said = " ".join(unmeasured(both))
-    figure = both.cell("all", 0.0, "vllm").acceptance_length
-    assert (
-        f"in vllm the acceptance length over all workloads was {figure:.2f} at temperature 0"
-        in said
-    )
-    assert "vLLM and SGLang" not in said
+    both = lay_beside(in_engine(report), in_engine(report, "vllm"))
+    lines = " ".join(unmeasured(both))
+    length = both.cell("all", 0.0, "vllm").acceptance_length
+    assert f"in vllm: {length:.2f} at temperature 0" in lines and "vLLM and SGLang" not in lines

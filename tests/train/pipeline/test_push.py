@@ -242,7 +242,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text
-    assert f"Other hardware, other dtypes than {report.provenance.dtype}" in text
+    assert "Not measured:" in text
     # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with
     # others
     assert "sglang" not in text.lower().replace("vllm and sglang: the results", "")

@@ -211,9 +211,9 @@ def test_every_key_is_described():
 def test_suites_are_names_or_paths(recipe_file):
     of = lambda *overrides: load_recipe(recipe_file(MINIMAL), overrides).evaluation.suite_paths
     assert of() == {}
-    assert of("evaluation.suites=[gsm8k, spec_al]") == {
+    assert of("evaluation.suites=[gsm8k, mbpp]") == {
         "gsm8k": "suites/gsm8k.jsonl",
-        "spec_al": "suites",
+        "mbpp": "suites/mbpp.jsonl",
     }
     assert of("evaluation.suites.mbpp=here.jsonl", "evaluation.suites.gsm8k=") == {
         "mbpp": "here.jsonl",
