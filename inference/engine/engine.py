@@ -78,7 +78,7 @@ class Engine:
             proposer.num_speculative_tokens if proposer is not None else 0
         )
         if proposer is not None:
-            self.draft_length.attach(proposer, self._rehearse)
+            self.draft_length.attach(proposer, self.rehearse)
         self.compiled: CompiledRounds | None = None
         self._rejection_sample_method = rejection_sample_method
         if how is not None:
@@ -261,7 +261,7 @@ class Engine:
             token_ids, position_ids, mask, cache.view(start, stop, T), key_position_ids
         )
 
-    def _rehearse(self, rows: int, T: int) -> None:
+    def rehearse(self, rows: int, T: int) -> None:
         """A forward over T tokens of each of the first rows, forgotten: for its time to be
         taken."""
         token_ids = torch.zeros(rows, T, dtype=torch.long, device=self.target.device)

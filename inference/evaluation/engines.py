@@ -175,7 +175,7 @@ class MeasuredEngine(ABC):
         sampled = self.facts().draft_sample_method == "probabilistic"
         return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
-    def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
+    def isolated_costs(self, context: Sequence[int], rows: int) -> IsolatedCosts | None:
         """The parts of a round, ready to be timed alone at this context; None if that is not
         possible."""
         return None
@@ -248,12 +248,10 @@ class RuntimeEngine(MeasuredEngine):
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(inputs, list(params), use_tqdm=False, speculate=speculate)
 
-    def isolated_costs(self, context: Sequence[int], rows: int, kept: int) -> IsolatedCosts | None:
-        target, drafter = self.models
-        if drafter is None:
+    def isolated_costs(self, context: Sequence[int], rows: int) -> IsolatedCosts | None:
+        if self.drafting.drafter is None:
             return None
-        k = self.drafting.num_speculative_tokens
-        return IsolatedCosts(target, drafter, context, k, rows=rows, kept=kept)
+        return IsolatedCosts(self.llm, context, self.drafting.num_speculative_tokens, rows)
 
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
         return transformers_generate(self.target.model, prompts, params, self.eos_token_ids, seed)

@@ -22,7 +22,6 @@ from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Pr
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import Run, interleaved, typical_context
-from draftsmith.inference.metrics import acceptance_length
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
 from draftsmith.inference.report.build import build_report
@@ -54,8 +53,7 @@ class Chat:
     prompt    token ids of the first turn, template applied
     later     texts of the turns after it
     ask       the answers so far -> token ids of the next turn's prompt
-    longest   most tokens of a prompt; a turn that has more is not asked, nor are those after it,
-              and all are counted
+    longest   most tokens of a prompt; a turn that has more is not asked, nor are those after it
     """
 
     prompt: Sequence[int]
@@ -188,12 +186,8 @@ def evaluate(
     if settings.lossless_prompts:
         run.check_float32()  # in an engine of its own, after the first has freed its memory
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
-    suite_facts = []
-    for suite in suites:
-        skipped = sum(cell.turns_not_asked for cell in cells if cell.suite == suite.facts.name)
-        suite_facts.append(suite.facts.model_copy(update={"turns_not_asked": skipped}))
     progress(1.0, "done")
-    return build_report(cells, facts, suite_facts)
+    return build_report(cells, facts, [suite.facts for suite in suites])
 
 
 def _provenance(
@@ -242,7 +236,6 @@ class _CellRun(Measurement):
     chats: list[Chat] = field(default_factory=list)
     prompts: list[Sequence[int]] = field(default_factory=list)
     baseline: list[RequestOutput] = field(default_factory=list)
-    turns_not_asked: int = 0
 
 
 def _cells(
@@ -336,15 +329,11 @@ class _Evaluation:
             following = []
             for (cell, chat, answers, _), output in zip(turns, outputs, strict=True):
                 cell.requests.append(output)
-                missing = len(chat.later) - len(answers)
-                if not missing:
-                    continue
-                answers = [*answers, self._text(output)]
-                prompt = chat.ask(answers)
-                if len(prompt) <= chat.longest:
-                    following.append((cell, chat, answers, prompt))
-                else:
-                    cell.turns_not_asked += missing
+                if len(answers) < len(chat.later):
+                    answers = [*answers, self._text(output)]
+                    prompt = chat.ask(answers)
+                    if len(prompt) <= chat.longest:
+                        following.append((cell, chat, answers, prompt))
             turns = following
 
     def _write_without_drafting(self, cells: Sequence[_CellRun]) -> None:
@@ -400,10 +389,7 @@ class _Evaluation:
             runs[AUTOREGRESSIVE] = lambda: write(False)
         if s.transformers and self.engine.runs_transformers:
             runs[TRANSFORMERS] = transformers
-        # a typical round appends as many slots to the head
-        drafts, accepted = cell.timed_counts()
-        kept = round(acceptance_length(accepted, drafts))
-        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size, kept)
+        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size)
         cell.passes = interleaved(
             runs,
             cell.workload,

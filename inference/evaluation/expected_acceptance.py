@@ -77,24 +77,21 @@ def accept_probabilities(
     labels: Tensor,
     params: SamplingParams,
     draft_to_target: Tensor | None = None,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """The probability that the data token x was an accepted draft, given that x came out: min(1,
     q(x) / p(x)). [N]
 
     hidden [N, D] the drafter's states; head [n, D] -> logits [n, V_draft]; target_hidden [N, H] the
-    states to match; target_logits [n, H] -> [n, V]; labels [N] the target ids of x; chunk_size rows
-    whose logits exist at once. p and q are taken after temperature, top_p and top_k of `params`, as
-    the runtime takes them; q is 0 outside the draft vocabulary. temperature 0: 1 where the
-    drafter's argmax is x, else 0. NaN where the drafter's logits are NaN."""
+    states to match; target_logits [n, H] -> [n, V]; labels [N] the target ids of x. p and q are
+    taken after temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside
+    the draft vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0. NaN where the
+    drafter's logits are NaN."""
     exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
     accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
     if hidden.shape[0] == 0:
         return accept
-    if chunk_size is None:
-        chunk_size = max(
-            SMALLEST_CHUNK, CHUNK_BYTES // (4 * target_logits(target_hidden[:1]).shape[-1])
-        )
+    vocab_size = target_logits(target_hidden[:1]).shape[-1]
+    chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))  # rows with logits at once
     draft_labels = to_draft_ids(labels, draft_to_target)
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
@@ -117,15 +114,8 @@ def _ratio(
 ) -> Tensor:
     """min(1, q(x) / p(x)) of one chunk: [n, V_draft], [n, V], x in either numbering [n] -> [n]."""
     inside = draft_labels >= 0
-    chosen = draft_labels.clamp_min(0)[:, None], labels[:, None]
-    if params.top_p == 1 and params.top_k <= 0:
-        scaled = draft_logits / params.temperature, logits / params.temperature
-        log_q, log_p = (
-            z.gather(-1, x)[:, 0] - z.logsumexp(-1) for z, x in zip(scaled, chosen, strict=True)
-        )
-        return torch.where(inside, (log_q - log_p).clamp_max(0.0).exp(), 0.0)
-    both = draft_logits, logits
-    q, p = (probabilities(z, params).gather(-1, x)[:, 0] for z, x in zip(both, chosen, strict=True))
+    q = probabilities(draft_logits, params).gather(-1, draft_labels.clamp_min(0)[:, None])[:, 0]
+    p = probabilities(logits, params).gather(-1, labels[:, None])[:, 0]
     q = torch.where(inside, q, 0.0)
     # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
     return torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q)).to(draft_logits.dtype)

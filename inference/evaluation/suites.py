@@ -1,7 +1,7 @@
 """Evaluation suites by name: the public files on which acceptance lengths are published, read as
 conversations.
 
-No file of a suite comes with this package. It is given by path; `SUITES` names the command that
+No file of a suite comes with this package. It is given by path; suites.json has the command that
 fetches it (docs/evaluate.md). Prompts are sent as they stand in the file, as the user's turns.
 Imports nothing of an engine, since load generation and the selection of training data read suites
 too."""
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,68 +45,15 @@ class Suite:
 
     title: str
     fetch: str
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     category: str | None = None
 
 
-def _from_hub(name: str, *source: str, split: str) -> str:
-    code = (
-        f"from datasets import load_dataset as load; load({', '.join(map(repr, source))},"
-        f" split={split!r}).to_json({f'{DIR}/{name}.jsonl'!r})"
-    )
-    return f'python -c "{code}"'
-
-
-SUITES: dict[str, Suite] = {
-    "spec_bench": Suite(
-        "Spec-Bench, 480 questions, some of two turns",
-        fetch=(
-            f"curl -Lo {DIR}/spec_bench.jsonl "
-            "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
-        ),
-        columns=("turns",),
-        category="category",
-    ),
-    "mt_bench": Suite(
-        "MT-Bench, 80 questions of two turns",
-        fetch=(
-            f"curl -Lo {DIR}/mt_bench.jsonl https://raw.githubusercontent.com/lm-sys/FastChat/main/"
-            "fastchat/llm_judge/data/mt_bench/question.jsonl"
-        ),
-        columns=("turns", "prompt"),
-        category="category",
-    ),
-    "gsm8k": Suite(
-        "GSM8K, 1319 word problems (test)",
-        fetch=_from_hub("gsm8k", "openai/gsm8k", "main", split="test"),
-        columns=("question",),
-    ),
-    "math500": Suite(
-        "MATH-500, 500 problems (test)",
-        fetch=_from_hub("math500", "HuggingFaceH4/MATH-500", split="test"),
-        columns=("problem",),
-    ),
-    "humaneval": Suite(
-        "HumanEval, 164 functions to complete (test)",
-        fetch=_from_hub("humaneval", "openai/openai_humaneval", split="test"),
-        columns=("prompt",),
-    ),
-    "mbpp": Suite(
-        "MBPP, 500 tasks (full, test); the sanitized split has the column prompt",
-        fetch=_from_hub("mbpp", "google-research-datasets/mbpp", "full", split="test"),
-        columns=("text", "prompt"),
-    ),
-    "speed_bench": Suite(
-        "SPEED-Bench, 80 questions of each of 11 categories (qualitative), or a throughput split",
-        fetch=(
-            f"curl -Lo {DIR}/prepare.py"
-            " https://raw.githubusercontent.com/NVIDIA-NeMo/Skills/main/nemo_skills/dataset/speed-bench/prepare.py"
-            f" && python {DIR}/prepare.py --config qualitative --output_dir {DIR} && mv"
-            f" {DIR}/qualitative.jsonl {DIR}/speed_bench.jsonl"
-        ),
-        columns=("messages", "turns"),
-        category="category",
-    ),
+SUITES = {
+    name: Suite(**fields)
+    for name, fields in json.loads(
+        Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    ).items()
 }
 
 

@@ -12,19 +12,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.entrypoints.llm import LLM
+from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.measurement import num_output_tokens
 from draftsmith.inference.report.schema import Costs, TimedPass
-from draftsmith.inference.sampling.sampler import argmax, seeded
+from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.speculators.drafter import Drafter, DraftInput
-from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.speculators.vocab.draft_vocab import to_target_ids
 
 Run = Callable[[], list[RequestOutput] | int]  # does one pass: its responses, or output tokens
 
@@ -102,97 +98,45 @@ def _length(row: Sequence[int], eos_token_ids: Sequence[int]) -> int:
 
 
 class IsolatedCosts:
-    """V(1), V(K+1) and D(K) at one context: the forwards of a round alone, without sampling or
-    bookkeeping.
+    """V(1), V(K+1) and D(K) of an engine that drafts, for `rows` rows of the text `token_ids`: the
+    forwards of a round alone, without sampling or bookkeeping."""
 
-    token_ids: text whose features fill the caches; `rows` copies of it run at once. `kept`: slots a
-    round appends to the head before it drafts (accepted drafts and the bonus token). Without a
-    `drafter` D(K) is left out."""
-
-    def __init__(
-        self,
-        target: FrozenTarget,
-        drafter: Drafter | None,
-        token_ids: Sequence[int],
-        k: int,
-        *,
-        rows: int = 1,
-        kept: int = 1,
-    ) -> None:
-        self.target, self.k, self.rows = target, k, rows
-        self._target_forward = TargetForward(target)  # the engine's
-        self.drafter: Any = drafter
-        self.kept = min(kept, len(token_ids) - 1)
-        self.context = len(token_ids)
+    def __init__(self, llm: LLM, token_ids: Sequence[int], k: int, rows: int) -> None:
+        self.llm, self.token_ids, self.k, self.rows = llm, list(token_ids), k, rows
         self.times: dict[str, list[float]] = {}
-        self.cache = RaggedCache(rows, self.context + k + 1, device=target.device)
-        ids = torch.tensor([list(token_ids)] * rows, device=target.device)  # [rows, context]
-        self.next_ids = ids[:, :1].expand(rows, k + 1)
-        with torch.inference_mode():
-            taps, last_hidden = self._forward(ids)
-            for row in range(rows):
-                self.cache.advance(row, self.context)
-            if drafter is not None:
-                self._fill_head(ids, taps, last_hidden)
 
+    @torch.inference_mode()
     def measure(self, trials: int) -> None:
-        """Times `trials` more trials of each part, taken in turn, in milliseconds."""
-        forward, logits = self._forward, self._target_forward.logits
-        parts: dict[str, Callable[[], Any]] = {
-            "target_step_ms": lambda: logits(forward(self.next_ids[:, :1])[1]),
-            "verify_ms": lambda: logits(forward(self.next_ids)[1]),
+        """Times `trials` more trials of each part, taken in turn, in milliseconds, of rows that
+        have been prefilled and had one round."""
+        engine, proposer = self.llm.engine, self.llm.engine.proposer
+        assert proposer is not None
+        engine.set_speculation(True)
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        prompt = Prompt(None, self.token_ids)
+        responses = [self.llm.submit(prompt, params) for _ in range(self.rows)]
+        engine.step()
+        requests = list(engine.scheduler.running)
+        parts: dict[str, Callable[[], object]] = {
+            "target_step_ms": lambda: engine.rehearse(self.rows, 1),
+            "verify_ms": lambda: engine.rehearse(self.rows, self.k + 1),
+            "draft_ms": lambda: proposer.rehearse(requests, self.k),
         }
-        if self.drafter is not None:
-            parts["draft_ms"] = self._draft
-        with torch.inference_mode():
-            for trial in range(-1, trials):  # the first one warms up
-                for name, part in parts.items():
-                    _synchronize(self.target.device)
-                    started = perf_counter()
-                    part()
-                    _synchronize(self.target.device)
-                    if trial >= 0:
-                        milliseconds = 1e3 * (perf_counter() - started)
-                        self.times.setdefault(name, []).append(milliseconds)
+        for trial in range(-1, trials if requests else -1):  # the first one warms up
+            for name, part in parts.items():
+                started = perf_counter()
+                part()  # waits for the device
+                if trial >= 0:
+                    milliseconds = 1e3 * (perf_counter() - started)
+                    self.times.setdefault(name, []).append(milliseconds)
+        for response in responses:
+            self.llm.abort(response.request_id)
 
     @property
-    def costs(self) -> Costs:
-        """The medians of all trials."""
+    def costs(self) -> Costs | None:
+        """The medians of all trials; None if there was no room for a round."""
         medians = {name: median_high(values) for name, values in self.times.items()}
-        return Costs(**medians)
-
-    def _forward(self, ids: Tensor) -> tuple[Tensor | None, Tensor]:
-        """ids [rows, T] after what the cache holds; the cache is left as it was."""
-        T = ids.shape[1]
-        positions, mask = self.cache.position_ids(0, self.rows, T), self.cache.mask(0, self.rows, T)
-        return self._target_forward(ids, positions, mask, self.cache.view(0, self.rows, T))
-
-    def _fill_head(self, ids: Tensor, taps: Tensor | None, last_hidden: Tensor) -> None:
-        """All true slots of the context but the last `kept`, which every trial appends anew."""
-        drafter, kept, rows = self.drafter, self.kept, self.rows
-        longest = drafter.cache_length(self.context + 2 * self.k + 1)
-        self.head_cache = RaggedCache(rows, longest, device=self.target.device)
-        next_ids = ids.roll(-drafter.first_token, 1)  # slot p holds token p + first_token
-        before, after = slice(None, self.context - kept), slice(self.context - kept, None)
-
-        def part(which: slice, count: int) -> DraftInput:
-            read = taps[:, which] if taps is not None and drafter.reads_taps else None
-            last = last_hidden[:, which] if drafter.reads_last_hidden else None
-            return DraftInput(
-                self.head_cache, 0, rows, next_ids[:, which], read, last, [count] * rows
-            )
-
-        self.appended = part(after, kept)
-        drafter.append(part(before, self.context - kept))
-        self.filled = list(self.head_cache.lengths)
-
-    def _draft(self) -> None:
-        self.drafter.draft(self.appended, self.k, self._best)
-        for row, length in enumerate(self.filled):
-            self.head_cache.truncate(row, length)
-
-    def _best(self, logits: Tensor) -> Tensor:
-        return to_target_ids(argmax(logits), self.drafter.draft_to_target)
+        return Costs(**medians) if medians else None
 
 
 def typical_context(outputs: Sequence[RequestOutput]) -> list[int]:

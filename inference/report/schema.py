@@ -359,8 +359,6 @@ class SuiteFacts(Record):
     """Conversations in the file."""
     conversations_without_room: int = 0
     """Left out, because target and longest responses have no room for them."""
-    turns_not_asked: int = 0
-    """Later turns, over all temperatures, whose prompt had grown too long by the answers."""
     max_tokens: int = Field(ge=1)
     """Longest response."""
     num_speculative_tokens: int = Field(ge=1)

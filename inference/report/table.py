@@ -90,9 +90,8 @@ def suite_notes(report: AcceptanceReport) -> list[str]:
     """What the results of each suite depend on, a sentence each."""
     return [
         f"{suite.name}: {suite.conversations} of {suite.conversations_in_file} conversations,"
-        f" {suite.conversations_without_room} without room, {suite.turns_not_asked} later turns"
-        f" not asked; later turns follow the live answers; responses of up to {suite.max_tokens}"
-        f" tokens, K = {suite.num_speculative_tokens}"
+        f" {suite.conversations_without_room} without room; later turns follow the live answers;"
+        f" responses of up to {suite.max_tokens} tokens, K = {suite.num_speculative_tokens}"
         + "".join(f", {name}: {value}" for name, value in suite.chat_template_kwargs.items())
         + f"; {Path(suite.path).name}: SHA-256 {suite.sha256}"
         for suite in report.suites

@@ -37,21 +37,14 @@ def committed_rounds(sizes: Sequence[int], accepted: Sequence[int]) -> list[int]
     the target's own may be missing, and drafts with it. DataError if the two do not fit together.
     """
     rounds = [size - 1 for size in sizes[1:]]
-    whole, nonzero = (
-        [count for count in rounds[:-1] if count],
-        [count for count in accepted if count],
-    )
-    last = nonzero[len(whole) :]
-    fits = (
-        rounds[-1:] in ([], [0])
-        if not last
-        else len(last) == 1 and rounds != [] and rounds[-1] <= last[0]
-    )
-    if list(sizes[:1]) != [1] or nonzero[: len(whole)] != whole or not fits:
+    whole = [count for count in rounds[:-1] if count]
+    claimed = [count for count in accepted if count]
+    last = claimed[len(whole) :]  # of the last step, if it has some
+    fits = min(sizes) > 0 and len(last) < 2 and sum(rounds[-1:]) <= sum(last)
+    if not fits or claimed[: len(whole)] != whole:
         raise DataError(
-            f"steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)}"
-            " drafts, are not of one response: every step but the last must bring the drafts of"
-            " its round and one token more",
+            f"steps of {list(sizes)} tokens, and rounds that accepted {list(accepted)} drafts, are"
+            " not of one response",
             where="vLLM",
         )
     if last:
@@ -77,12 +70,7 @@ def metrics_of(
 
 
 def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Tokens of each step of a response of `tokens`, where every round had a proposal. DataError if
-    that cannot be."""
+    """Tokens of each step of a response of `tokens`, where every round had a proposal."""
     sizes = [1, *(count + 1 for count in accepted)]
-    surplus = sum(sizes) - tokens
-    if not 0 <= surplus < sizes[-1]:
-        raise DataError(
-            f"{tokens} tokens do not come of rounds that accepted {accepted}", where="vLLM"
-        )
-    return [*sizes[:-1], sizes[-1] - surplus]
+    sizes[-1] -= sum(sizes) - tokens
+    return sizes

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -32,18 +31,6 @@ from draftsmith.speculators.errors import ConfigError
 KEY = "VLLM_API_KEY"  # environment variable of a server's key, as vLLM itself reads it
 FLAG = "--per-request-spec-decode-metrics detailed"
 TIMEOUT_S = 600.0  # of a response
-
-
-@dataclass
-class VllmServers:
-    """`url`: a server that drafts. `baseline_url`: one of the same target that does not; None:
-    there is none, and what needs one is not measured."""
-
-    url: str
-    baseline_url: str | None = None
-
-    def __call__(self, drafting: Drafting) -> VllmServer:
-        return VllmServer(drafting, self.url, self.baseline_url)
 
 
 class Server:
@@ -80,9 +67,10 @@ class Server:
 
 
 class VllmServer(MeasuredEngine):
-    """A server that drafts, and one that does not, if there is one."""
+    """`url`: a server that drafts. `baseline_url`: one of the same target that does not; None:
+    there is none, and what needs one is not measured."""
 
-    def __init__(self, drafting: Drafting, url: str, baseline_url: str | None) -> None:
+    def __init__(self, drafting: Drafting, url: str, baseline_url: str | None = None) -> None:
         super().__init__(drafting)
         if drafting.drafter is None:
             raise ConfigError(

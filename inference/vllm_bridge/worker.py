@@ -21,9 +21,7 @@ HERE = Path(__file__).resolve().parent
 SETTINGS = {  # defaults of environment variables
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less to start and to stop
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines take turns on the same cores
-    "VLLM_CPU_KVCACHE_SPACE": (
-        "1"
-    ),  # GB; it would take a large part of the memory, and there are two engines
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB; there are two engines
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -51,13 +49,7 @@ def start(question: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         options |= {"kv_transfer_config": connector(extraction, on_cpu)}
         del options["per_request_spec_decode_metrics"]
     llm = LLM(question["model"], **(options | question["options"]))
-    facts = {
-        "version": vllm.__version__,
-        "torch_version": torch.__version__,
-        "python_version": sys.version.split()[0],
-        "platform": current_platform.device_name or current_platform.device_type,
-    }
-    return llm, facts
+    return llm, {"version": vllm.__version__, "torch_version": torch.__version__}
 
 
 def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:

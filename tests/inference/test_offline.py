@@ -9,30 +9,23 @@ import torch
 from typer.testing import CliRunner
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
-from draftsmith.inference.evaluation.side_by_side import SideBySide, remarks, repeats_itself
+from draftsmith.inference.evaluation.side_by_side import SideBySide, repeats_itself
 from draftsmith.inference.offline import app
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
-
-TAPS = (1, 2)
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_model, tiny_eagle3, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
     """A tiny target with a chat template and a random head."""
     root = tmp_path_factory.mktemp("offline")
-    options = dict(
-        vocab_size=259,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=258,
-    )
-    model = tiny_model("qwen3", **options)
+    ends = dict(bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    model = tiny_model("qwen3", vocab_size=259, max_position_embeddings=1024, **ends)
     model.save_pretrained(root / "target")
     byte_tokenizer.save_pretrained(root / "target")
-    export_drafter(tiny_eagle3(model, TAPS), root / "head", dtype=torch.float32)
+    export_drafter(tiny_eagle3(model, (1, 2)), root / "head", dtype=torch.float32)
     return str(root / "target"), str(root / "head")
 
 
@@ -42,7 +35,7 @@ def run(*arguments: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("demo", ["te", "chat"])
-def test_the_command_of_the_guide(folders, tmp_path, demo):
+def test_command_of_the_guide(folders, tmp_path, demo):
     saved = tmp_path / "deep" / "results.json"
     done = run(
         f"--model={folders[0]}",
@@ -60,29 +53,27 @@ def test_the_command_of_the_guide(folders, tmp_path, demo):
         f"--save-output={saved}",
     )
     assert done.exit_code == 0, done.output
-    tree = json.loads(saved.read_text(encoding="utf-8"))
+    results = json.loads(saved.read_text(encoding="utf-8"))
     names = ["default", "speculative", "ngram"]
-    assert list(tree) == [*names, "versions", "arguments"]
+    assert list(results) == [*names, "versions", "arguments"]
     assert all(word in done.output for word in (*names, "tok/s", "yes"))
-    assert tree["arguments"]["num_speculative_tokens"] == 5 and tree["versions"]["torch_version"]
+    assert results["arguments"]["num_speculative_tokens"] == 5
     texts, chats = demo_prompts(demo)
-    tokens = [output["token_ids"] for output in tree["default"]["outputs"]]
-    rate = tree["default"]["timings"]["tokens_per_second"]
+    tokens = [output["token_ids"] for output in results["default"]["outputs"]]
+    rate = results["default"]["timings"]["tokens_per_second"]
     assert len(tokens) == len(texts) + len(chats)
     for name in names:
-        one, metrics = tree[name], tree[name]["metrics"]
-        assert [output["token_ids"] for output in one["outputs"]] == tokens
+        result, metrics = results[name], results[name]["metrics"]
+        assert [output["token_ids"] for output in result["outputs"]] == tokens
         assert [run["repeat"] for run in metrics["passes"]["speculative"]] == [0, 1]
         assert metrics["output_tokens"] == sum(map(len, tokens))
         if name != "default":
-            speedup = one["timings"]["tokens_per_second"] / rate
+            speedup = result["timings"]["tokens_per_second"] / rate
             assert metrics["speedup_vs_autoregressive"]["value"] == pytest.approx(speedup)
             (check,) = metrics["lossless"]
             assert (check["checked_prompts"], check["details"]) == (len(tokens), [])
-    assert "speedup_vs_autoregressive" not in tree["default"]["metrics"]
-    assert tree["speculative"]["metrics"]["num_drafts"] > 0
-    if texts:
-        assert [output["prompt"] for output in tree["default"]["outputs"]] == texts
+    assert "speedup_vs_autoregressive" not in results["default"]["metrics"]
+    assert results["speculative"]["metrics"]["num_drafts"] > 0
 
 
 def test_without_a_drafter_ngram_is_compared_alone_and_a_template_makes_turns(folders, tmp_path):
@@ -91,17 +82,14 @@ def test_without_a_drafter_ngram_is_compared_alone_and_a_template_makes_turns(fo
     options = ["--temperature=0.7", "--max-tokens=4", "--repeats=1", f"--save-output={saved}"]
     done = run(f"--model={folders[0]}", "--demo=en", f"--template={template}", *options)
     assert done.exit_code == 0, done.output
-    found = json.loads(saved.read_text(encoding="utf-8"))
-    assert (
-        set(found) == {"default", "ngram", "versions", "arguments"}
-        and not found["ngram"]["metrics"]["lossless"]
-    )
-    assert [o["prompt"] for o in found["default"]["outputs"]] == [
-        f"[{text}]" for text in demo_prompts("en")[0]
-    ]
+    results = json.loads(saved.read_text(encoding="utf-8"))
+    assert set(results) == {"default", "ngram", "versions", "arguments"}
+    assert not results["ngram"]["metrics"]["lossless"]
+    prompts = [output["prompt"] for output in results["default"]["outputs"]]
+    assert prompts == [f"[{text}]" for text in demo_prompts("en")[0]]
 
 
-def test_a_target_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch):
+def test_text_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch):
     """Drafting that changed a token would be seen: here the engine is made to change one."""
     generate = LLM.generate
 
@@ -114,50 +102,33 @@ def test_a_target_that_differs_is_told_and_fails(folders, tmp_path, monkeypatch)
     monkeypatch.setattr(LLM, "generate", tampered)
     saved = tmp_path / "results.json"
     done = run(f"--model={folders[0]}", "--max-tokens=6", "--repeats=1", f"--save-output={saved}")
-    assert done.exit_code == 1
-    assert (
-        "NO 1" in done.output and "prompt 7, token 2" in done.output and "mismatch" in done.output
-    )
+    assert done.exit_code == 1 and "prompt 7, token 2" in done.output
 
 
-def test_what_cannot_be_done_is_said_before_anything_is_loaded(tmp_path):
-    for arguments, message in (
-        (("--demo=fr",), "--demo fr"),
-        (("--save-output=results.txt",), "ends in .json"),
-    ):
-        done = run("--model=nowhere", *arguments)
-        assert isinstance(done.exception, ConfigError) and message in str(done.exception)
+@pytest.mark.parametrize("option", ["--demo=fr", "--save-output=results.txt"])
+def test_what_cannot_be_done_is_said_before_anything_is_loaded(option):
+    error = run("--model=nowhere", option).exception
+    assert isinstance(error, ConfigError) and error.where == option.replace("=", " ")
 
 
-def test_every_demo_has_prompts_and_every_alias_a_demo():
+def test_every_demo_has_prompts():
     for name in (*DEMOS, *ALIASES):
         texts, chats = demo_prompts(name)
         assert len(texts) + len(chats) >= 8 and not (texts and chats)
 
 
 def test_every_repeat_of_a_method_writes_the_same(folders):
-    engines = SideBySide(
-        folders[0], {"head": {"model": folders[1], "num_speculative_tokens": 2}}, max_num_seqs=2
-    )
-    prompts = [type("P", (), {"text": None, "token_ids": [5 + i] * 9})() for i in range(4)]
-    one = engines.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), 2)["head"]
-    first, second = one.passes["speculative"]
+    methods = {"head": {"model": folders[1], "num_speculative_tokens": 2}}
+    engines = SideBySide(folders[0], methods, max_num_seqs=2)
+    prompts = [Prompt(None, [5 + i] * 9) for i in range(4)]
+    measured = engines.run(prompts, SamplingParams(temperature=1.0, max_tokens=12), 2)["head"]
+    first, second = measured.passes["speculative"]
     assert (first.tokens, first.num_drafts) == (second.tokens, second.num_drafts)
-    cell = one.cell()
+    cell = measured.cell()
     assert cell.num_rounds == cell.num_drafts == first.num_drafts and not cell.lossless
-    with pytest.raises(ConfigError, match="default"):
-        SideBySide(folders[0], {"default": {"method": "ngram", "num_speculative_tokens": 2}})
 
 
-def test_responses_that_repeat_themselves_are_named(folders):
+def test_responses_that_repeat_themselves_are_known():
     """On them n-grams look better than they are."""
     assert repeats_itself([1, 2, 3, 4, *[5, 6] * 8]) and repeats_itself([9] * 16)
     assert not repeats_itself(list(range(40))) and not repeats_itself([9] * 15)
-    engines = SideBySide(folders[0], {"ngram": {"method": "ngram", "num_speculative_tokens": 2}})
-    prompts = [type("P", (), {"text": None, "token_ids": [5, 6, 7]})()]
-    measured = engines.run(
-        prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), 1
-    )
-    measured["default"].requests[0].outputs[0].token_ids[:] = [9] * 20
-    (line,) = remarks(measured)
-    assert line.startswith("1 of 1 responses repeat themselves")

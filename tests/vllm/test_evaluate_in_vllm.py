@@ -13,7 +13,7 @@ import torch
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.report.build import lay_beside
 from draftsmith.inference.vllm_bridge.engine import VllmOptions
-from draftsmith.inference.vllm_bridge.server import VllmServers
+from draftsmith.inference.vllm_bridge.server import VllmServer
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
@@ -144,4 +144,4 @@ def server(vllm_server, folders):
 
 def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None:
     url = server("--per-request-spec-decode-metrics", "detailed")
-    same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=VllmServers(url)))
+    same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=partial(VllmServer, url=url)))

@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -174,45 +175,28 @@ def _engines(
     eager: bool | None,
 ) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
-    given = {
-        "--url": url,
-        "--baseline-url": baseline_url,
-        "--vllm-python": python,
-        "--vllm-options": options,
-    }
-    about_vllm = [name for name, value in given.items() if value]
-    if unknown := set(names or ()) - {OURS, VLLM}:
+    names, about_vllm = names or [], [url, baseline_url, python, options]
+    if not set(names) <= {OURS, VLLM}:
+        raise ConfigError(f"expected {OURS} or {VLLM}", where=f"--engine {' '.join(names)}")
+    if any(about_vllm) and VLLM not in names:
         raise ConfigError(
-            f"expected {OURS} or {VLLM}", where=f"--engine {', '.join(sorted(unknown))}"
-        )
-    if about_vllm and VLLM not in (names or ()):
-        raise ConfigError(
-            "has no effect without --engine vllm; add it", where=f"{', '.join(about_vllm)}"
-        )
-    if baseline_url and not url:
-        raise ConfigError(
-            "the server without drafting stands beside one with; give --url too",
-            where="--baseline-url",
+            "--url, --baseline-url, --vllm-python, --vllm-options need it", where="--engine vllm"
         )
     if url and (python or options):
         raise ConfigError(
-            f"the server runs already; {about_vllm[-1]} is for a vLLM that is started",
-            where="--url",
+            "--vllm-python and --vllm-options are for a vLLM that is started", where="--url"
         )
-    if eager is not None and names and OURS not in names:
-        raise ConfigError(
-            '--enforce-eager is of this runtime; for vLLM say --vllm-options \'{"enforce_eager":'
-            " true}'"
-        )
+    if baseline_url and not url:
+        raise ConfigError("stands beside --url, a server that drafts", where="--baseline-url")
     if not names and eager is None:
         return None
     from draftsmith.inference.vllm_bridge.engine import VllmOptions
-    from draftsmith.inference.vllm_bridge.server import VllmServers
+    from draftsmith.inference.vllm_bridge.server import VllmServer
     from draftsmith.train.pipeline.acceptance_stage import Engines
 
-    if VLLM not in (names or ()):
+    if VLLM not in names:
         return Engines(enforce_eager=eager)
     vllm: EngineMaker = VllmOptions(python or None, json_option("--vllm-options", options) or {})
     if url:
-        vllm = VllmServers(url, baseline_url or None)
-    return Engines(OURS in (names or ()), vllm, enforce_eager=eager)
+        vllm = partial(VllmServer, url=url, baseline_url=baseline_url or None)
+    return Engines(OURS in names, vllm, enforce_eager=eager)

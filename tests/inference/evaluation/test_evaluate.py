@@ -3,7 +3,6 @@ whole."""
 
 from __future__ import annotations
 
-import shutil
 import weakref
 from dataclasses import replace
 
@@ -24,13 +23,13 @@ from draftsmith.inference.evaluation.expected_acceptance import (
     accept_probabilities,
     expected_acceptance,
 )
-from draftsmith.inference.evaluation.lossless import compare_greedy, first_difference
+from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import IsolatedCosts, interleaved, transformers_generate
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
-from draftsmith.inference.report.schema import SuiteFacts, load_report, save_report
+from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
-from draftsmith.speculators.errors import CheckpointError, DataError
+from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
@@ -157,41 +156,31 @@ def test_a_text_of_one_token_has_no_rounds(llm, drafter) -> None:
         expected_acceptance(llm.engine.target, drafter, [([5], [7, 8]), ([], [7])], 1.0, K)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "filters"), [(0.0, {}), (0.7, {}), (0.7, {"top_p": 0.7}), (0.7, {"top_k": 3})]
-)
+@pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (0.7, {}), (0.7, {"top_p": 0.7})])
 def test_accept_probability_is_the_ratio_of_the_processed_distributions(
-    temperature, filters
+    temperature, filters, monkeypatch
 ) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(expected_module, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(expected_module, "SMALLEST_CHUNK", 16)
     draft_to_target = torch.tensor([1, 2, 5, 8, 11])
     q_logits, p_logits = 2 * torch.randn(40, 5), 2 * torch.randn(40, 12)
     labels = torch.randint(12, (40,))
     params = SamplingParams(temperature=temperature, **filters)
-    q, p = (
-        table.gather(-1, labels[:, None])[:, 0]
-        for table in (
-            scatter_to_target(probabilities(q_logits, params), draft_to_target, 12),
-            probabilities(p_logits, params),
-        )
-    )
-    got = accept_probabilities(
-        q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target, 16
+    full_q = scatter_to_target(probabilities(q_logits, params), draft_to_target, 12)
+    q = full_q.gather(-1, labels[:, None])[:, 0]
+    p = probabilities(p_logits, params).gather(-1, labels[:, None])[:, 0]
+    accept = accept_probabilities(
+        q_logits, lambda x: x, p_logits, lambda x: x, labels, params, draft_to_target
     )
     if temperature == 0:  # the text says what the target chose, whatever its logits are here
-        assert torch.equal(got, q)
+        assert torch.equal(accept, q)
     else:
         drawn = p > 0  # the others cannot come out
-        torch.testing.assert_close(got[drawn], (q / p).clamp(max=1)[drawn])
+        torch.testing.assert_close(accept[drawn], (q / p).clamp(max=1)[drawn])
 
 
 # ---------------------------------------------------------------------------------- the same tokens
-
-
-def test_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
 
 
 def check(target, prompt, reference, output):
@@ -256,10 +245,10 @@ def test_passes_alternate() -> None:
     assert [(r.repeat, r.tokens, r.num_drafts) for r in timed["hf"]] == [(0, 4, 0), (1, 4, 0)]
 
 
-def test_isolated_parts_leave_their_caches_as_they_were(llm, drafter) -> None:
-    parts = IsolatedCosts(llm.engine.target, drafter, list(range(3, 30)), K, rows=2, kept=2)
+def test_isolated_parts_leave_the_engine_as_it_was(llm) -> None:
+    parts = IsolatedCosts(llm, list(range(3, 30)), K, rows=2)
     parts.measure(3)
-    assert parts.cache.lengths == [27] * 2 and parts.head_cache.lengths == [25] * 2
+    assert not llm.engine.has_unfinished and set(llm.engine.cache.lengths) == {0}
     assert parts.costs.target_step_ms == sorted(parts.times["target_step_ms"])[1] > 0
 
 
@@ -288,23 +277,16 @@ SMALL = EvaluationSettings(
 )
 
 
-@pytest.fixture(scope="module")
-def evaluated(folders):
-    seen: list[float] = []
-    workloads = {"one": some_prompts(5), "two": some_prompts(3, seed=1)}
+@pytest.mark.slow
+def test_the_report_is_whole(folders) -> None:
+    shares: list[float] = []
     report = evaluate(
         *folders,
-        workloads,
+        {"one": some_prompts(5), "two": some_prompts(3, seed=1)},
         SMALL,
         provenance={"recipe_name": "tiny"},
-        progress=lambda share, note: seen.append(share),
+        progress=lambda share, note: shares.append(share),
     )
-    return report, seen
-
-
-@pytest.mark.slow
-def test_the_report_is_whole(evaluated, tmp_path) -> None:
-    report, shares = evaluated
     names = [(c.workload, c.temperature) for c in report.results]
     one_two = [(name, t) for t in (0, 1) for name in ("one", "two")]
     assert names == [*one_two, ("all", 0), ("all", 1)]
@@ -318,29 +300,12 @@ def test_the_report_is_whole(evaluated, tmp_path) -> None:
             assert len({run.tokens for run in some}) == 1  # the same prompts and seeds
     assert [report.cell(name, 0).prompts for name in ("one", "two")] == [4, 3]
     assert report.summary["lossless_mismatches"] == 0
+    pooled = report.cell("all", 0)
+    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)
+    assert [check.checked_prompts for check in pooled.lossless] == [4 + 7]  # float32 twice
     provenance = report.provenance
     assert provenance.recipe_name == "tiny" and provenance.drafter_config["draftsmith"]
-    assert load_report(save_report(report, tmp_path / "acceptance.json")) == report
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (0, 1)
-
-
-def test_greedy_cells_expect_exactly_what_they_measure(evaluated) -> None:
-    pooled = evaluated[0].cell("all", 0)
-    assert pooled.expected.relative_difference == pytest.approx(0, abs=1e-12)
-    assert [check.checked_prompts for check in pooled.lossless] == [
-        4 + 7
-    ]  # float32 twice: pooled by dtype
-
-
-def test_a_drafter_is_loaded_strictly(folders, tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(f"{folders[1]}/model.safetensors")
-    del tensors["fc.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    shutil.copy(f"{folders[1]}/config.json", tmp_path)
-    with pytest.raises(CheckpointError, match="fc.weight"):
-        evaluate(folders[0], tmp_path, {"one": some_prompts(1)}, SMALL)
 
 
 def test_a_workload_without_prompts_is_refused(folders) -> None:
@@ -386,7 +351,6 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
     (output,) = LLM(folders[0]).generate([prompt], settings.sampling(0.0, [0]))
     answer = byte_tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
     assert (answer,) in asked
-    assert report.suites[0].turns_not_asked == 2, "there is no room for the grown prompt"
     rounds, accepted = a.num_drafts + b.num_drafts, a.num_accepted_tokens + b.num_accepted_tokens
     assert pooled.acceptance_length == pytest.approx(1 + accepted / rounds)
     mean = (3 * a.acceptance_length_macro + b.acceptance_length) / 4
@@ -418,24 +382,6 @@ def test_the_whole_evaluation_runs_on_a_device(claimed_gpu, folders):
     report = evaluate(*folders, {"w": some_prompts(2)}, settings, llm_options=options)
     assert report.summary["lossless_mismatches"] == 0
     assert report.summary["t0.acceptance_length"] >= 1
-
-
-@pytest.mark.slow
-def test_rounds_are_compiled_before_they_are_timed(folders):
-    compiled = {
-        "enforce_eager": False,
-        "compilation_config": {"backend": "eager", "cudagraph_capture_sizes": [1]},
-        "max_model_len": 40,
-    }
-    notes: list[str] = []
-    evaluate(
-        *folders,
-        {"w": some_prompts(2)},
-        replace(BRIEF, lossless_prompts=0),
-        llm_options=compiled,
-        progress=lambda _, note: notes.append(note.split(" ")[0]),
-    )
-    assert notes.index("compiling") < notes.index("T=0:")
 
 
 def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import httpx2
 import pytest
@@ -18,7 +19,7 @@ from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.vllm_bridge import server as bridge
 from draftsmith.inference.vllm_bridge.engine import VllmError
-from draftsmith.inference.vllm_bridge.server import VllmServers
+from draftsmith.inference.vllm_bridge.server import VllmServer
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.families.eagle3 import Eagle3
@@ -117,7 +118,7 @@ def measured(folders, monkeypatch):
         http = httpx2.Client(transport=httpx2.MockTransport(FakeVllm(llm, **given)))
         client = lambda **options: openai(**options, http_client=http)
         monkeypatch.setattr(bridge.openai, "OpenAI", client)
-        return evaluate(*folders, PROMPTS, settings, engine=servers or VllmServers(URL))
+        return evaluate(*folders, PROMPTS, settings, engine=servers or partial(VllmServer, url=URL))
 
     return run
 
@@ -125,7 +126,7 @@ def measured(folders, monkeypatch):
 @pytest.mark.slow
 def test_a_server_is_measured_as_this_runtime(folders, measured) -> None:
     ours = evaluate(*folders, PROMPTS, SETTINGS)
-    report = measured(servers=VllmServers(URL, BASELINE))
+    report = measured(servers=partial(VllmServer, url=URL, baseline_url=BASELINE))
     assert report.provenance.engine == "vllm"
     assert (report.provenance.engines[0].url, report.provenance.engines[0].version) == (URL, "9.9")
     counted = ("prompts", "output_tokens", "num_drafts", "num_draft_tokens", "expected")
@@ -145,14 +146,14 @@ def test_servers_that_cannot_be_measured_are_named(measured) -> None:
         ({"drafting": ()}, flag),
         ({"detail": "summary"}, flag),
         ({"settings": replace(SETTINGS, num_speculative_tokens=2)}, "-k 3"),
-        ({"servers": VllmServers(URL, URL)}, "--baseline-url"),
+        ({"servers": partial(VllmServer, url=URL, baseline_url=URL)}, "--baseline-url"),
     ):
         with pytest.raises(ConfigError, match=named):
             measured(**given)
 
 
 def test_a_server_that_is_not_there(folders) -> None:
-    servers = VllmServers("http://127.0.0.1:9")
+    servers = partial(VllmServer, url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="--url: "):
         evaluate(folders[0], None, PROMPTS, SETTINGS, method="ngram", engine=servers)
     with pytest.raises(VllmError, match="is it running"):
