@@ -22,6 +22,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
+from draftsmith.speculators.export.layouts.base import Source
 from draftsmith.speculators.hub import one_line, require_reachable, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -148,7 +149,8 @@ def read_drafter_config(
     names = set() if config_only else set(_headers(folder))
     fields, where = read_fields(folder), f"{folder}/config.json"
     layout = layout_of(fields, names, str(folder))
-    return layout.from_config(fields, names, where, num_target_layers)
+    plain = layout.from_engine(fields, where)
+    return layout.from_config(Source(plain, names, where, num_target_layers))
 
 
 def read_fields(path_or_id: str | Path) -> dict[str, Any]:
@@ -181,4 +183,4 @@ def load_weights(drafter: Drafter, folder: Path) -> None:
     """Fills all of `drafter` from the tensors of `folder`, strictly."""
     headers, fields = _headers(folder), read_fields(folder)
     layout = layout_of(fields, set(headers), str(folder))
-    layout.read(drafter, folder, sorted(folder.glob("*.safetensors")))
+    layout.read(drafter, folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference import LLM
 from draftsmith.inference.evaluation.engines import Drafting
 from draftsmith.inference.vllm_bridge.engine import VllmEngine, VllmOptions
 from draftsmith.speculators.precision import (
@@ -33,10 +33,7 @@ OLD = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf
 CPUS = {
     "old": (OLD, False),
     "amx": (OLD | {"amx_bf16": True}, True),
-    "avx512": (OLD | {"avx512_bf16": True}, True),
-    "avx2 of late": (OLD | {"avx_ne_convert": True}, True),
     "old arm": ({"architecture": "aarch64", "neon": True, "bf16": False}, False),
-    "new arm": ({"architecture": "arm64", "neon": True, "bf16": True}, True),
     "unheard of": ({"architecture": "riscv64"}, True),
 }
 
@@ -84,20 +81,16 @@ def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
     with caplog.at_level(logging.WARNING, "draftsmith.speculators.precision"):
         wide, again = (FrozenTarget.from_pretrained(str(folder)) for _ in range(2))
     assert [str(folder) in record.message for record in caplog.records] == [True]
-    assert wide.dtype == torch.float32 and wide.checkpoint_dtype == torch.bfloat16
-    insisted = FrozenTarget.from_pretrained(str(folder), dtype=torch.bfloat16)
-    assert insisted.dtype == insisted.checkpoint_dtype == torch.bfloat16
-    for own, other in zip(wide.model.parameters(), insisted.model.parameters(), strict=True):
-        assert torch.equal(own, other.float())
-    assert again.dtype == FrozenTarget(wide.model, [1]).dtype == torch.float32
-    assert FrozenTarget(wide.model, [1]).checkpoint_dtype == torch.bfloat16
-    asked = FrozenTarget.from_pretrained(str(folder), dtype=torch.float32)
-    assert asked.dtype == asked.checkpoint_dtype == torch.float32
+    assert wide.dtype == again.dtype == torch.float32
+    assert wide.checkpoint_dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float32):
+        insisted = FrozenTarget.from_pretrained(str(folder), dtype=dtype)
+        assert insisted.dtype == insisted.checkpoint_dtype == dtype
+        for own, other in zip(wide.model.parameters(), insisted.model.parameters(), strict=True):
+            assert torch.equal(own, other.float())
     cpu("amx")
     narrow = FrozenTarget.from_pretrained(str(folder))
     assert narrow.dtype == narrow.checkpoint_dtype == torch.bfloat16
-    model = make_tiny_model("qwen3")
-    assert FrozenTarget(model).checkpoint_dtype == torch.float32
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("old", torch.float32), ("amx", torch.bfloat16)])
@@ -106,7 +99,6 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, name, dtype, monkeypatch):
     cpu(name)
     llm = LLM(str(folder), device="cpu")
     assert llm.engine.target.dtype == dtype
-    llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=3, temperature=0))
     sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (dtype, torch.bfloat16)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == torch.bfloat16

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.speculators.config import DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
 
@@ -41,12 +41,61 @@ class Fault:
     warning: bool = False  # it may be right
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version such as 0.33.0; ConfigError for anything else."""
-    try:
-        return Version(version).release[:2]
-    except InvalidVersion:
-        raise ConfigError("expected a version, such as 0.33.0", where=f"vLLM {version!r}") from None
+@dataclass(frozen=True)
+class Source:
+    """What a config is read from."""
+
+    fields: Fields  # config.json, in the fields of vLLM's own format
+    names: set[str]  # of the tensors
+    where: str  # the file, for errors
+    layers: int | None = None  # of the target, where it is known
+
+    @property
+    def own(self) -> Fields:
+        """The section `draftsmith`."""
+        return self.fields.get("draftsmith") or {}
+
+    @property
+    def dtype(self) -> str:
+        return str(self.fields.get("dtype") or self.fields.get("torch_dtype") or "float32")
+
+    @property
+    def owns_embeddings(self) -> bool:
+        """True if the head has its own embedding, by `draftsmith` or by the tensors."""
+        return bool(self.own.get("own_embeddings")) or "embed_tokens.weight" in self.names
+
+    def require(self, *names: str) -> None:
+        """CheckpointError unless config.json has all these fields."""
+        if missing := [name for name in names if self.fields.get(name) is None]:
+            raise CheckpointError(f"fields {', '.join(missing)} are missing", where=self.where)
+
+    def target_layers(self) -> int:
+        """The number of the target's layers, from `draftsmith` or from the target at hand."""
+        layers = self.own.get("num_target_layers", self.layers)
+        if layers is None:
+            raise CheckpointError(
+                "the number of target layers is missing; pass the target's", where=self.where
+            )
+        return layers
+
+    def head_fields(self, architectures: Sequence[str] = ()) -> dict[str, Any]:
+        """The config fields that all heads of decoder layers have. CheckpointError for missing
+        fields of config.json, or for an architecture that is not among `architectures`."""
+        fields = self.fields
+        if architectures and (given := architecture_of(fields)) not in architectures:
+            raise CheckpointError(
+                f"architectures is {given!r}; expected one of {', '.join(architectures)}",
+                where=self.where,
+            )
+        self.require("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        return dict(
+            vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
+            target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
+            num_target_layers=self.target_layers(),
+            dtype=self.dtype,
+            **decoder_fields(fields),
+        )
 
 
 class Layout:
@@ -84,7 +133,8 @@ class Layout:
     def dropped(self, version: str | None) -> str:
         """The reason why vLLM `version` (such as 0.33.0; None: any) does not serve the family any
         more; empty: it does."""
-        if version is None or not self.last_vllm or _minor(version) <= _minor(self.last_vllm):
+        minor = lambda text: Version(text).release[:2]
+        if not (version and self.last_vllm) or minor(version) <= minor(self.last_vllm):
             return ""
         return (
             f"vLLM {version} does not serve {self.family} any more: it was dropped after"
@@ -115,18 +165,11 @@ class Layout:
             tensors["t2d"] = listed.index_fill_(0, ids.cpu(), True)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
-    def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
-        """Fills `drafter` from the safetensors `files` of `folder`. CheckpointError names every
-        tensor at fault."""
-        self.fill(drafter, folder, self._found(drafter.config, files))
-
-    def fill(self, drafter: Drafter, folder: str | Path, found: dict[str, Tensor]) -> None:
-        """Fills `drafter` from tensors under their names in `folder`. Errors as of `read`."""
+    def read(self, drafter: Drafter, folder: Path) -> None:
+        """Fills `drafter` from the safetensors of `folder`. CheckpointError names every tensor at
+        fault."""
         config = drafter.config
-        try:
-            found = self.canonical(found, config)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}", where=f"drafter {folder}") from error
+        found = self.canonical(self._stored(config, folder), config)
         refuse(self.faults(found, config), folder)
         state = {inside: found[name] for name, (inside, _) in self.tensors(config).items()}
         state = dict(self.packed(state))
@@ -134,14 +177,15 @@ class Layout:
             state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
         drafter.load_state_dict(state, strict=True)
 
-    def _found(self, config: DrafterConfig, files: Sequence[Path]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for file in files:
+    def _stored(self, config: DrafterConfig, folder: Path) -> dict[str, Tensor]:
+        """The drafter's tensors as `folder` has them."""
+        tensors: dict[str, Tensor] = {}
+        for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as reader:
                 # (not a dict)
                 own = [name for name in reader.keys() if self.belongs(name, config)]  # noqa: SIM118
-                found |= {name: reader.get_tensor(name) for name in own}
-        return found
+                tensors |= {name: reader.get_tensor(name) for name in own}
+        return tensors
 
     def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
         """Lists all differences between the tensors and the table."""
@@ -175,7 +219,7 @@ class Layout:
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """The drafter's tensors under the names of `tensors`, and their faults."""
-        found = self._found(config, sorted(folder.glob("*.safetensors")))
+        found = self._stored(config, folder)
         if self.bare:
             found = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
         found = self.canonical(found, config)
@@ -212,11 +256,8 @@ class Layout:
         `draftsmith`."""
         raise NotImplementedError
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        """The config from config.json and the names of the tensors. CheckpointError names the
-        field."""
+    def from_config(self, source: Source) -> DrafterConfig:
+        """The config of a folder. CheckpointError names the field."""
         raise NotImplementedError
 
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
@@ -320,64 +361,11 @@ def refuse(faults: Sequence[Fault], folder: str | Path) -> None:
         raise WeightsError(folder, faults)
 
 
-def require(fields: Mapping[str, Any], names: tuple[str, ...], where: str, kind: str) -> None:
-    """CheckpointError unless config.json has all these fields."""
-    if missing := [name for name in names if fields.get(name) is None]:
-        raise CheckpointError(
-            f"fields {', '.join(missing)} are missing; is this {kind}?", where=where
-        )
-
-
-def target_layers(fields: Mapping[str, Any], num_target_layers: int | None, where: str) -> int:
-    """The number of the target's layers, from `draftsmith` or from the target at hand."""
-    layers = (fields.get("draftsmith") or {}).get("num_target_layers", num_target_layers)
-    if layers is None:
-        raise CheckpointError(
-            "the number of target layers is missing; pass the target's", where=where
-        )
-    return layers
-
-
 def own_fields(config: DrafterConfig) -> dict[str, Any]:
     """The section `draftsmith`: the family, and fields that reveal a lost tensor on reading."""
     own: dict[str, Any] = {"family": config.family, "num_target_layers": config.num_target_layers}
     return {"draftsmith": own | ({"own_embeddings": True} if config.own_embeddings else {})}
 
 
-def owns_embeddings(fields: Mapping[str, Any], names: set[str]) -> bool:
-    """True if the head has its own embedding, by `draftsmith` or by the tensors."""
-    said = (fields.get("draftsmith") or {}).get("own_embeddings")
-    return bool(said) or "embed_tokens.weight" in names
-
-
-def dtype_of(fields: Mapping[str, Any]) -> str:
-    return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
-
-
 def architecture_of(fields: Mapping[str, Any]) -> str:
     return (fields.get("architectures") or ["missing"])[0]
-
-
-def head_fields(
-    fields: Mapping[str, Any],
-    num_target_layers: int | None,
-    where: str,
-    kind: str,
-    architectures: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The config fields that all heads of decoder layers have. CheckpointError for missing fields
-    of config.json, or for an architecture that is not among `architectures`."""
-    if architectures and (found := architecture_of(fields)) not in architectures:
-        raise CheckpointError(
-            f"architectures is {found!r}; {kind} has one of {', '.join(architectures)}", where=where
-        )
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-    require(fields, sizes, where, kind)
-    return dict(
-        vocab_size=fields["vocab_size"],
-        draft_vocab_size=fields.get("draft_vocab_size") or fields["vocab_size"],
-        target_hidden_size=fields.get("target_hidden_size") or fields["hidden_size"],
-        num_target_layers=target_layers(fields, num_target_layers, where),
-        dtype=dtype_of(fields),
-        **decoder_fields(fields),
-    )

@@ -8,6 +8,7 @@ below `dflash_config`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
 from draftsmith.speculators.export.layouts.eagle3 import TAPS
 from draftsmith.speculators.families.dflash2 import DFlash2Shape
 from draftsmith.speculators.families.dspark import DSparkShape
@@ -145,19 +146,16 @@ class DFlashLayout(Layout):
             **base.own_fields(config),
         }
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        fields = self.from_engine(fields, where)
+    def from_config(self, source: Source) -> DrafterConfig:
+        fields, where = source.fields, source.where
         section = {**fields, **(fields.get(SECTION) or {})}
-        kind = f"a drafter of family {self.family}"
-        base.require(section, ("mask_token_id", "target_layer_ids"), where, kind)
+        layers = fields.get("num_target_layers") or source.layers
+        replace(source, fields=section).require("mask_token_id", "target_layer_ids")
         given = [name for name in (*self.own, ANCHOR) if section.get(name) is not None]
-        layers = fields.get("num_target_layers") or num_target_layers
         return build_config(
             where,
             self.family,
-            **base.head_fields(fields, layers, where, self.family, self.architectures),
+            **replace(source, layers=layers).head_fields(self.architectures),
             tap_layers=tuple(layer + 1 for layer in section["target_layer_ids"]),
             block_size=fields.get("block_size") or section.get("block_size", 16),
             mask_token_id=section["mask_token_id"],

@@ -5,7 +5,7 @@ another tokenizer than its target's has the map between the two beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -18,7 +18,7 @@ from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Layout, Source
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
 from draftsmith.speculators.families.draft_model.student import plain_fields
 from draftsmith.speculators.hub import one_line
@@ -51,7 +51,7 @@ class DraftModelLayout(Layout):
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """By loading it, under transformers' names."""
         try:
-            self.read(DraftModel(cast(DraftModelConfig, config)), folder, [])
+            self.read(DraftModel(cast(DraftModelConfig, config)), folder)
         except base.WeightsError as error:
             return {}, error.faults
         except DraftsmithError as error:
@@ -64,21 +64,18 @@ class DraftModelLayout(Layout):
         architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model["model_type"]]
         return {**config.model, "architectures": [architecture], "dtype": config.dtype, **own}
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        own = fields.get("draftsmith") or {}
+    def from_config(self, source: Source) -> DrafterConfig:
         try:
-            model = plain_fields(fields, where)
+            model = plain_fields(source.fields, source.where)
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
         return build_config(
-            where,
+            source.where,
             self.family,
             # it reads none of them
-            num_target_layers=own.get("num_target_layers", num_target_layers) or 1,
-            other_tokenizer=bool(own.get("other_tokenizer")),
-            dtype=base.dtype_of(fields),
+            num_target_layers=source.own.get("num_target_layers", source.layers) or 1,
+            other_tokenizer=bool(source.own.get("other_tokenizer")),
+            dtype=source.dtype,
             **sizes_of(model),
         )
 
@@ -96,7 +93,7 @@ class DraftModelLayout(Layout):
         if drafter.token_map is not None:
             drafter.token_map.save(folder)
 
-    def read(self, drafter: Drafter, folder: Path, files: Sequence[Path]) -> None:
+    def read(self, drafter: Drafter, folder: Path) -> None:
         drafter, own = cast(DraftModel, drafter), cast(DraftModelConfig, drafter.config)
         drafter.take_model(self._load(folder))
         state = drafter.model.state_dict()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLM")
@@ -62,15 +62,8 @@ class EagleLayout(Layout):
             **own,
         }
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        own = fields.get("draftsmith") or {}
-        return build_config(
-            where,
-            "eagle",
-            **base.head_fields(
-                fields, num_target_layers, where, "an EAGLE head", self.architectures
-            ),
-            **{field: own.get(field, tensor in names) for field, tensor in BY_NAME.items()},
-        )
+    def from_config(self, source: Source) -> DrafterConfig:
+        named = {field: tensor in source.names for field, tensor in BY_NAME.items()}
+        own = {field: source.own.get(field, by_name) for field, by_name in named.items()}
+        head = source.head_fields(self.architectures)
+        return build_config(source.where, "eagle", **head, **own)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from draftsmith.speculators.config import DrafterConfig, default_tap_layers
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURES = (
@@ -88,25 +88,22 @@ class Eagle3Layout(Layout):
             yield Fault(COUNT, text, base.REFUSES)
         yield from base.ignored_window(plain)
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        fields = self.from_engine(fields, where)
-        head = base.head_fields(fields, num_target_layers, where, "an EAGLE-3 head", ARCHITECTURES)
+    def from_config(self, source: Source) -> DrafterConfig:
+        fields, head = source.fields, source.head_fields(ARCHITECTURES)
         taps = fields.get(TAPS) or default_tap_layers(head["num_target_layers"])
         return build_config(
-            where,
+            source.where,
             self.family,
             **head,
             tap_layers=tuple(sorted(taps)),
             qk_norm=fields.get("model_type") == "qwen3",
-            own_embeddings=base.owns_embeddings(fields, names),
-            sliding_window=base.window_of(fields, where),
+            own_embeddings=source.owns_embeddings,
+            sliding_window=base.window_of(fields, source.where),
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
-            **self.more_fields(fields, where),
+            **self.more_fields(fields),
         )
 
-    def more_fields(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def more_fields(self, fields: Fields) -> dict[str, Any]:
         """Fields of a family that is EAGLE-3 and more."""
         return {}
 

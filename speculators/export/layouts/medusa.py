@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from draftsmith.speculators.config import DrafterConfig
-from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fault, Fields, Layout, Source
 from draftsmith.speculators.registry import build_config
 
 _PUBLISHED_BLOCK = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -62,34 +62,26 @@ class MedusaLayout(Layout):
             **base.own_fields(config),
         }
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        layers = base.target_layers(fields, num_target_layers, where)
-        heads = fields.get("num_heads") or fields.get("medusa_num_heads")
-        blocks = fields.get("num_hidden_layers") or fields.get("medusa_num_layers")
-        width, vocabulary = fields.get("hidden_size"), fields.get("vocab_size")
-        sizes = {"num_heads": heads, "num_hidden_layers": blocks}
-        sizes |= {"hidden_size": width, "vocab_size": vocabulary}
-        if missing := [name for name, value in sizes.items() if not value]:
-            raise CheckpointError(
-                f"fields {', '.join(missing)} are missing; published Medusa heads leave"
-                " them to their base model: add the target's",
-                where=where,
-            )
+    def from_config(self, source: Source) -> DrafterConfig:
+        """Published heads leave width and vocabulary to their base model: these must be added."""
+        fields = dict(source.fields)
+        for name, published in (("num_heads", "heads"), ("num_hidden_layers", "layers")):
+            fields[name] = fields.get(name) or fields.get(f"medusa_num_{published}")
+        sizes = ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+        replace(source, fields=fields).require(*sizes)
         return build_config(
-            where,
+            source.where,
             "medusa",
-            vocab_size=vocabulary,
-            draft_vocab_size=vocabulary,
-            hidden_size=width,
-            target_hidden_size=width,
-            num_target_layers=layers,
-            num_heads=heads,
-            num_layers=blocks,
-            fc_bias=any(name.endswith(".bias") for name in names),
+            vocab_size=fields["vocab_size"],
+            draft_vocab_size=fields["vocab_size"],
+            hidden_size=fields["hidden_size"],
+            target_hidden_size=fields["hidden_size"],
+            num_target_layers=source.target_layers(),
+            num_heads=fields["num_heads"],
+            num_layers=fields["num_hidden_layers"],
+            fc_bias=any(name.endswith(".bias") for name in source.names),
             shared_lm_head=bool(fields.get("original_lm_head", False)),
-            dtype=base.dtype_of(fields),
+            dtype=source.dtype,
         )
 
     def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

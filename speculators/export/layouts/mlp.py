@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
 from draftsmith.speculators.registry import build_config
 
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -51,20 +51,19 @@ class MLPLayout(Layout):
             **base.own_fields(config),
         }
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
-        base.require(fields, ("vocab_size", "emb_dim", "n_predict"), where, "an MLP speculator")
+    def from_config(self, source: Source) -> DrafterConfig:
+        fields = source.fields
+        source.require("vocab_size", "emb_dim", "n_predict")
         return build_config(
-            where,
+            source.where,
             "mlp",
             vocab_size=fields["vocab_size"],
             draft_vocab_size=fields["vocab_size"],
             hidden_size=fields.get("inner_dim") or fields["emb_dim"],
             target_hidden_size=fields["emb_dim"],
-            num_target_layers=base.target_layers(fields, num_target_layers, where),
+            num_target_layers=source.target_layers(),
             n_predict=fields["n_predict"],
-            dtype=base.dtype_of(fields),
+            dtype=source.dtype,
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
         )
 
@@ -78,7 +77,8 @@ class MLPLayout(Layout):
             if stored in kept and not torch.equal(kept[stored], found[name]):
                 raise CheckpointError(
                     f"{source[stored]} and {name} differ, but config.json says tie_weights: true;"
-                    " set it to false if the heads were trained apart"
+                    " set it to false if the heads were trained apart",
+                    where="tie_weights",
                 )
             kept.setdefault(stored, found[name])
             source.setdefault(stored, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +20,7 @@ from transformers import AutoConfig
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
-from draftsmith.speculators.export.layouts.base import Fields, Layout
+from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
 from draftsmith.speculators.families.mtp import BORROWED, MtpConfig
 from draftsmith.speculators.layers.target_layer import (
     layer_fields,
@@ -125,9 +126,8 @@ class MtpLayout(Layout):
             **base.own_fields(config),
         }
 
-    def from_config(
-        self, fields: Fields, names: set[str], where: str, num_target_layers: int | None
-    ) -> DrafterConfig:
+    def from_config(self, source: Source) -> DrafterConfig:
+        fields, names, where = source.fields, source.names, source.where
         layout, modules = _modules(names)
         if len(modules) != 1:
             raise CheckpointError(
@@ -137,18 +137,12 @@ class MtpLayout(Layout):
             )
         whole = any(name.startswith("model.layers.0.") for name in names)  # the target is there too
         usual = "residual" if whole and layout == "mimo" else "normed"
-        read = {
-            "dtype": base.dtype_of(fields),
-            "hidden_state": fields.get("mtp_hidden_state") or usual,
-        }
-        sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
-        base.require(
-            fields, (*sizes, "num_hidden_layers"), where, "an MTP module, or a target with one"
-        )
+        read = {"dtype": source.dtype, "hidden_state": fields.get("mtp_hidden_state") or usual}
+        source.require("num_hidden_layers")
         if layout in BORROWED:
             return self._borrowed(fields, layout, modules, where, read)
-        count = num_target_layers or (fields["num_hidden_layers"] if whole else None)
-        head = base.head_fields(fields, count, where, "an MTP module") | {"num_layers": 1} | read
+        layers = source.layers or (fields["num_hidden_layers"] if whole else None)
+        head = replace(source, layers=layers).head_fields() | {"num_layers": 1} | read
         return build_config(where, "mtp", layout=layout, **head)
 
     def _borrowed(

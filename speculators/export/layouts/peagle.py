@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -31,7 +30,7 @@ class PEagleLayout(Eagle3Layout):
         own = {"mask_token_id": config.mask_token_id, "num_depths": config.num_depths}
         return super().to_config(config) | own
 
-    def more_fields(self, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def more_fields(self, fields: Fields) -> dict[str, Any]:
         token = next((fields[name] for name in TOKENS if fields.get(name) is not None), None)
         return {
             "num_depths": fields.get("num_depths", 8),

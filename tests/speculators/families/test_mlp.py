@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu
 
-from draftsmith.inference import LLM
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.errors import CheckpointError, ConfigError
@@ -28,11 +27,9 @@ from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "three heads": {},
     "one head": {"n_predict": 1},
     "narrow, scaled": {"n_predict": 2, "inner_dim": 20, "scale_input": True},
     "tied": {"n_predict": 4, "inner_dim": 40, "tie_weights": True},
-    "two heads, tied, scaled": {"n_predict": 2, "tie_weights": True, "scale_input": True},
 }
 
 
@@ -137,11 +134,9 @@ def test_copies_that_differ_are_refused(make, tmp_path: Path) -> None:
     target, drafter = make(**SHAPES["tied"])
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     whole = every_copy(load_file(folder / "model.safetensors"), 4)
-    for name in ("speculator.emb.2.weight", "speculator.proj.3.weight", "speculator.ln.1.bias"):
+    for name in ("speculator.emb.2.weight", "speculator.proj.3.weight"):
         save_file(whole | {name: whole[name] + 1}, folder / "model.safetensors")
-        with pytest.raises(
-            CheckpointError, match=rf"{folder}: speculator\.\S+ and {name} differ.*tie_weights"
-        ):
+        with pytest.raises(CheckpointError, match=f"tie_weights: .* and {name} differ"):
             load_drafter(folder, target)
     stray = {"speculator.emb.4.weight": whole["speculator.emb.0.weight"].clone()}
     save_file(whole | stray, folder / "model.safetensors")
@@ -154,25 +149,13 @@ def test_published_fields_are_understood(make, tmp_path: Path) -> None:
     target's."""
     target, drafter = make()
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    fields = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "model_type": "mlp_speculator",
-        "vocab_size": target.vocab_size,
-        "emb_dim": target.hidden_size,
-        "inner_dim": 0,
-        "n_predict": 3,
-        "top_k_tokens_per_head": [5, 4, 3],
-        "n_candidates": 5,
-        "torch_dtype": "float32",
-    }
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"inner_dim": 0, "top_k_tokens_per_head": [5, 4, 3], "torch_dtype": "float32"}
+    del fields["draftsmith"], fields["dtype"], fields["tie_weights"], fields["scale_input"]
     (folder / "config.json").write_text(json.dumps(fields))
     assert read_drafter_config(folder, target.num_layers) == drafter.config
     with pytest.raises(CheckpointError, match="number of target layers"):
         read_drafter_config(folder)
-    del fields["emb_dim"]
-    (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match="emb_dim are missing; is this an MLP speculator"):
-        read_drafter_config(folder, 3)
 
 
 def test_one_head_cannot_be_tied(tiny_model) -> None:
@@ -183,41 +166,22 @@ def test_one_head_cannot_be_tied(tiny_model) -> None:
 # ---------------------------------------------------------------------- no more drafts than heads
 
 
-def test_more_drafts_than_heads_are_refused(make, tmp_path: Path) -> None:
-    """Wherever an LLM is put together, and before a run generates anything."""
+def test_more_drafts_than_heads_are_refused(make) -> None:
+    """Where an LLM is put together, and before a run generates anything."""
     target, drafter = make(n_predict=2)
-    said = "num_speculative_tokens is 3, but this drafter of family mlp was made to draft 2 tokens"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, .* draft 2 tokens"):
         make_llm(target, drafter=drafter, num_speculative_tokens=3)
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    drafting = {"method": "mlp", "model": str(folder), "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match=said):
-        LLM(target, speculative_config=drafting)
-    run = recipe(drafter={"n_predict": 2})
-    with pytest.raises(ConfigError, match=f"evaluation.{said}"):
-        sketch_drafter(run, drafter_config(run, target))
-
-
-def recipe(**sections: Any):
-    return recipe_of("mlp", **sections)
+    recipe = recipe_of("mlp", drafter={"n_predict": 2})
+    with pytest.raises(ConfigError, match="evaluation.num_speculative_tokens is 3"):
+        sketch_drafter(recipe, drafter_config(recipe, target))
 
 
 def test_all_heads_are_trained_unless_asked_otherwise() -> None:
-    assert recipe().drafter.unroll_steps == 3
-    assert recipe(drafter={"n_predict": 5}).drafter.unroll_steps == 5
-    assert recipe(drafter={"n_predict": 5, "unroll_steps": 2}).drafter.unroll_steps == 2
+    def depths(**drafter: Any) -> int:
+        return recipe_of("mlp", drafter=drafter).drafter.unroll_steps
+
+    assert (depths(), depths(n_predict=5), depths(n_predict=5, unroll_steps=2)) == (3, 5, 2)
     with pytest.raises(ValueError, match=r"unroll_steps \(4\) is above n_predict \(3\)"):
-        recipe(drafter={"unroll_steps": 4})
+        depths(unroll_steps=4)
     with pytest.raises(ValueError, match="n_predict: say how many"):
-        recipe(drafter={"init_from": "somewhere"})
-    with pytest.raises(ValueError, match="greater than or equal to 1"):
-        recipe(drafter={"n_predict": 0})
-
-
-def test_a_warm_start_takes_the_shape_of_its_head(make, tmp_path: Path) -> None:
-    target, drafter = make(n_predict=2, inner_dim=20, scale_input=True)
-    folder = str(export_drafter(drafter, tmp_path / "head", dtype=torch.float32))
-    found = drafter_config(recipe(drafter={"init_from": folder, "n_predict": 2}), target)
-    assert found == drafter.config
-    with pytest.raises(ConfigError, match="drafter.n_predict: the recipe says 3"):
-        drafter_config(recipe(drafter={"init_from": folder, "n_predict": 3}), target)
+        depths(init_from="somewhere")

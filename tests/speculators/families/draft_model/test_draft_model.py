@@ -3,7 +3,6 @@ positions."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.speculators.errors import CheckpointError, ConfigError
-from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from draftsmith.speculators.families.draft_model.student import cut_fields
 from draftsmith.speculators.registry import config_for_target
@@ -94,14 +93,10 @@ def test_a_cut_student_is_the_target_with_layers_passed_over(
 
 COMMON = dict(vocab_size=101, initializer_range=0.3, bos_token_id=1, eos_token_id=2)
 GPT2 = dict(COMMON, n_embd=32, n_layer=3, n_head=4, n_positions=256)
-NEOX = dict(COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=3)
-NEOX |= dict(num_attention_heads=4, max_position_embeddings=256)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, fields", [("gpt2", GPT2), ("gpt_neox", NEOX), ("opt", OPT | {"vocab_size": 101})]
-)
+@pytest.mark.parametrize("kind, fields", [("gpt2", GPT2), ("opt", OPT | {"vocab_size": 101})])
 def test_older_architectures_have_names_of_their_own(
     kind: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -134,7 +129,7 @@ def test_lists_of_the_configuration_are_cut_where_they_speak_of_layers(tiny_mode
     ]
 
 
-@pytest.mark.parametrize("kept", [{"first": 4}, [0, 7], [2, 1], [1, 1]], ids=str)
+@pytest.mark.parametrize("kept", [{"first": 4}, [0, 7]], ids=str)
 def test_wrong_cuts_are_refused(tiny_model, kept) -> None:
     with pytest.raises(ConfigError, match="drafter.from_target"):
         student(FrozenTarget(tiny_model("llama")), from_target=kept)
@@ -149,9 +144,6 @@ def recipe(drafter: dict[str, Any], **sections: Any) -> Any:
     [
         ({"init_from": "a", "config": {}, "from_target": [0]}, "init_from.*from_target.*config"),
         ({"from_target": {"first": 1, "last": 1}}, "from_target"),
-        ({"from_target": []}, "from_target"),
-        ({"from_target": {"middle": 1}}, "middle"),
-        ({"from_target": {"first": 0}}, "from_target"),
     ],
 )
 def test_one_start_is_given(options, named: str) -> None:
@@ -160,24 +152,19 @@ def test_one_start_is_given(options, named: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["no such thing", "t5", "gemma3", None])
-def test_no_start_and_what_is_no_causal_lm_are_refused(tiny_model, model_type) -> None:
-    start = {} if model_type is None else {"config": {"model_type": model_type}}
-    with pytest.raises(ConfigError, match=model_type or "init_from.*from_target.*config"):
-        student(FrozenTarget(tiny_model("llama")), **start)
+@pytest.mark.parametrize("model_type", ["no such thing", "t5", "gemma3"])
+def test_what_is_no_causal_lm_is_refused(tiny_model, model_type) -> None:
+    with pytest.raises(ConfigError, match=model_type):
+        student(FrozenTarget(tiny_model("llama")), config={"model_type": model_type})
 
 
 # ---------------------------------------------------------------------- plain folders
 
 # architecture, its config, of save_pretrained
 FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama": ("llama", {"num_hidden_layers": 1}, {}),
-    "sharded": ("llama", {}, {"max_shard_size": "20KB"}),
-    "tied": ("qwen2", {}, {}),
+    "sharded": ("llama", {"vocab_size": 448}, {"max_shard_size": "20KB"}),
+    "tied, a short table": ("qwen2", {"vocab_size": 384}, {}),
     "experts": ("mixtral", {}, {}),
-    "sliding windows": ("gemma3", {}, {}),
-    "padded table": ("llama", {"vocab_size": 448}, {}),
-    "short table": ("llama", {"vocab_size": 384}, {}),
 }
 
 
@@ -226,9 +213,9 @@ def test_a_plain_folder_drafts(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Whatever precision it is converted to, and it is read as both."""
+def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path) -> None:
+    """Where it is converted, too; and it is read as both."""
+    dtype = torch.bfloat16
     model, target = tiny_model("qwen2"), FrozenTarget(tiny_model("llama"))
     model.save_pretrained(tmp_path / "draft")
     export_drafter(load_drafter(tmp_path / "draft", target), tmp_path / "again", dtype=dtype)
@@ -239,18 +226,6 @@ def test_a_tied_table_is_written_once(tiny_model, tmp_path: Path, dtype: torch.d
     again = load_drafter(tmp_path / "again", target).model
     assert again.lm_head.weight is again.get_input_embeddings().weight
     torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight.to(dtype).float())
-
-
-def test_a_folder_of_another_kind_of_model_is_refused(
-    tiny_model, target_folder: Path, tmp_path: Path
-) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(fields | {"architectures": ["LlamaForSequenceClassification"]})
-    )
-    with pytest.raises(CheckpointError, match="not a drafter this version reads"):
-        read_drafter_config(tmp_path)
 
 
 # ------------------------------------------------------------------- tables padded to other sizes
@@ -275,10 +250,9 @@ def test_tables_of_other_sizes_unroll_as_they_draft(tiny_model, size: int) -> No
     assert_ragged_rows_draft_as_alone(world, rows)
 
 
-@pytest.mark.parametrize("size", [5])
-def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model, size: int) -> None:
+def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model) -> None:
     model = tiny_model("llama", vocab_size=SMALL_VOCAB, max_position_embeddings=64)
-    assert_drafts_leave_the_target_its_text(model, small_table(model, size)[1])
+    assert_drafts_leave_the_target_its_text(model, small_table(model, 5)[1])
 
 
 # ---------------------------------------------------------------------- positions
@@ -286,20 +260,14 @@ def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model, size: i
 
 def test_longer_texts_than_the_draft_model_knows_are_refused(tiny_model) -> None:
     model = tiny_model("llama")  # 256 positions
-    drafter = student(
-        FrozenTarget(model), config={"model_type": "opt", **OPT, "max_position_embeddings": 64}
-    )
-    with pytest.raises(
-        ConfigError, match="max_model_len is 256, but this drafter .* was made for 64 positions"
-    ):
+    known = {"model_type": "opt", **OPT, "max_position_embeddings": 64}
+    drafter = student(FrozenTarget(model), config=known)
+    with pytest.raises(ConfigError, match="max_model_len is 256, .* made for 64 positions"):
         drafted(model, drafter, max_model_len=256)
     assert drafted(model, drafter).engine.max_model_len == 64  # where nothing was asked for
-    sections = {
-        "training": {"steps": 1},
-        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 65},
-    }
+    data = {"train": [{"path": "chats.jsonl"}], "max_length": 65}
     with pytest.raises(ConfigError, match="data.max_length is 65, but .* made for 64 positions"):
-        sketch_drafter(recipe({"config": {}}, **sections), drafter.config)
+        sketch_drafter(recipe({"config": {}}, training={"steps": 1}, data=data), drafter.config)
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama"])
@@ -307,11 +275,8 @@ def test_drafting_goes_on_to_the_last_position(tiny_model, kind: str) -> None:
     """Learned positions end there; drafts that will never be verified may be asked for behind
     it."""
     model = tiny_model("llama", max_position_embeddings=32)
-    fields = (
-        {"model_type": "opt", **OPT}
-        if kind == "opt"
-        else tiny_model("llama", num_hidden_layers=1).config.to_dict()
-    )
+    plain = tiny_model("llama", num_hidden_layers=1).config.to_dict()
+    fields = {"model_type": "opt", **OPT} if kind == "opt" else plain
     drafter = student(FrozenTarget(model), 0.1, config=fields | {"max_position_embeddings": 32})
     llm = drafted(model, drafter, k=5, tokens=32)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
