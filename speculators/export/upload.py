@@ -39,7 +39,7 @@ def upload(
         if to.private and api.model_info(to.repository).private is False:
             raise ConfigError(
                 "it is public already, and a push is private unless asked for otherwise; pass"
-                " --public (export.hub_private_repo: false) or name another repository",
+                " --public or name another repository",
                 where=f"push to {to.repository}",
             )
         commit = api.upload_folder(

@@ -85,7 +85,7 @@ def test_training_from_either_is_the_same_training(saved, vllm_python, tmp_path,
     recipe = type(recipe).model_validate(tree)
     tokenizer: Any = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict))
     data = TrainingData(rows, [], {}, tokenizer, TargetHashes("w", "c", "t"))
-    stages = Stages(1, enabled=False)
+    stages = Stages(enabled=False)
     fill(recipe, target, rows, open_cache(recipe, target, data).scan(), stages)
     cache = open_cache(recipe, target, data).scan()
     assert not missing(cache, rows) and cache.key.engine == "vllm"

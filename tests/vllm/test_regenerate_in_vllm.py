@@ -83,16 +83,17 @@ def record_of(folder: Path) -> dict:
 
 
 def test_greedy_responses_are_those_of_this_process(write, server, here, tmp_path):
-    ours = write("here", temperatures=0.0)
-    assert write("there", temperatures=0.0, endpoints=[server], llm=here) == ours
+    ours = write("here", temperatures={0.0: 1.0})
+    assert write("there", temperatures={0.0: 1.0}, endpoints=[server], llm=here) == ours
     assert record_of(tmp_path / "there")["written_by"].keys() == {"vllm"}
     assert not any("warning" in line and "token ids" in line for line in write.lines)
 
 
 def test_a_seed_repeats_its_response(write, server):
-    first = write("first", temperatures=1.0, endpoints=[server])
-    again = write("again", temperatures=1.0, endpoints=[{"url": server, "max_concurrency": 3}])
-    assert again == first and first != write("here", temperatures=1.0)
+    first = write("first", temperatures={1.0: 1.0}, endpoints=[server])
+    slower = [{"url": server, "max_concurrency": 3}]
+    again = write("again", temperatures={1.0: 1.0}, endpoints=slower)
+    assert again == first and first != write("here", temperatures={1.0: 1.0})
 
 
 def test_too_short_a_server_is_refused(server, write):

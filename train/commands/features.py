@@ -26,7 +26,7 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     checked = with_adapted_target(checked, accelerator)
     taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
     target, tokenizer = load_target(checked, accelerator, taps), checked.target.load_tokenizer()
-    stages = Stages(2 * len(checked.training_stages()), enabled=accelerator.is_main_process)
+    stages = Stages(enabled=accelerator.is_main_process)
     for name, stage in checked.training_stages():
         texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
         data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)

@@ -12,7 +12,6 @@ from typing import Any
 from draftsmith.speculators.errors import DataError
 
 QUOTED = 400  # characters of a reason that are kept
-MANY = 0.05  # of the rows, above which what is left out is warned of
 
 
 class BadRow(DataError):
@@ -28,54 +27,38 @@ class BadRow(DataError):
 
 
 class BadRows:
-    """The rows that were left out: written to `path` (JSON lines) as they come, and counted.
+    """The rows of one use that were left out: written to `path` (JSON lines) as they come.
 
-    stop   the first one raises DataError
-    use    of the rows that are read now ("train", "validation"); each use has its own counts
-    read   rows of this use, bad ones included
+    stop     the first one raises DataError
+    read     rows of this use, bad ones included
+    reasons  of the bad ones, by their place
     """
 
     def __init__(self, path: Path | None = None, *, stop: bool = False) -> None:
-        self.path, self.stop, self.use, self.read = path, stop, "train", 0
-        self._reasons: dict[str, dict[str, str]] = {}  # by use and place
+        self.path, self.stop, self.read = path, stop, 0
+        self.reasons: dict[str, str] = {}
         if path is not None:
             path.unlink(missing_ok=True)
-
-    def begin(self, use: str) -> BadRows:
-        """Begins the rows of `use`."""
-        self.use, self.read = use, 0
-        return self
 
     def refuse(self, error: BadRow) -> None:
         """Lists a row, once if it is used several times; or raises DataError."""
         if self.stop:
             hint = "data.on_bad_row: drop leaves such rows out and lists them"
             raise DataError(f"{error} ({hint})") from error
-        reasons = self._reasons.setdefault(self.use, {})
-        if error.origin in reasons:
+        if error.origin in self.reasons:
             return
-        what = error.what[:QUOTED]
-        reasons[error.origin] = what
+        self.reasons[error.origin] = error.what[:QUOTED]
         if self.path is not None:
-            entry = {"use": self.use, "origin": error.origin, "what": what}
+            entry = {"origin": error.origin, "what": error.what[:QUOTED]}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    @property
-    def reasons(self) -> dict[str, str]:
-        """The reason of each bad row of this use, by its place."""
-        return self._reasons.get(self.use, {})
-
-    def first(self) -> str:
-        """The first bad row as text; empty if there is none."""
-        return next((f"{origin}: {what}" for origin, what in self.reasons.items()), "")
-
     def __str__(self) -> str:
         """One line, empty if nothing was left out."""
-        count = len(self.reasons)
-        if not count:
+        if not self.reasons:
             return ""
-        warning = "warning: " if count > MANY * self.read else ""
+        origin, what = next(iter(self.reasons.items()))
         listed = "" if self.path is None else f" ({self.path} lists them)"
-        return f"{warning}{count} of {self.read} rows left out{listed}, the first: {self.first()}"
+        count = f"{len(self.reasons)} of {self.read} rows left out{listed}"
+        return f"{count}, the first: {origin}: {what}"

@@ -151,11 +151,9 @@ class ConversationTokenizer:
         end = len(messages) - (messages[-1]["role"] == "assistant")
         return self._encode(self._render(example, messages, end, prompt=True))
 
-    def rows(self, example: Example, max_length: int | None = None) -> list[TokenRow]:
-        """One row, or several where the template rewrites history; BadRow quotes the turn at fault.
-
-        A row may end behind `max_length` tokens, if that leaves out no token before them.
-        """
+    def rows(self, example: Example) -> list[TokenRow]:
+        """One row, or several where the template rewrites history; BadRow quotes the turn at
+        fault."""
         if example.prompt is not None:
             return [self._completion_row(example)]
         messages = self._messages(example)
@@ -166,39 +164,15 @@ class ConversationTokenizer:
                 "the conversation has no assistant turn to learn from; turn regenerate on to have"
                 " the target answer it",
             )
-        return fewest_rows(self._turns(example, messages, spoken, max_length), example.workload)
+        turns = [self._turn(example, messages, index) for index in spoken]
+        return fewest_rows(turns, example.workload)
 
     # ----------------------------------------------------------------------------------- one turn
 
-    def _turns(
-        self, example: Example, messages: list[Message], spoken: list[int], max_length: int | None
-    ) -> list[Turn]:
-        """The assistant turns at the places `spoken`, without those that begin behind `max_length`
-        tokens.
-
-        A turn does so if the text before it begins with that of an earlier turn, up to the special
-        token that ends it (no merge crosses one), and that is longer already."""
-        turns, full = [], None
-        for index in spoken:
-            head = self._render(example, messages, index, prompt=True)
-            if full is not None and head.startswith(full):
-                continue
-            tail = self._render(example, messages, index + 1, prompt=False)
-            turn = self._turn(example, messages, index, head, tail)
-            turns.append(turn)
-            if (
-                max_length is not None
-                and len(turn.ids) > max_length
-                and turn.ids[-1] in self._special_ids
-            ):
-                full = tail
-        return turns
-
-    def _turn(
-        self, example: Example, messages: list[Message], index: int, head_text: str, tail_text: str
-    ) -> Turn:
-        """Turn `index`; `head_text`: all before it with the generation prompt, `tail_text`: all up
-        to its end."""
+    def _turn(self, example: Example, messages: list[Message], index: int) -> Turn:
+        """Assistant turn `index`."""
+        head_text = self._render(example, messages, index, prompt=True)
+        tail_text = self._render(example, messages, index + 1, prompt=False)
         refusal = partial(_refusal, example, messages, index)
         if not says_something(messages[index]):
             raise refusal(

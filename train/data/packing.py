@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,7 @@ from draftsmith.train.recipe.data_sections import DataSection
 logger = logging.getLogger(__name__)
 
 THINKING = "enable_thinking"  # the chat templates' variable
-Progress = Callable[[int, int], None]  # done, total
-MANY_EXAMPLES = 50_000  # from which on starting processes is worth its seconds
+Progress = Callable[[int], None]  # examples done
 
 
 @dataclass
@@ -114,34 +110,28 @@ def prepare_rows(
     tokenizer: ConversationTokenizer,
     *,
     max_length: int,
-    bad: BadRows | None = None,
-    num_proc: int | None = None,
-    progress: Progress | None = None,
+    bad: BadRows,
+    progress: Progress = lambda done: None,
 ) -> tuple[list[TokenRow], RowStatistics]:
     """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
     lost.
 
-    An example without a row goes to `bad`, which may raise; without `bad` it raises BadRow, quoting
-    the turn. Always raises DataError if no row is left."""
+    An example without a row goes to `bad`, which may raise. DataError if no row is left."""
     tokenised: list[TokenRow] = []
-    dropped: list[BadRow] = []
-    for done, rows in enumerate(tokenise(examples, tokenizer, max_length, num_proc), 1):
-        if isinstance(rows, BadRow):
-            if bad is None:
-                raise rows
-            bad.refuse(rows)
-            dropped.append(rows)
-        else:
-            tokenised += rows
-        if progress is not None:
-            progress(done, len(examples))
+    dropped = 0
+    for done, example in enumerate(examples, 1):
+        try:
+            tokenised += tokenizer.rows(example)
+        except BadRow as error:
+            bad.refuse(error)
+            dropped += 1
+        progress(done)
     kept, statistics = fit_rows(tokenised, max_length)
-    statistics.examples, statistics.dropped_bad = len(examples), len(dropped)
+    statistics.examples, statistics.dropped_bad = len(examples), dropped
     if not kept:
-        first = f" (the first: {dropped[0]})" if dropped else ""
         raise DataError(
-            f"no row is left of {len(examples)} examples: {len(dropped)} have no provable"
-            f" mask{first}, {statistics.dropped_cut} no response within max_length={max_length}"
+            f"no row is left of {len(examples)} examples: {dropped} have no provable mask,"
+            f" {statistics.dropped_cut} no response within max_length={max_length}. {bad}"
         )
     return kept, statistics
 
@@ -153,9 +143,8 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
     for row in rows:
         statistics.examples += 1
         if len(row) > max_length:
-            row = TokenRow(
-                row.input_ids[:max_length], row.loss_mask[:max_length], row.workload, truncated=True
-            )
+            ids, mask = row.input_ids[:max_length], row.loss_mask[:max_length]
+            row = TokenRow(ids, mask, row.workload, truncated=True)
         if not row.loss_mask.any():
             statistics.dropped_cut += 1
             continue
@@ -165,43 +154,6 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
         statistics.supervised += int(row.loss_mask.sum())
         statistics.truncated += row.truncated
     return kept, statistics
-
-
-# In a worker process: set once, not sent with every chunk.
-_shared: tuple[ConversationTokenizer, int]
-
-
-def _set_shared(tokenizer: ConversationTokenizer, max_length: int) -> None:
-    global _shared
-    _shared = tokenizer, max_length
-
-
-def _rows_or_error(
-    example: Example, given: tuple[ConversationTokenizer, int] | None = None
-) -> list[TokenRow] | BadRow:
-    tokenizer, max_length = given or _shared
-    try:
-        return tokenizer.rows(example, max_length)
-    except BadRow as error:
-        return error
-
-
-def tokenise(
-    examples: Sequence[Example],
-    tokenizer: ConversationTokenizer,
-    max_length: int,
-    num_proc: int | None = None,
-) -> Iterator[list[TokenRow] | BadRow]:
-    """The rows of each example in order, not yet cut, or the BadRow that says why there are none.
-    `num_proc`: processes that render and tokenise; None: one, and more for MANY_EXAMPLES."""
-    if num_proc is None:
-        num_proc = 1 if len(examples) < MANY_EXAMPLES else min(8, os.cpu_count() or 1)
-    if num_proc == 1:
-        yield from (_rows_or_error(example, (tokenizer, max_length)) for example in examples)
-        return
-    context = multiprocessing.get_context("spawn")  # fork would copy the locks of running threads
-    with ProcessPoolExecutor(num_proc, context, _set_shared, (tokenizer, max_length)) as pool:
-        yield from pool.map(_rows_or_error, examples, chunksize=64)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -231,21 +183,13 @@ class PackedRow:
         )
 
 
-def pack(rows: Sequence[TokenRow], max_length: int, *, packing: bool = True) -> list[PackedRow]:
-    """Put every document into exactly one packed row of at most `max_length` tokens;
-    `packing=False`: one each.
+def pack(rows: Sequence[TokenRow], max_length: int) -> list[PackedRow]:
+    """Put every document into exactly one packed row of at most `max_length` tokens (`fit_rows`
+    cuts them so).
 
     Best fit, longest first: deterministic, and the order says nothing about content, so shuffle
     afterwards."""
     documents = [PackedRow.of(row) for row in rows]
-    for row in documents:
-        if not 0 < len(row) <= max_length:
-            raise DataError(
-                f"a row of {len(row)} tokens does not fit max_length={max_length}; call fit_rows"
-                " first"
-            )
-    if not packing:
-        return documents
     return [
         _join([documents[i] for i in members])
         for members in best_fit(list(map(len, documents)), max_length)
@@ -305,18 +249,11 @@ class Shuffled:
         return int(self._epoch[1][offset])
 
 
-def collate(
-    rows: Sequence[PackedRow], *, length: int | None = None, pad_token_id: int = 0
-) -> dict[str, torch.Tensor]:
-    """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T].
-
-    T is `length`, or the longest row's. Padding has segment -1, position 0 and no loss; its token
-    is never attended."""
-    size = max(map(len, rows)) if length is None else length
-    if size < max(map(len, rows)):
-        raise DataError(
-            f"a packed row of {max(map(len, rows))} tokens does not fit a batch of length {size}"
-        )
+def collate(rows: Sequence[PackedRow], *, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+    """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T] with
+    the longest row's T. Padding has segment -1, position 0 and no loss; its token is never
+    attended."""
+    size = max(map(len, rows))
     filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
     batch = {}
     for name, fill in filling.items():

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftsmith.inference.evaluation.suites import load_suite
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer
@@ -21,7 +22,6 @@ from draftsmith.train.data.sources import Example, load_sources, mix, read_sourc
 from draftsmith.train.recipe.data_sections import DataSection
 from draftsmith.train.recipe.recipe import Recipe
 
-NGRAM = 13  # words of a run that makes a prompt one of the evaluation
 BAD_ROWS, LEFT_OUT = "bad_rows.jsonl", "left_out.jsonl"
 
 
@@ -39,14 +39,15 @@ class Prepared:
     def __str__(self) -> str:
         """One line on what was left out by choice; empty if nothing was."""
         counts = Counter(item.why for item in self.left_out)
-        listed = ", ".join(f"{count} {why}" for why, count in counts.items())
-        return f"{listed} of {self.read} examples left out" if listed else ""
+        reasons = ", ".join(f"{count} {why}" for why, count in counts.items())
+        listed = "" if self.listed_in is None else f" ({self.listed_in} lists them)"
+        return f"{reasons} of {self.read} examples left out{listed}" if reasons else ""
 
 
-def bad_rows(section: DataSection, folder: Path | None = None, stage: str = "") -> BadRows:
+def bad_rows(section: DataSection, folder: Path | None = None, *names: str) -> BadRows:
     """The collector that a recipe's `data` section asks for; it lists bad rows in `folder`, if
-    there is one."""
-    path = None if folder is None else folder / _stage_file(BAD_ROWS, stage)
+    there is one. `names`: of a stage, and of the use (none: training)."""
+    path = None if folder is None else _named(folder / BAD_ROWS, *names)
     return BadRows(path, stop=section.on_bad_row == "error")
 
 
@@ -56,42 +57,33 @@ def training_examples(
     """The examples of `data.train`. `folder`: where what is left out is listed. DataError if
     nothing is left."""
     data = recipe.data
-    lists = read_sources(data.train, bad=bad.begin("train"))
+    lists = read_sources(data.train, bad=bad)
     read = sum(map(len, lists))
     lists, left_out = deduplicate(lists, responses=not recipe.regenerate.enabled)
-    if data.decontaminate != "off" and recipe.measured:
+    if data.decontaminate and recipe.measured:
         # the evaluation itself says which of its rows are bad
-        held_out = load_sources(
-            [*recipe.evaluation.prompts, *recipe.data.validation], bad=BadRows()
-        )
-        ngram = NGRAM if data.decontaminate == "ngram" else None
-        lists, contaminated = decontaminate(
-            lists, held_out, ngram=ngram, questions=suite_turns(recipe)
-        )
+        sources = [*recipe.evaluation.prompts, *data.validation]
+        held_out = load_sources(sources, bad=BadRows())
+        lists, contaminated = decontaminate(lists, held_out, suite_turns(recipe))
         left_out += contaminated
-    path = None if folder is None else folder / _stage_file(LEFT_OUT, stage)
+    path = None if folder is None else _named(folder / LEFT_OUT, stage)
     if path is not None:
-        _list_left_out(path, left_out)
+        lines = (json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out)
+        write_whole(path, "".join(lines))
     prepared = Prepared(mix(data.train, lists), bad, left_out, read, path)
     if not prepared.examples:
         raise DataError(f"no example is left: {prepared}", where="data.train")
     return prepared
 
 
-def validation_examples(recipe: Recipe, bad: BadRows) -> Prepared:
-    """The examples of `data.validation`, of which none is left out by choice."""
-    examples = load_sources(recipe.data.validation, bad=bad.begin("validation"))
-    return Prepared(examples, bad, read=len(examples))
-
-
 def suite_turns(recipe: Recipe) -> list[Example]:
     """Every turn of the user in the recipe's suites, as a prompt of its own. DataError for a file
     that is missing."""
     return [
-        Example(f"{name}/{one.category}", one.origin, ({"role": "user", "content": turn},))
+        Example(f"{name}/{row.category}", row.origin, ({"role": "user", "content": turn},))
         for name, path in recipe.evaluation.suite_paths.items()
-        for one in load_suite(name, path)
-        for turn in one.turns
+        for row in load_suite(name, path)
+        for turn in row.turns
     ]
 
 
@@ -113,15 +105,6 @@ def askable(
     return usable
 
 
-def _stage_file(file: str, stage: str) -> str:
-    """The file of a stage of the training: bad_rows.warm-up.jsonl."""
-    return file.replace(".", f".{stage}.", 1) if stage else file
-
-
-def _list_left_out(path: Path, left_out: Sequence[LeftOut]) -> None:
-    if not left_out:
-        path.unlink(missing_ok=True)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(asdict(item), ensure_ascii=False) + "\n" for item in left_out)
-    path.write_text("".join(lines), encoding="utf-8")
+def _named(path: Path, *names: str) -> Path:
+    """The file of a stage or use: bad_rows.warm-up.jsonl."""
+    return path.with_suffix("".join(f".{name}" for name in names if name) + path.suffix)

@@ -26,19 +26,16 @@ SAVED = ("state.json", "dataset_dict.json")  # a folder that `save_to_disk` wrot
 SHUFFLED_ROWS = 10_000  # of a stream, among which the next one is drawn
 
 
-def rows_of(source: Source, *, seed: int = 0) -> Iterator[Row]:
-    """The rows of a resolved source in order; those of a stream shuffled by `seed`. Raises
-    DataError where there is nothing to read."""
+def rows_of(source: Source) -> Iterator[Row]:
+    """The rows of a resolved source in order; those of a stream shuffled. Raises DataError where
+    there is nothing to read."""
     if source.path is None or any((Path(source.path) / name).exists() for name in SAVED):
         split = source.split or "train"
-        yield from _table_rows(f"{source.label} {split}", lambda: _data_set(source, split, seed))
+        yield from _table_rows(f"{source.label} {split}", lambda: _data_set(source, split))
         return
     path = Path(source.path)
     if not path.exists():
-        hint = f"a relative path starts at the working directory, {Path.cwd().name}/"
-        if not kind_of(path):
-            hint = "for a dataset on the hub write name: instead of path:"
-        raise DataError(f"no such file or directory; {hint}", where=f"{path}")
+        raise DataError("no such file or directory; name: reads the hub", where=f"{path}")
     for part in (source.split or "train").split("+"):
         split = part.partition("[")[0]
         rows: Iterable[Row] = (row for file in _files(path, split) for row in _file_rows(file))
@@ -58,22 +55,17 @@ def _files(path: Path, split: str) -> list[Path]:
     """The files of a split; file and folder names tell splits as in the `datasets` library."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
+    files: list[Path] = []
     if path.is_file():
-        if kind_of(path) is None:
-            raise DataError(f"expected one of {KINDS}, or a dataset directory", where=f"{path}")
-        if split != "train":
-            raise DataError(
-                f"split {split!r}: a single file has the split train alone", where=f"{path}"
-            )
-        return [path]
-    if not any(kind_of(file) for file in path.rglob("*")):
-        raise DataError(f"the directory holds no file of {KINDS}", where=f"{path}")
-    splits = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
-    found = {str(name): [f for f in files if kind_of(Path(f))] for name, files in splits.items()}
-    if not found.get(split):
-        names = ", ".join(name for name, files in found.items() if files)
-        raise DataError(f"the directory has no split {split!r}; it has {names}", where=f"{path}")
-    return sorted(path / Path(file).relative_to(path.resolve()) for file in found[split])
+        files = [path] if split == "train" else []
+    elif any(kind_of(file) for file in path.rglob("*")):
+        splits = DataFilesDict.from_patterns(get_data_patterns(str(path)), base_path=str(path))
+        names = {str(name): list(map(Path, paths)) for name, paths in splits.items()}
+        files = [path / file.relative_to(path.resolve()) for file in names.get(split, ())]
+    files = sorted(file for file in files if kind_of(file))
+    if not files:
+        raise DataError(f"no file of {KINDS} is of the split {split!r}", where=f"{path}")
+    return files
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -155,7 +147,7 @@ def _table_rows(label: str, load: Any) -> Iterator[Row]:
         raise DataError(f"cannot be read after {number} rows: {error}", where=label) from error
 
 
-def _data_set(source: Source, split: str, seed: int) -> Iterable[Any]:
+def _data_set(source: Source, split: str) -> Iterable[Any]:
     """A data set on the hub, or one that was saved."""
     import datasets
 
@@ -165,7 +157,7 @@ def _data_set(source: Source, split: str, seed: int) -> Iterable[Any]:
             name, source.config, split=split, revision=revision, streaming=source.streaming
         )
         if source.streaming:
-            return table.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
+            return table.shuffle(seed=0, buffer_size=SHUFFLED_ROWS)
         return table
     table = datasets.load_from_disk(source.path)
     table = table[split.partition("[")[0]] if isinstance(table, datasets.DatasetDict) else table

@@ -6,7 +6,6 @@ with the reason."""
 from __future__ import annotations
 
 import hashlib
-import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from draftsmith.train.data.sources import Example, Message
 
 Lists = list[list[Example]]
 SHORTEST_QUESTION = 5  # words; a shorter turn of the evaluation may stand in any conversation
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,6 @@ class LeftOut:
     workload: str
     why: str
     like: str
-    detail: str = ""
 
 
 def deduplicate(
@@ -55,38 +52,26 @@ def deduplicate(
 def decontaminate(
     lists: Sequence[Sequence[Example]],
     held_out: Iterable[Example],
-    *,
-    ngram: int | None = None,
     questions: Sequence[Example] = (),
 ) -> tuple[Lists, list[LeftOut]]:
-    """The examples whose prompt is not in `held_out`.
-
-    It is if the whole prompts are the same, as in `deduplicate`; with `ngram` also if a user turn
-    (or a tool result, or a text to continue) has a run of so many words in common with one there.
-    System prompts do not count. The prompts of `questions` are held out too, and those of five
-    words and more may be no turn of an example, wherever it stands."""
-    prompts: dict[bytes, str] = {}
-    runs: dict[bytes, str] = {}
+    """The examples whose whole prompt is not one of `held_out` or `questions`, as in `deduplicate`;
+    of `questions` those of five words and more may be no turn of an example, wherever it
+    stands."""
+    prompts = {
+        _digest(_said(example, False)): example.origin for example in (*held_out, *questions)
+    }
     asked = {
         _digest_text(text): example.origin for example in questions for text in _asked(example)
     }
-    for example in (*held_out, *questions):
-        prompts.setdefault(_digest(_said(example, False)), example.origin)
-        for run in _runs(example, ngram):
-            runs.setdefault(_digest_text(run), example.origin)
     left_out: list[LeftOut] = []
 
     def clean(example: Example) -> bool:
-        like, shared = prompts.get(_digest(_said(example, False))), ""
-        if like is None and runs:
-            shared = next((run for run in _runs(example, ngram) if _digest_text(run) in runs), "")
-            like = runs[_digest_text(shared)] if shared else None
+        like = prompts.get(_digest(_said(example, False)))
         if like is None and asked:
-            like = next(
-                (asked[key] for key in map(_digest_text, _asked(example)) if key in asked), None
-            )
+            turns = map(_digest_text, _asked(example))
+            like = next((asked[turn] for turn in turns if turn in asked), None)
         if like is not None:
-            left_out.append(LeftOut(example.origin, example.workload, "contaminated", like, shared))
+            left_out.append(LeftOut(example.origin, example.workload, "contaminated", like))
         return like is None
 
     return [[example for example in some if clean(example)] for some in lists], left_out
@@ -124,17 +109,6 @@ def _words_of(message: Message) -> str:
 def _normalised(text: str) -> str:
     text = text if text.isascii() else unicodedata.normalize("NFKC", text)
     return " ".join(text.casefold().split())
-
-
-def _runs(example: Example, ngram: int | None) -> Iterator[str]:
-    """Every run of `ngram` words of the user's turns."""
-    if ngram is None:
-        return
-    turns = [m["content"] for m in example.messages if m["role"] in ("user", "tool")]
-    for text in [example.prompt] if example.prompt is not None else turns:
-        words = _WORD.findall(_normalised(text))
-        for start in range(len(words) - ngram + 1):
-            yield " ".join(words[start : start + ngram])
 
 
 def _asked(example: Example) -> Iterator[str]:

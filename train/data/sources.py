@@ -37,6 +37,7 @@ _ROLES = {
     "ipython": "tool",
 }
 REASONING_FIELDS = ("reasoning_content", "reasoning")
+SEED = 0  # of fractions of a source
 
 
 @dataclass(frozen=True)
@@ -56,56 +57,40 @@ class Example:
     completion: str | None = None
 
 
-def load_sources(
-    sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None
-) -> list[Example]:
-    """The examples of all sources, in order, as often as their weights say.
-
-    A damaged row goes to `bad`; without one it raises.
-    """
-    return mix(sources, read_sources(sources, seed=seed, bad=bad), seed=seed)
+def load_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> list[Example]:
+    """The examples of all sources, in order, as often as their weights say. A damaged row goes to
+    `bad`; without one it raises."""
+    return mix(sources, read_sources(sources, bad=bad))
 
 
-def read_sources(
-    sources: Sequence[Source], *, seed: int = 0, bad: BadRows | None = None
-) -> list[list[Example]]:
+def read_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> list[list[Example]]:
     """The examples of each source, at most its `limit`. DataError for a source without any."""
     lists = []
     for source in sources:
-        before = len(bad.reasons) if bad else 0
-        lists.append(list(islice(load_source(source, seed=seed, bad=bad), source.limit)))
+        lists.append(list(islice(load_source(source, bad=bad), source.limit)))
         if not lists[-1]:
-            lost = ""
-            if bad and len(bad.reasons) > before:
-                lost = f": all of its {len(bad.reasons) - before} rows are bad: {bad}"
-            raise DataError(f"the source holds no examples{lost}", where=f"{source.label}")
+            raise DataError(f"the source holds no examples. {bad or ''}", where=source.label)
     return lists
 
 
-def mix(
-    sources: Sequence[Source], lists: Sequence[Sequence[Example]], *, seed: int = 0
-) -> list[Example]:
-    """Each example as often as the `weight` of its source; the fraction of a time is a sample drawn
-    by `seed`."""
-    examples: list[Example] = []
-    for index, (source, found) in enumerate(zip(sources, lists, strict=True)):
+def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[Example]:
+    """Each example as often as the `weight` of its source; the fraction of a time is a seeded
+    sample."""
+    mixed: list[Example] = []
+    for index, (source, examples) in enumerate(zip(sources, lists, strict=True)):
         whole, fraction = divmod(source.weight, 1)
-        chosen = random.Random(f"{seed}/{index}").sample(
-            range(len(found)), round(fraction * len(found))
-        )
-        examples += list(found) * int(whole) + [found[i] for i in sorted(chosen)]
-    return examples
+        count = round(fraction * len(examples))
+        chosen = random.Random(f"{SEED}/{index}").sample(range(len(examples)), count)
+        mixed += list(examples) * int(whole) + [examples[i] for i in sorted(chosen)]
+    return mixed
 
 
-def load_source(source: Source, *, seed: int = 0, bad: BadRows | None = None) -> Iterator[Example]:
-    """Examples of one source as they come, before `limit` and `weight`; `seed`: of a stream's
-    order.
-
-    A damaged row goes to `bad`; without one it raises.
-    """
+def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Example]:
+    """Examples of one source as they come, before `limit` and `weight`. A damaged row goes to
+    `bad`; without one it raises."""
     source = source.resolved()
     default = Path(source.path or source.hub_id[0]).stem
-    for origin, row in rows_of(source, seed=seed):
+    for origin, row in rows_of(source):
         if bad is not None:
             bad.read += 1
         try:
@@ -158,7 +143,7 @@ def _example(row: Mapping[str, Any], origin: str, workload: str) -> Example:
     kind = next((key for key in ("messages", "conversations", "prompt") if key in row), None)
     if kind is None:
         raise ValueError(
-            f"the row has no messages, conversations or prompt; its keys are {_names(row)}"
+            f"the row has no messages, conversations or prompt, but {_quote(list(row))}"
             " (data.*.columns gives columns other names)"
         )
     if kind == "prompt":
@@ -179,8 +164,7 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, An
     layout = next(name for name in ("messages", "user", "prompt") if name in columns)
     if layout not in named:
         raise ValueError(
-            f"the row has no column {columns[layout]!r}, which columns.{layout} names; it has"
-            f" {_names(row)}"
+            f"no column {columns[layout]!r}, which columns.{layout} names, in {_quote(list(row))}"
         )
     named = {name: row[name] for name in ("tools", "workload") if name in row} | named
     if layout != "user":
@@ -221,10 +205,7 @@ def _message(turn: Any, where: str) -> Message:
     speaker, text = ("from", "value") if sharegpt else ("role", "content")
     role = _ROLES.get(turn[speaker]) if isinstance(turn.get(speaker), str) else None
     if role is None:
-        raise ValueError(
-            f"{where}: unknown {speaker} {_quote(turn.get(speaker))}; expected one of"
-            f" {', '.join(_ROLES)}"
-        )
+        raise ValueError(f"{where}: unknown {speaker} {_quote(turn.get(speaker))}")
     calls = turn.get("tool_calls") or []
     if not isinstance(calls, list):
         raise ValueError(f"{where}: expected tool_calls to be a list, got {_quote(calls)}")
@@ -254,10 +235,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"{where}: the arguments of {function['name']}")
     if not isinstance(arguments, Mapping):
-        raise ValueError(
-            f"{where}: expected the arguments of {function['name']} to be a mapping, got"
-            f" {_quote(arguments)}"
-        )
+        raise ValueError(f"{where}: expected arguments as a mapping, got {_quote(arguments)}")
     called = {**function, "arguments": arguments}
     if "function" in call:
         return {**call, "function": called}
@@ -310,9 +288,3 @@ def says_something(message: Message) -> bool:
 def _quote(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    """The keys of a row, long ones cut."""
-    names = [name if len(name) <= 40 else name[:37] + "..." for name in row]
-    return ", ".join(names) or "none"

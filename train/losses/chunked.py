@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
-from draftsmith.train.losses.products import Products, precise
 
 Head = Callable[[Tensor], Tensor]
 
@@ -140,9 +139,9 @@ class Chunked(torch.autograd.Function):
     the sum."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, task: Task, products: Products, *parameters: Tensor):
+    def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
         rows, ctx.grad_hidden, ctx.grad_parameters = walk(
-            task, products, hidden, parameters, hidden.requires_grad
+            task, hidden, parameters, hidden.requires_grad
         )
         ctx.dtypes = [parameter.dtype for parameter in parameters]
         ctx.mark_non_differentiable(*rows)
@@ -160,11 +159,11 @@ class Chunked(torch.autograd.Function):
         ctx.grad_hidden = ctx.grad_parameters = (
             None  # autograd owns them now, and need not copy them
         )
-        return grad_hidden, None, None, *grad_parameters
+        return grad_hidden, None, *grad_parameters
 
 
 def walk(
-    task: Task, products: Products, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
+    task: Task, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
     """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of
     parameters)."""
@@ -174,19 +173,19 @@ def walk(
     index, weight, labels = (x[order] for x in (task.target_index, task.weight, task.labels))
     measured = [torch.empty(len(order), dtype=d, device=device) for d in (exact, exact, torch.bool)]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    others: dict[int, Tensor] = {}  # gradients that autograd gives, by parameter
-    want = needs_hidden or bool(parameters)
+    sums = [torch.zeros_like(p, dtype=precise(p.dtype)) for p in parameters]
+    trains = needs_hidden or bool(parameters)
     first = 0
     for chunk in in_chunks(groups, task.chunk_size, task.block_size):
         rows = order[first : first + sum(block.rows for block in chunk)]
         read = task.target_hidden[torch.cat([index[block.targets()] for block in chunk])]
         states = hidden[rows].detach().requires_grad_(needs_hidden)
-        with torch.no_grad(), products:
+        with torch.no_grad():
             target_logits = task.target_logits(read)  # [u, V]
-        with torch.set_grad_enabled(want), products:
+        with torch.set_grad_enabled(trains):
             logits = task.head(states)  # [n, Vd]
         values = logits.detach()
-        grad = values if products.made(logits) or not want else torch.empty_like(values)
+        grad = torch.empty_like(values) if trains else None
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             past = 0
             for block in chunk:
@@ -198,41 +197,24 @@ def walk(
                     weight[place].view(shape),
                     labels[place].view(shape),
                     target_of(task, target_logits[past : past + block.count]),
-                    grad[start : start + block.rows].unflatten(0, shape) if want else None,
+                    None if grad is None else grad[start : start + block.rows].unflatten(0, shape),
                 )
                 past += block.count
                 for whole, part in zip(measured, results, strict=True):
                     whole[place] = part.flatten()
         first += len(rows)
-        del target_logits
-        if not want:
+        if grad is None:
             continue
-        leaves = [*([states] if needs_hidden else []), *parameters]
+        leaves = [states, *parameters] if needs_hidden else parameters
         grads = list(torch.autograd.grad(logits, leaves, grad, allow_unused=True))
-        del logits, values, grad
+        del target_logits, logits, values, grad
         if grad_hidden is not None:
             grad_hidden[rows] = grads.pop(0)
-        for parameter in reversed(parameters):
+        for total in reversed(sums):
             if (part := grads.pop()) is not None:  # popped: freed as soon as it is added
-                if id(parameter) not in others:
-                    others[id(parameter)] = torch.zeros_like(
-                        parameter, dtype=precise(parameter.dtype)
-                    )
-                others[id(parameter)].add_(part)
+                total.add_(part)
     loss, alpha, agreement = (torch.empty_like(x).index_copy_(0, order, x) for x in measured)
-    return (
-        (loss, alpha, agreement),
-        grad_hidden,
-        [_gradient(p, products.gradients, others) for p in parameters],
-    )
-
-
-def _gradient(parameter: Tensor, *found: dict[int, Tensor]) -> Tensor:
-    """The sum of what was found for a parameter."""
-    parts = [each.pop(id(parameter)) for each in found if id(parameter) in each]
-    if not parts:
-        return torch.zeros_like(parameter, dtype=precise(parameter.dtype))
-    return parts[0] if len(parts) == 1 else parts[0].add_(parts[1])
+    return (loss, alpha, agreement), grad_hidden, sums
 
 
 def score(
@@ -311,11 +293,12 @@ def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
     return draft_ids if draft_to_target is None else draft_to_target[draft_ids]
 
 
-def in_float(x: Tensor) -> Tensor:
-    return x.to(precise(x.dtype))
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
     """Logits over temperature in float32 (float64 stays)."""
-    z = in_float(logits)
+    z = logits.to(precise(logits.dtype))
     return z if temperature == 1.0 else z / temperature

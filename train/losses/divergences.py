@@ -188,16 +188,12 @@ class Mix:
     state_terms: tuple[Term, ...] = ()  # on states
 
     @classmethod
-    def parse(
-        cls, loss: Mapping[str, float | Mapping[str, float]] | Mix, where: str = "loss"
-    ) -> Mix:
+    def parse(cls, loss: Mapping[str, float | Mapping[str, float]]) -> Mix:
         """Read the recipe's mapping. Raises ConfigError naming the key for an unknown name, option
         or bad weight."""
-        if isinstance(loss, Mix):
-            return loss
         if not loss:
-            raise ConfigError(f"empty; name at least one of {', '.join(DIVERGENCES)}", where=where)
-        terms = tuple(_parse_term(name, value, f"{where}.{name}") for name, value in loss.items())
+            raise ConfigError(f"name at least one of {', '.join(DIVERGENCES)}", where="loss")
+        terms = [_parse_term(name, value, f"loss.{name}") for name, value in loss.items()]
         return cls(
             terms=tuple(term for term in terms if term.name not in ON_STATES),
             state_terms=tuple(term for term in terms if term.name in ON_STATES),
@@ -215,40 +211,19 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
     if name not in DIVERGENCES:
         raise ConfigError(f"unknown divergence; use one of {', '.join(DIVERGENCES)}", where=where)
     options = dict(value) if isinstance(value, Mapping) else {"weight": value}
-    if "weight" not in options:
-        raise ConfigError(f"no weight given; write {name}: {{weight: 1.0, ...}}", where=where)
-    weight = options.pop("weight")
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, int | float)
-        or not (0 < weight < math.inf)
-    ):
-        raise ConfigError(
-            f"expected a positive number, got {weight!r}; leave the term out for zero",
-            where=f"{where}.weight",
-        )
     parameters = inspect.signature(DIVERGENCES[name]).parameters.values()
-    allowed = [
-        parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-    ]
+    allowed = {"weight", *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}
+    if "weight" not in options or options.keys() - allowed:
+        raise ConfigError(f"expected weight among {sorted(allowed)}", where=where)
     for option, number in options.items():
-        if option not in allowed:
-            known = f"it takes {', '.join(allowed)}" if allowed else "it takes none but weight"
-            raise ConfigError(f"unknown option of {name}; {known}", where=f"{where}.{option}")
-        if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
+        kind = int if option == "k" else int | float
+        most = 1 if (name, option) == ("jsd", "beta") else math.inf
+        if isinstance(number, bool) or not isinstance(number, kind) or not 0 < number < most:
             raise ConfigError(
-                f"expected a positive number, got {number!r}", where=f"{where}.{option}"
+                f"expected a number above 0 and below {most}, got {number!r}",
+                where=f"{where}.{option}",
             )
-        if name == "jsd" and number >= 1:
-            raise ConfigError(
-                f"expected 0 < beta < 1, got {number}; the limits are the two KLs",
-                where=f"{where}.beta",
-            )
-        if option == "k" and not isinstance(number, int):
-            raise ConfigError(
-                f"expected a whole number of tokens, got {number!r}", where=f"{where}.k"
-            )
-    return Term(name, float(weight), options)
+    return Term(name, float(options.pop("weight")), options)
 
 
 # ------------------------------------------------------------------ value and gradient, no autograd
@@ -361,30 +336,26 @@ def _combine(mix: Mix, rows: Rows) -> _Terms:
     for term in mix.terms:
         w = term.weight
         if term.name == "forward_kl":
-            sums.value, sums.kl = sums.value + w * rows.kl, sums.kl + w
+            value = rows.kl
+            sums.kl = sums.kl + w
         elif term.name == "tv":
-            sums.value, sums.accept = sums.value + w * (1.0 - rows.alpha), sums.accept + w
+            value = 1.0 - rows.alpha
+            sums.accept = sums.accept + w
         elif term.name == "neg_log_acceptance":
-            sums.value, sums.accept = (
-                sums.value - w * rows.alpha.log(),
-                sums.accept + w / rows.alpha,
-            )
+            value = -rows.alpha.log()
+            sums.accept = sums.accept + w / rows.alpha
         elif term.name == "lk_hybrid":
             mixing = torch.exp(-3.0 * rows.alpha)
-            sums.value = sums.value + w * (mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha))
-            sums.kl, sums.accept = sums.kl + w * mixing, sums.accept + w * (1.0 - mixing)
+            value = mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha)
+            sums.kl = sums.kl + w * mixing
+            sums.accept = sums.accept + w * (1.0 - mixing)
         elif term.name == "cross_entropy":
             picked = rows.z.gather(-1, rows.labels.clamp_min(0)[..., None])[..., 0]
             supported = (rows.labels >= 0) & picked.isfinite()
-            inside = supported.to(rows.z.dtype)
-            picked = torch.where(supported, picked, 0.0)
-            sums.value, sums.label = (
-                sums.value + w * inside * (rows.log_z - picked),
-                sums.label + w * inside,
-            )
-        elif term.name == "cross_entropy_argmax":
-            picked = rows.z.gather(-1, rows.best[..., None])[..., 0]
-            sums.value, sums.best = sums.value + w * (rows.log_z - picked), sums.best + w
-        else:
-            raise AssertionError(f"{term.name} has no closed form")
+            value = torch.where(supported, rows.log_z - picked, 0.0)
+            sums.label = sums.label + w * supported.to(value.dtype)
+        else:  # cross_entropy_argmax
+            value = rows.log_z - rows.z.gather(-1, rows.best[..., None])[..., 0]
+            sums.best = sums.best + w
+        sums.value = sums.value + w * value
     return sums

@@ -25,11 +25,11 @@ from draftsmith.train.losses.chunked import (
     Task,
     default_block_size,
     default_chunk_size,
+    precise,
     probe,
     walk,
 )
 from draftsmith.train.losses.divergences import Mix
-from draftsmith.train.losses.products import Products, precise
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def in_loop_lengths(alphas: Sequence[Tensor], anchors: Sequence[Tensor], size: i
     return torch.stack([(1.0 + total[anchors[0]]).sum(), total.new_full((), len(anchors[0]))])
 
 
-Loss = Mix | Mapping[str, float | Mapping[str, float]]
+Loss = Mapping[str, float | Mapping[str, float]]
 
 
 def chunked_objective(
@@ -84,7 +84,7 @@ def chunked_objective(
     target_logits: Head,
     weight: Tensor,
     labels: Tensor,
-    mix: Loss,
+    loss: Loss,
     draft_to_target: Tensor | None = None,
     chunk_size: int | None = None,
     temperature: float = 1.0,
@@ -99,7 +99,7 @@ def chunked_objective(
     target_logits        [n, H] -> [n, V], called without gradient
     weight [N]           drop rows of weight 0 beforehand
     labels [N]           target ids of the predicted data tokens
-    mix                  what a recipe writes under `loss:`
+    loss                 what a recipe writes under `loss:`
     draft_to_target [Vd] the target id of every draft token; None when the vocabularies are the same
     chunk_size           rows; None chooses from the vocabulary
     temperature          above 0, divides both logits
@@ -112,7 +112,7 @@ def chunked_objective(
     holds one float32 gradient of the head until then: one call over all depths holds one, a call
     per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
     supported."""
-    mix, count = Mix.parse(mix), hidden.shape[0]
+    mix, count = Mix.parse(loss), hidden.shape[0]
     matching = {"target_hidden": target_hidden} if target_index is None else {}
     given = {"weight": weight, "labels": labels, "target_index": target_index, **matching}
     for name, tensor in given.items():
@@ -136,10 +136,9 @@ def chunked_objective(
         # a copy of a weight cast earlier under no_grad would cut the graph
         torch.clear_autocast_cache()
     target_hidden = target_hidden.detach()
-    with Products() as products:
-        parameters, draft_vocabulary = probe(draft_head, hidden)
-        with torch.no_grad():
-            vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
+    parameters, draft_vocabulary = probe(draft_head, hidden)
+    with torch.no_grad():
+        vocabulary = max(draft_vocabulary, target_logits(target_hidden[:1]).shape[-1])
     rows = chunk_size or default_chunk_size(vocabulary, hidden.device)
     index = to_device(torch.arange(count), hidden.device) if target_index is None else target_index
     task = Task(
@@ -156,15 +155,15 @@ def chunked_objective(
         block_size=min(rows, default_block_size(vocabulary, hidden.device)),
     )
     if grad and (hidden.requires_grad or parameters):
-        loss_sum, loss, alpha, agreement = Chunked.apply(hidden, task, products, *parameters)
+        total, per_row, alpha, agreement = Chunked.apply(hidden, task, *parameters)
     else:
-        (loss, alpha, agreement), _, _ = walk(task, products, hidden, [], needs_hidden=False)
-        loss_sum = loss.sum()
-    if mix.state_terms:  # in ordinary autograd: they are no larger than `hidden`
-        on_states = sum(term(hidden, target_hidden[index]) for term in mix.state_terms)
-        on_states = on_states * task.weight
-        loss_sum, loss = loss_sum + on_states.sum(), loss + on_states.detach()
-    return loss_sum, StepMetrics(loss, alpha, agreement)
+        (per_row, alpha, agreement), _, _ = walk(task, hidden, [], needs_hidden=False)
+        total = per_row.sum()
+    for term in mix.state_terms:  # in ordinary autograd: they are no larger than `hidden`
+        on_states = term(hidden, target_hidden[index]) * task.weight
+        total = total + on_states.sum()
+        per_row = per_row + on_states.detach()
+    return total, StepMetrics(per_row, alpha, agreement)
 
 
 def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:

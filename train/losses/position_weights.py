@@ -30,19 +30,11 @@ class PositionWeights:
     value: float
 
     @classmethod
-    def parse(
-        cls, given: Mapping[str, float | bool], where: str = "position_weights"
-    ) -> PositionWeights:
+    def parse(cls, given: Mapping[str, float | bool]) -> PositionWeights:
         """ConfigError names the key for an unknown kind or a value out of its range."""
-        if len(given) != 1:
-            raise ConfigError(
-                f"expected one of {', '.join(KINDS)}, got {sorted(given) or 'nothing'}", where=where
-            )
+        if len(given) != 1 or not given.keys() <= KINDS.keys():
+            raise ConfigError(f"expected one of {', '.join(KINDS)}", where="position_weights")
         ((kind, value),) = given.items()
-        if kind not in KINDS:
-            raise ConfigError(
-                f"unknown weights; use one of {', '.join(KINDS)}", where=f"{where}.{kind}"
-            )
         fits = {
             "step_decay": 0 < value <= 1,
             "gamma": 0 < value < math.inf,
@@ -50,7 +42,9 @@ class PositionWeights:
             "d_pace": 0 <= value <= 1,
         }[kind]
         if not fits or (kind != "uniform" and isinstance(value, bool)):
-            raise ConfigError(f"expected {KINDS[kind]}, got {value!r}", where=f"{where}.{kind}")
+            raise ConfigError(
+                f"expected {KINDS[kind]}, got {value!r}", where=f"position_weights.{kind}"
+            )
         return cls(kind, float(value))
 
     @property

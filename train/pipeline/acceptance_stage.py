@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference.entrypoints.loading import load_tokenizer, target_config
+from draftsmith.inference.entrypoints.loading import target_config
 from draftsmith.inference.evaluation.evaluate import (
     Chat,
     EngineMaker,
@@ -50,7 +50,7 @@ from draftsmith.train.data.sources import Example, load_sources
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
-from draftsmith.train.recipe.sections import split_gate
+from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of
 
 SEED = 0  # of the choice of prompts
@@ -70,35 +70,17 @@ class Engines:
     enforce_eager: bool | None = None
 
 
-def require_engines(recipe: Recipe) -> None:
-    """Before anything is trained: ConfigError if a gate, or the choice of engines, needs vLLM and
-    there is none."""
-    gated = any(split_gate(name)[1] == "vllm_gap" for name in recipe.gates)
-    if gated or recipe.evaluation.engines == [VLLM]:
-        why = "gates: vllm_gap is set" if gated else "evaluation.engines names vllm alone"
-        try:
-            vllm_python()
-        except ConfigError as error:
-            raise ConfigError(f"{why}, so the run must be measured in vLLM. {error}") from None
-
-
-def require_suites(recipe: Recipe) -> None:
-    """Before anything is trained: DataError names a suite's file that is missing or of another
-    shape."""
-    for name, path in recipe.evaluation.suite_paths.items():
-        load_suite(name, path)
-
-
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
     """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with
-    a message; ConfigError if a gate needs it."""
+    a message; ConfigError if a gate, or nothing but vLLM, is asked for."""
     e = recipe.evaluation
     if VLLM not in e.engines:
         return Engines()
-    require_engines(recipe)
     try:
         python = vllm_python()
     except ConfigError as error:
+        if OUR_ENGINE not in e.engines or any(name.endswith("vllm_gap") for name in recipe.gates):
+            raise
         say(f"acceptance: not measured in vLLM. {error}")
         return Engines()
     vllm = VllmOptions(python, e.vllm.options, e.vllm.speculative_config)
@@ -117,14 +99,12 @@ def accept(
 
     `history`: the training loop's records. `engines`: instead of the
     recipe's."""
-    stages = stages or Stages(1)
+    stages = stages or Stages()
     if not recipe.measured:
-        stages.say(
-            "acceptance: not measured, the recipe names no evaluation.prompts, data.validation or"
-            " suites"
-        )
+        stages.say("acceptance: not measured, as the recipe names no prompts or suites")
         return 0
-    target = str(Path(recipe.output_dir) / TARGET) if recipe.joint else recipe.target.model
+    folder = Path(recipe.output_dir)
+    target = str(folder / TARGET) if recipe.joint else recipe.target.model
     provenance: dict[str, Any] = {
         "recipe_name": recipe.name,
         "recipe_sha256": recipe.recipe_hash(),
@@ -136,14 +116,13 @@ def accept(
         provenance["chat_template"] = Path(template).read_text(encoding="utf-8")
     report = measure(
         recipe,
-        Path(recipe.output_dir) / EXPORT,
+        folder / EXPORT,
         stages,
         engines or engines_of(recipe, stages.say),
         target=target,
         provenance=provenance,
     )
     report = report.model_copy(update={"training": training_progress(history)})
-    folder = Path(recipe.output_dir)
     save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
     report.gates = check_gates(report.summary, gate_bounds(recipe))
     write_report(report, folder, stages)
@@ -183,23 +162,27 @@ def measure(
     `target`: instead of the recipe's, which it was trained from. `options`: of
     `draftsmith.inference.evaluation.evaluate.evaluate`."""
     engines, settings = engines or Engines(), settings_of(recipe)
-    t = recipe.target
-    common = options | {
-        "suites": measured_suites(recipe, settings),
-        "llm_options": {
-            "dtype": t.dtype,
-            "revision": t.revision if target in (None, t.model) else None,
-            "trust_remote_code": t.trust_remote_code,
-        },
-    }
-    chosen = workloads(recipe, settings)
+    model = target or recipe.target.model
+    llm_options = {"dtype": recipe.target.dtype, **recipe.target.source}
+    if model != recipe.target.model:
+        llm_options["revision"] = None
+    suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
 
-    def run(settings: EvaluationSettings, **rest: Any) -> AcceptanceReport:
-        return evaluate(target or t.model, drafter, chosen, settings, **common | rest)
+    def run(progress: Progress, more: dict[str, Any], **rest: Any) -> AcceptanceReport:
+        return evaluate(
+            model,
+            drafter,
+            chosen,
+            settings,
+            suites=suites,
+            llm_options=llm_options | more,
+            progress=progress,
+            **options,
+            **rest,
+        )
 
     def run_ours(progress: Progress) -> AcceptanceReport:
-        own = common["llm_options"] | _compiled(engines, settings, chosen, common["suites"])
-        return run(settings, llm_options=own, progress=progress)
+        return run(progress, _compiled(engines, settings, chosen, suites))
 
     with stages.stage("acceptance", 100) as advance:
 
@@ -211,11 +194,7 @@ def measure(
         if engines.vllm is None:
             return run_ours(part(0.0, 1.0))
         half = 0.5 if engines.ours else 1.0
-        theirs = run(
-            settings,
-            engine=engines.vllm,
-            progress=part(0.0, half, "vllm: "),
-        )
+        theirs = run(part(0.0, half, "vllm: "), {}, engine=engines.vllm)
         if not engines.ours:
             return theirs
         return lay_beside(run_ours(part(half, 1.0)), theirs)
@@ -262,13 +241,13 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
     workload has no other."""
-    sources, seed = recipe.evaluation.prompts or recipe.data.validation, SEED
+    sources = recipe.evaluation.prompts or recipe.data.validation
     if not sources:
         return {}
     tokenizer, limit = _tokenizer_and_limit(recipe)
     by_workload: dict[str, list[list[int]]] = {}
-    bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation").begin("evaluation")
-    examples = load_sources(sources, seed=seed, bad=bad)
+    bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation")
+    examples = load_sources(sources, bad=bad)
     for example in askable(examples, tokenizer, bad):
         by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
     chosen = {}
@@ -277,21 +256,18 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
         fitting = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
         if not fitting:
             raise DataError(
-                f"every prompt of workload {name!r} is too long: the shortest of"
-                f" {len(prompts)} has {min(map(len, prompts))} tokens, max_tokens is"
-                f" {settings.max_tokens}, and the target's context is {limit} tokens; lower"
-                " max_tokens, or leave the source out",
-                where="evaluation",
+                f"every prompt of workload {name!r} is too long: the target's context is {limit}"
+                f" tokens, and responses have up to {settings.max_tokens}",
+                where="evaluation.max_tokens",
             )
-        chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{seed}/{name}")
+        chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{SEED}/{name}")
     return chosen
 
 
 def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
-    t = recipe.target
-    source: dict[str, Any] = {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
-    tokenizer = conversation_tokenizer(recipe.data, load_tokenizer(t.model, None, **source))
-    return tokenizer, getattr(target_config(t.model, **source), "max_position_embeddings", None)
+    tokenizer = conversation_tokenizer(recipe.data, recipe.target.load_tokenizer())
+    config = target_config(recipe.target.model, **recipe.target.source)
+    return tokenizer, getattr(config, "max_position_embeddings", None)
 
 
 def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
@@ -312,7 +288,6 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
     if not e.suites:
         return []
     tokenizer, limit = _tokenizer_and_limit(recipe)
-    kwargs = dict(recipe.data.chat_template_kwargs)
     suites = []
     for name, path in e.suite_paths.items():
         rows = load_suite(name, path)
@@ -322,9 +297,8 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
                 by_category[row.category].append(chat)
         if full := [category for category, chats in by_category.items() if not chats]:
             raise DataError(
-                f"every conversation of category {full[0]!r} is too long"
-                f" for the target, whose context is {limit} tokens, with responses of"
-                f" {settings.max_tokens}; lower max_tokens",
+                f"every conversation of category {full[0]!r} is too long: the target's context is"
+                f" {limit} tokens, and responses have up to {settings.max_tokens}",
                 where=f"evaluation.suites.{name}",
             )
         chosen = {
@@ -333,7 +307,7 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
         }
         facts = SuiteFacts(
             name=name,
-            chat_template_kwargs=kwargs,
+            chat_template_kwargs=dict(recipe.data.chat_template_kwargs),
             path=path,
             sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
             conversations=sum(map(len, chosen.values())),
@@ -377,17 +351,12 @@ def _chat(
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:
     """The recipe's gates by keys of the summary: one without a temperature holds at each that is
-    measured."""
+    measured, unless that has a gate of its own."""
     bounds: dict[str, Bound] = {}
     for name, gate in recipe.gates.items():
-        temperature, metric = split_gate(name)
-        if temperature is not None:
-            names = [f"t{temperature:g}.{metric}"]
-        elif metric in ("lossless_mismatches", "expected_measured_gap", "vllm_gap"):
-            names = [metric]  # over all temperatures already
-        else:
-            names = [f"t{t:g}.{metric}" for t in recipe.evaluation.temperatures]
-        for key in names:
-            if key not in bounds or temperature is not None:
-                bounds[key] = Bound(gate.min, gate.max)
+        names = [name]
+        if name in GATES_OF_TEMPERATURES and name not in GATES:
+            names = [f"t{t:g}.{name}" for t in recipe.evaluation.temperatures]
+        own = {key for key in names if key == name or key not in recipe.gates}
+        bounds |= dict.fromkeys(sorted(own), Bound(gate.min, gate.max))
     return bounds

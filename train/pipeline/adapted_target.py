@@ -24,11 +24,9 @@ MERGED = "merged_adapter.json"  # what it was merged from
 
 
 def with_adapted_target(recipe: Recipe, accelerator: Accelerator | None = None) -> Recipe:
-    """The recipe with the folder of the merged target as its target, if it has a `target.adapter`;
-    unchanged otherwise.
-
-    The main process merges; the folder is kept as long as neither the weights nor the adapter
-    change. CheckpointError for an adapter that does not fit exactly."""
+    """The recipe with the folder of the merged target as its target, if it has a `target.adapter`.
+    The main process merges; the folder is kept as long as neither weights nor adapter change.
+    CheckpointError for an adapter that does not fit exactly."""
     if recipe.target.adapter is not None and (accelerator is None or accelerator.is_main_process):
         merge_target(recipe, Path(recipe.output_dir) / TARGET)
     if accelerator is not None:

@@ -35,7 +35,7 @@ from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.sources import Example, load_sources
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.regeneration.conversations import LEFT_OUT_SHARE, TOO_LONG, TargetFacts
+from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
 from draftsmith.train.regeneration.store import Record, Response, rows_of
 
@@ -82,10 +82,9 @@ def prepare_data(
 
 def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
     """What responses depend on of the recipe's target, from its config alone."""
-    t = recipe.target
-    sketch, source = t.sketch(), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
+    t, sketch = recipe.target, recipe.target.sketch()
     limit = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
-    end = saved_ending_tokens(t.model, tokenizer, **source)
+    end = saved_ending_tokens(t.model, tokenizer, **t.source)
     return TargetFacts(t.model, limit, sketch.vocab_size, tuple(sorted(end)))
 
 
@@ -112,12 +111,9 @@ class DataStage:
         self.bad = bad_rows(recipe.data, self.folder, stage)
         folder = cached_folder(recipe.target.model, recipe.target.revision)
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
-        self.hashes = TargetHashes(
-            weights_sha256(folder), config_sha256(folder), template or str(text_sha256(""))
-        )
-        self.responses_folder = Path(
-            recipe.regenerate.cache_dir or Path(recipe.output_dir) / "responses"
-        )
+        self.hashes = TargetHashes(weights_sha256(folder), config_sha256(folder), str(template))
+        given = recipe.regenerate.cache_dir
+        self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
         batch = recipe.regenerate.batch_size
@@ -141,7 +137,7 @@ class DataStage:
                     self.tokenizer,
                     max_length=data.max_length,
                     bad=self.bad,
-                    progress=lambda done, total: advance(done),
+                    progress=advance,
                 )
             self._say(str(self.bad))
         if not rows:
@@ -162,11 +158,7 @@ class DataStage:
                 where="on_policy",
             )
         if left_out := len(prompts) - len(fitting):
-            warning = "warning: " if left_out > LEFT_OUT_SHARE * len(prompts) else ""
-            self.stages.say(
-                f"      {warning}{left_out} of {len(prompts)} prompts of on-policy texts are left"
-                f" out ({TOO_LONG})"
-            )
+            self._say(f"{left_out} of {len(prompts)} on-policy prompts are left out: {TOO_LONG}")
         return fitting
 
     def responses(self) -> list[Response]:
@@ -184,8 +176,7 @@ class DataStage:
 
     @cached_property
     def _prompted(self) -> list[Example]:
-        examples, self.bad.use = self._examples, "train"
-        return askable(examples, self.tokenizer, self.bad)
+        return askable(self._examples, self.tokenizer, self.bad)
 
     def _say(self, text: str) -> None:
         if text:
@@ -198,10 +189,11 @@ class DataStage:
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
-        examples = load_sources(self.recipe.data.validation, bad=self.bad.begin("validation"))
-        examples = askable(examples, self.tokenizer, self.bad)
+        bad = bad_rows(self.recipe.data, self.folder, self.stage, "validation")
+        examples = load_sources(self.recipe.data.validation, bad=bad)
+        examples = askable(examples, self.tokenizer, bad)
         examples = workloads_in_turn(examples, self.recipe.held_out_prompts)
-        self._say(str(self.bad))
+        self._say(str(bad))
         chosen = [(example, t) for t in e.temperatures for example in examples]
         responses = self._responses(
             "held-out responses",
@@ -276,4 +268,5 @@ def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
     for index, example in enumerate(examples):
         turns.append((seen[example.workload], index))
         seen[example.workload] += 1
-    return [examples[index] for index in sorted(index for _, index in sorted(turns)[:count])]
+    chosen = sorted(index for _, index in sorted(turns)[:count])
+    return [examples[index] for index in chosen]

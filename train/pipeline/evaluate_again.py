@@ -64,25 +64,13 @@ def evaluate_folders(
     returns the page. ConfigError where there are none.
 
     `evaluation`: further keys of a recipe's evaluation section."""
-    if not prompts and not evaluation.get("suites") and not HELD_OUT.exists():
-        raise ConfigError(
-            "the quickstart's prompts come with the project's repository; give --prompts FILE",
-            where="evaluate",
-        )
     sources = [{"path": prompts}] if prompts else BUILT_IN
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}
     data = {"train": sources, "chat_template_kwargs": dict(chat_template_kwargs or {})}
     recipe = _recipe(model, data, keys, out, dtype)
-    stages = Stages(1)
-    report = measure(
-        recipe,
-        drafter,
-        stages,
-        engines,
-        method=method,
-        provenance={"target_name": model},
-    )
+    stages, names = Stages(), {"target_name": model}
+    report = measure(recipe, drafter, stages, engines, method=method, provenance=names)
     write_report(report, out, stages)
     return out / PAGE
 

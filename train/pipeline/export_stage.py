@@ -72,18 +72,9 @@ def reexport(
     run_dir: Path, out: Path, *, dtype: str = "auto", format: str = "vllm"
 ) -> tuple[Path, int]:
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it
-    and their step.
-
-    Of the target only config.json is read.
-    """
-    if not (run_dir / RECIPE).is_file():
-        raise CheckpointError(
-            f"holds no {RECIPE}, so it is not a run's folder; give runs/<name>", where=f"{run_dir}"
-        )
-    recipe = load_recipe(
-        run_dir / RECIPE, [f"output_dir={run_dir}"]
-    )  # the folder may have been moved
-    recipe = named_adapted_target(recipe)
+    and their step. Of the target only config.json is read."""
+    # the folder may have been moved
+    recipe = named_adapted_target(load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"]))
     root = checkpoints(recipe)
     newest = checkpoint.latest(root)
     if newest is None:

@@ -1,13 +1,8 @@
 """The stage of a run that provides the features of its training rows: online, or from a cache that
-it fills first.
-
-It reports the bytes per token and in all before anything is written, and refuses a disk that is too
-small."""
+it fills first."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +13,6 @@ from torch import Tensor
 from draftsmith.inference.console import size_text
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
-from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.packing import PackedRow, best_fit
@@ -37,7 +31,6 @@ from draftsmith.train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]
 TOGETHER = 1 << 16  # tokens that vLLM is given at once, whose states it leaves in files
-SPARE = 1.02  # of the disk: names, headers, other writers
 
 
 def training_features(
@@ -53,7 +46,11 @@ def training_features(
     if recipe.features.mode == "cache":
         cache = open_cache(recipe, target, data).scan()
         accelerator.wait_for_everyone()  # so that all find the same texts missing
-        fill(recipe, target, data.rows, cache, stages, _part(recipe, accelerator))
+        part = accelerator.process_index, accelerator.num_processes
+        if recipe.features.engine == "vllm":  # which takes all devices, in the first process
+            part = (0, 1)
+        if recipe.features.engine != "vllm" or accelerator.is_main_process:
+            fill(recipe, target, data.rows, cache, stages, part)
         accelerator.wait_for_everyone()
         cache.scan()
     keep_bytes = recipe.training.keep_features_gb * 2**30
@@ -61,32 +58,19 @@ def training_features(
     return RowFeatures(target, data.rows, pad_token_id=pad, keep_bytes=keep_bytes, cache=cache)
 
 
-def _part(recipe: Recipe, accelerator: Accelerator) -> tuple[int, int] | None:
-    """The rows that this process writes: every n-th from the i-th on for (i, n); None: none. vLLM
-    takes all devices of a machine, in its first process."""
-    if recipe.features.engine != "vllm":
-        return accelerator.process_index, accelerator.num_processes
-    if accelerator.local_process_index:
-        return None
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    machines = max(accelerator.num_processes // per_machine, 1)
-    return accelerator.process_index // per_machine, machines
-
-
 def _root(recipe: Recipe) -> Path:
     return Path(recipe.features.dir or Path(recipe.output_dir) / "features")
 
 
-def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> CacheKey:
+def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> FeatureCache:
+    """The cache of the recipe's features, addressed by everything that they depend on."""
     section, tokenizer = recipe.features, data.tokenizer.tokenizer
     words = getattr(tokenizer, "backend_tokenizer", None)
-    return CacheKey(
+    key = CacheKey(
         target=recipe.target.model,
         weights=data.hashes.weights,
         config=data.hashes.config,
-        tokenizer=str(
-            text_sha256(words.to_str() if words else str(sorted(tokenizer.get_vocab().items())))
-        ),
+        tokenizer=str(text_sha256(words.to_str() if words else str(tokenizer.get_vocab()))),
         template=data.hashes.template,
         hidden_size=target.hidden_size,
         taps=target.tap_layers,
@@ -94,10 +78,7 @@ def cache_key(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> Cache
         engine=section.engine,
         encoding=section.encoding,
     )
-
-
-def open_cache(recipe: Recipe, target: FrozenTarget, data: TrainingData) -> FeatureCache:
-    return FeatureCache(_root(recipe), cache_key(recipe, target, data))
+    return FeatureCache(_root(recipe), key)
 
 
 def fill(
@@ -106,10 +87,10 @@ def fill(
     rows: Sequence[PackedRow],
     cache: FeatureCache,
     stages: Stages,
-    part: tuple[int, int] | None = (0, 1),
+    part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Writes the missing features of a part of the rows. ConfigError if the disk is too small for
-    those of all rows."""
+    """Writes the missing features of a part of the rows: of every n-th from the i-th on for
+    (i, n)."""
     absent = missing(cache, rows)
     tokens, section = sum(absent.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
@@ -119,9 +100,6 @@ def fill(
         f" {size_text(cache.bytes_per_token * tokens)} to be written"
     )
     if not absent:
-        return
-    refuse_small_disk(cache, tokens)
-    if part is None:
         return
     first, step = part
     own = [row for row in rows[first::step] if any(text in absent for text, _ in texts_of(row))]
@@ -146,21 +124,6 @@ def fill(
         f"      {size_text(shards.bytes)} written; relative squared error of the worst text:"
         f" {errors}"
     )
-
-
-def refuse_small_disk(cache: FeatureCache, tokens: int) -> None:
-    """ConfigError if the disk of the cache has no room for so many tokens."""
-    there = cache.folder
-    while not there.exists():
-        there = there.parent
-    needed, free = SPARE * cache.bytes_per_token * tokens, shutil.disk_usage(there).free
-    if needed > free:
-        raise ConfigError(
-            f"{size_text(needed)} are needed for {tokens:,} tokens, and {size_text(free)}"
-            f" are free at {there}; choose a smaller features.encoding, another features.dir, less"
-            " data, or features.mode: online",
-            where="features",
-        )
 
 
 def _from_target(

@@ -1,4 +1,4 @@
-"""The progress of a run: numbered stages, a bar with the time left, a few numbers.
+"""The progress of a run: stages, a bar with the time left, a few numbers.
 
 On a terminal it is one live bar; elsewhere (logs, CI) a line when a stage begins and now and then
 while it lasts. Only the main process prints."""
@@ -28,9 +28,8 @@ Advance = Callable[
 class Stages:
     """`with stages.stage("train", total) as advance: advance(done, "loss 1.2")`."""
 
-    def __init__(self, total: int, *, enabled: bool = True, console: Console | None = None) -> None:
-        self.total, self.number, self.enabled = total, 0, enabled
-        self.console = console or Console(stderr=False)
+    def __init__(self, *, enabled: bool = True, console: Console | None = None) -> None:
+        self.enabled, self.console = enabled, console or Console()
 
     def say(self, text: str) -> None:
         """One line of information."""
@@ -40,8 +39,7 @@ class Stages:
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
         """A stage of `total` units (None: not known); times itself and says how long it took."""
-        self.number += 1
-        title, began = f"[{self.number}/{self.total}] {name}", time.monotonic()
+        began = time.monotonic()
         if not self.enabled:
             yield lambda done, note="", total=None: None
             return
@@ -57,11 +55,11 @@ class Stages:
         with Progress(
             *columns, console=self.console, transient=True, disable=not self.console.is_terminal
         ) as bar:
-            bar.add_task(title.replace("[", r"\["), total=total, note="")
+            bar.add_task(name, total=total, note="")
             if not self.console.is_terminal:
-                self.console.print(title, markup=False, highlight=False)
-            yield self._advance(bar, title)
-        self.say(f"{title.replace('[', chr(92) + '[')}: {time.monotonic() - began:.1f} s")
+                self.say(name)
+            yield self._advance(bar, name)
+        self.say(f"{name}: {time.monotonic() - began:.1f} s")
 
     def _advance(self, bar: Progress, title: str) -> Advance:
         task, last = bar.tasks[0], time.monotonic()

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
+from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.report.schema import OUR_ENGINE
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.speculators.drafter import Drafter
@@ -25,7 +26,7 @@ from draftsmith.speculators.precision import autocast_dtype, free_memory, own_de
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.on_policy.refresh import OnPolicy
 from draftsmith.train.pipeline import trackers
-from draftsmith.train.pipeline.acceptance_stage import require_engines, require_suites
+from draftsmith.train.pipeline.acceptance_stage import accept, engines_of
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
@@ -43,11 +44,8 @@ from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_result
 
-STAGES = ("regenerate", "held-out responses", "train")  # of each stage of the training
-LAST_STAGES = ("export", "acceptance")
-PATIENCE = timedelta(
-    days=7
-)  # with which processes wait for the one that writes responses; torch's is ten minutes
+# With which processes wait for the one that writes responses; torch's is ten minutes.
+PATIENCE = timedelta(days=7)
 
 
 def run(
@@ -74,19 +72,14 @@ def run(
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training
-    require_engines(recipe)
-    require_suites(recipe)
+    engines_of(recipe)  # and so is a vLLM that a gate needs, and a suite that is not there
+    for name, file in recipe.evaluation.suite_paths.items():
+        load_suite(name, file)
     accelerator = make_accelerator(recipe)
     set_seed(recipe.training.seed)
     as_given = recipe.resolved_yaml()
     recipe = with_adapted_target(recipe, accelerator)
-    fits = (
-        getattr(recipe.drafter, "init", None) == "least_squares"
-        and recipe.drafter.init_from is None
-    )
-    cached = recipe.features.mode == "cache"
-    count = (len(STAGES) + cached) * len(recipe.training_stages()) + len(LAST_STAGES) + fits
-    stages = Stages(count, enabled=accelerator.is_main_process)
+    stages = Stages(enabled=accelerator.is_main_process)
     trained = train(recipe, accelerator, stages, as_given)
     accelerator.wait_for_everyone()
     code = 0
@@ -96,8 +89,6 @@ def run(
         history, steps = trained.state.history, trained.state.step
         del trained  # what is measured is loaded from the export, and needs the memory
         free_memory()
-        from draftsmith.train.pipeline.acceptance_stage import accept
-
         code = accept(recipe, stages=stages, history=history)
         trackers.log_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
@@ -132,35 +123,33 @@ def load_target(
 ) -> FrozenTarget:
     """The target on the device of this process, or in the host's memory if it is sharded before its
     first forward."""
-    t = recipe.target
     return FrozenTarget.from_pretrained(
-        t.model,
+        recipe.target.model,
         tap_layers=tap_layers,
-        dtype=t.dtype,
+        dtype=recipe.target.dtype,
         device=accelerator.device,
         on_host=waits_on_host(recipe, accelerator),
-        trust_remote_code=t.trust_remote_code,
-        revision=t.revision,
+        **recipe.target.source,
     )
 
 
 def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
     """Before any data is made: UnsupportedTarget if the recipe has the target decode and it gives
-    features alone; ConfigError for branches of rejected drafts behind recurrent layers."""
-    keys: dict[str, None] = {}  # of the recipe, that have it decode
+    features alone."""
+    keys = set[str]()  # of the recipe, that have it decode
     for _, part in recipe.training_stages():
-        if part.regenerate.enabled and not part.regenerate.endpoints:
-            keys["regenerate.enabled"] = None
-        if part.data.validation and not part.regenerate.endpoints:
-            keys["data.validation"] = None
+        parts = {
+            "regenerate.enabled": part.regenerate.enabled,
+            "data.validation": part.data.validation,
+        }
+        if not part.regenerate.endpoints:
+            keys |= {key for key, decodes in parts.items() if decodes}
         if part.on_policy:
-            keys["on_policy"] = None
-    if OUR_ENGINE in recipe.evaluation.engines and (
-        recipe.evaluation.prompts or recipe.data.validation
-    ):
-        keys["evaluation.engines: [draftsmith]"] = None
+            keys.add("on_policy")
+    if OUR_ENGINE in recipe.evaluation.engines and recipe.measured:
+        keys.add("evaluation.engines: [draftsmith]")
     if keys:
-        target.require_rollback(", ".join(keys))
+        target.require_rollback(", ".join(sorted(keys)))
 
 
 def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: str = "") -> Trained:
@@ -169,15 +158,9 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
     config = drafter_config(recipe, recipe.target.sketch(accelerator.device))
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
-        unasked = "; endpoints are not compared with it" if recipe.regenerate.endpoints else ""
-        stages.say(
-            "      the target waits in the host's memory, and goes to the devices a layer at a"
-            f" time{unasked}"
-        )
-    target, tokenizer = (
-        load_target(recipe, accelerator, config.tap_layers),
-        recipe.target.load_tokenizer(),
-    )
+        stages.say("      the target waits in the host's memory until it is sharded")
+    target = load_target(recipe, accelerator, config.tap_layers)
+    tokenizer = recipe.target.load_tokenizer()
     require_abilities(recipe, target)
     drafter, history, previous = None, [], ""
     every = recipe.training_stages()
@@ -196,6 +179,16 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         if newest is not None:
             checkpoint.load(newest, previous)
         later = any(checkpoint.latest(checkpoints(recipe, after)) for after, _ in every[number:])
+        on_policy = None
+        if part.on_policy:
+            on_policy = OnPolicy(
+                part,
+                target,
+                data.prompts,
+                folder=folder,
+                accelerator=accelerator,
+                tokenizer=tokenizer,
+            )
         trainer = Trainer(
             part,
             target,
@@ -207,18 +200,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             evaluate=held_out_evaluation(part, target, data.held_out) if data.held_out else None,
             features=features,
             joint=JointTarget(target, part.joint, part.training.seed) if part.joint else None,
-            on_policy=(
-                OnPolicy(
-                    part,
-                    target,
-                    data.prompts,
-                    folder=folder,
-                    accelerator=accelerator,
-                    tokenizer=tokenizer,
-                )
-                if part.on_policy
-                else None
-            ),
+            on_policy=on_policy,
         )
         if as_given and accelerator.is_main_process and not later:
             Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
@@ -266,30 +248,21 @@ def held_out_evaluation(
     e = recipe.evaluation
 
     def evaluate(drafter: Drafter) -> dict[str, float]:
-        rates, samples = {}, []
-        for temperature, responses in held_out.items():
+        figures, samples, lengths = {}, [], []
+        for t, responses in held_out.items():
             texts = [(r.prompt_ids, r.output_ids) for r in responses]
+            drafts = e.num_speculative_tokens
             results = expected_acceptance(
-                target,
-                drafter,
-                texts,
-                temperature,
-                e.num_speculative_tokens,
-                top_p=e.top_p,
-                top_k=e.top_k,
+                target, drafter, texts, t, drafts, top_p=e.top_p, top_k=e.top_k
             )
-            rates[f"{EXPECTED}_t{temperature:g}"] = sum(
-                results, ReplayResult()
-            ).expected_acceptance_length
             sample: dict[Hashable, ReplayResult] = {}
             for (prompt, _), result in zip(texts, results, strict=True):
                 sample[prompt] = sample.get(prompt, ReplayResult()) + result
             samples.append(sample)
-        mean = sum(rates.values()) / len(rates)
-        errors = {
-            f"{ERROR}_t{t:g}": standard_error([sample])
-            for t, sample in zip(held_out, samples, strict=True)
-        }
-        return {**rates, EXPECTED: mean, **errors, ERROR: standard_error(samples)}
+            lengths.append(sum(results, ReplayResult()).expected_acceptance_length)
+            figures[f"{EXPECTED}_t{t:g}"] = lengths[-1]
+            figures[f"{ERROR}_t{t:g}"] = standard_error([sample])
+        mean = sum(lengths) / len(lengths)
+        return figures | {EXPECTED: mean, ERROR: standard_error(samples)}
 
     return evaluate

@@ -9,61 +9,57 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.inference.console import size_text
-from draftsmith.train.planner.plan import Parts, Plan, Stage
+from draftsmith.train.planner.plan import Plan, Stage
 
 Rows = Sequence[tuple[str, str]]
 
 
-def describe(plan: Plan, console: Console | None = None) -> None:
+def describe(plan: Plan) -> None:
     """Prints all of a plan."""
-    console, first = console or Console(), plan.stages[0]
+    console = Console()
     where = f" on {plan.count} x {plan.device.name}" if plan.device else ""
-    _print(console, f"{plan.recipe.name} ({plan.recipe.family}){where}", _models(first))
+    _print(console, f"{plan.recipe.name} ({plan.recipe.family}){where}", _models(plan.stages[0]))
     for stage in plan.stages:
         title = f"Training: {stage.name}" if stage.name else "Training"
-        _print(console, title, _training(stage) + _work(stage, plan))
-    _print(console, "Memory of one device while it trains, about", _bytes(plan.memory))
+        _print(console, title, [*_training(stage), *_work(stage, plan)])
+    memory = plan.memory | {"total": sum(plan.memory.values())}
+    sizes = [(name, size_text(size)) for name, size in memory.items() if size]
+    _print(console, "Memory of one device while it trains, about", sizes)
     _print(console, "Assumed", [("", text) for text in plan.assumptions])
     console.print(escape(verdict(plan)), style="green" if plan.fits else "red", soft_wrap=True)
 
 
 def verdict(plan: Plan) -> str:
     """One line."""
-    sum_of_bytes = sum(plan.memory.values())
-    needed = size_text(sum_of_bytes)
+    total = sum(plan.memory.values())
     if plan.device is None:
-        return f"about {needed} per device; name a device for time (--gpu)"
+        return f"about {size_text(total)} per device; name a device for time (--gpu)"
     device = size_text(plan.device.memory)
     if not plan.fits:
         return f"does not fit: target and drafter alone exceed {device} per device"
-    fits = "may not fit" if sum_of_bytes > plan.device.memory else "fits"
-    text = f"{fits}: about {needed} of {device} per device"
-    if plan.seconds is None:
-        return f"{text}; the number of examples is not known: give --examples for time"
-    return f"{text}; about {duration(plan.seconds)}"
+    fits = "may not fit" if total > plan.device.memory else "fits"
+    time = "give --examples for time" if plan.seconds is None else f"about {duration(plan.seconds)}"
+    return f"{fits}: about {size_text(total)} of {device} per device; {time}"
 
 
 def _models(stage: Stage) -> Rows:
     t, d, recipe = stage.target, stage.drafter, stage.recipe
-    features = f"{size_text(stage.feature_bytes)} per token, made online and never stored"
+    features = f"{size_text(stage.feature_bytes)} per token"
     if recipe.features.mode == "cache":
-        per_token = stage.cached_bytes
-        features = f"{size_text(per_token)} per token on disk, about"
-        features += f" {size_text(per_token * stage.tokens)} in all"
+        features += f" on disk, {size_text(stage.feature_bytes * stage.tokens)} in all"
     shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
     size = f"{in_count(t.num_parameters)} parameters, {t.dtype}"
-    start = recipe.drafter.init_from or recipe.drafter.start
     return [
         ("target", f"{t.name_or_path}: {shape}; {size}"),
         ("taps", f"{list(d.tap_layers)} (0: embedding output, i: output of layer i-1)"),
         ("drafter", f"{d.describe()}; {in_count(stage.trainable)} trained parameters"),
         ("draft vocabulary", f"{d.draft_vocab_size:,} of {d.vocab_size:,} tokens"),
-        ("starts from", str(start)),
+        ("starts from", recipe.drafter.init_from or recipe.drafter.start),
         ("features", features),
     ]
 
 
-def _training(stage: Stage) -> list[tuple[str, str]]:
+def _training(stage: Stage) -> Rows:
     rows = []
     for source in stage.sources:
         text = source.note
@@ -71,39 +67,29 @@ def _training(stage: Stage) -> list[tuple[str, str]]:
             counts = f"{in_count(source.tokens)} tokens, {in_count(source.supervised)} supervised"
             text = f"{source.examples:,} examples, about {counts}"
         rows.append(("data", f"{source.label}: {text}"))
-    shared, steps = stage.step_rows, stage.steps
-    tokens = shared.rows_per_step * stage.recipe.data.max_length
+    given, chosen, step = stage.recipe.training, stage.training, stage.step_rows
+    whose = "of a short run" if given.is_short(stage.steps) else "as the recipe or its family says"
+    tokens = step.rows_per_step * stage.recipe.data.max_length
     return [
         *rows,
-        ("budget", f"{steps:,} steps" if steps else "until epochs or minutes are spent"),
-        ("a step", f"{tokens:,} tokens ({shared.rows} rows x {shared.micro_steps} micro-steps)"),
-        ("settings", _settings(stage)),
+        (
+            "budget",
+            f"{stage.steps:,} steps" if stage.steps else "until epochs or minutes are spent",
+        ),
+        ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
+        ("settings", f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}: {whose}"),
         ("precision", str(stage.autocast)),
     ]
 
 
-def _settings(stage: Stage) -> str:
-    """Optimizer and learning rates, and whose they are."""
-    given, chosen = stage.recipe.training, stage.training
-    rates = f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}"
-    if chosen.optimizer == "muon":
-        rates += f", {chosen.muon_learning_rate:g} for matrices"
-    if given.settings == "given":
-        return f"{rates}: the recipe's"
-    if given.is_short(stage.steps):
-        return f"{rates}: of a short run (training.settings: given keeps the published ones)"
-    return f"{rates}: the published ones"
-
-
-def _work(stage: Stage, plan: Plan) -> list[tuple[str, str]]:
+def _work(stage: Stage, plan: Plan) -> Rows:
     """FLOPs and time of each phase."""
     rows = []
     for phase in stage.phases:
         text = f"{phase.flops / 1e15:.3g} PFLOP"
         if plan.device:
             text += f", {duration(phase.seconds(plan.device, plan.count))}"
-        per_step = stage.steps is None and not phase.name.startswith("responses")
-        rows.append((phase.name + ", one step" * per_step, text))
+        rows.append((phase.name, text))
     return rows
 
 
@@ -117,11 +103,6 @@ def _print(console: Console, title: str, rows: Rows) -> None:
         table.add_row(name, escape(value))
     console.print(table)
     console.print()
-
-
-def _bytes(parts: Parts) -> Rows:
-    total = {"total": sum(parts.values())}
-    return [(name, size_text(size)) for name, size in (parts | total).items() if size]
 
 
 def in_count(number: float) -> str:

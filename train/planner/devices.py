@@ -36,7 +36,6 @@ DEVICES = {  # TFLOP/s in bfloat16 and float32, GB, GB/s
         ("a100-80", "NVIDIA A100 SXM 80 GB", 312, 19.5, 80, 2039),
         ("a100-40", "NVIDIA A100 SXM 40 GB", 312, 19.5, 40, 1555),
         ("l40s", "NVIDIA L40S 48 GB", 362, 91.6, 48, 864),
-        ("a10", "NVIDIA A10 24 GB", 125, 31.2, 24, 600),
         ("l4", "NVIDIA L4 24 GB", 121, 30.3, 24, 300),
         ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", 165.2, 82.6, 24, 1008),
         ("mi300x", "AMD Instinct MI300X 192 GB", 1307.4, 163.4, 192, 5300),
@@ -45,10 +44,7 @@ DEVICES = {  # TFLOP/s in bfloat16 and float32, GB, GB/s
 
 
 def find_device(name: str) -> Device:
-    """The device of a key of DEVICES, in any case. ConfigError names the keys."""
-    key = name.lower().replace("_", "-")
-    if key not in DEVICES:
-        raise ConfigError(
-            f"not in the table; expected one of {', '.join(DEVICES)}", where=f"--gpu {name}"
-        )
-    return DEVICES[key]
+    """The device of a key of DEVICES. ConfigError names the keys."""
+    if name not in DEVICES:
+        raise ConfigError(f"expected one of {', '.join(DEVICES)}", where=f"--gpu {name}")
+    return DEVICES[name]

@@ -75,15 +75,11 @@ class Stage:
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes per token of the taps and the last hidden state, in the target's dtype."""
-        states = len(self.drafter.tap_layers) + 1
-        return states * self.target.hidden_size * self.target.dtype.itemsize
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes per token on disk, with features.mode: cache."""
-        t, taps = self.target, len(self.drafter.tap_layers)
-        return bytes_per_token(self.recipe.features.encoding, taps, t.hidden_size, t.dtype)
+        """Bytes per token of the taps and the last hidden state: on disk with features.mode: cache,
+        else in the target's dtype."""
+        t, features = self.target, self.recipe.features
+        encoding = features.encoding if features.mode == "cache" else "exact"
+        return bytes_per_token(encoding, len(self.drafter.tap_layers), t.hidden_size, t.dtype)
 
     @property
     def depths(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, Strict, model_validator
 
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.options import Count, PositiveInt, Section, Text
@@ -69,15 +69,11 @@ def check_columns(columns: dict[str, str]) -> dict[str, str]:
     it needs beside it."""
     if unknown := sorted(set(columns) - set(COLUMNS)):
         raise ValueError(f"expected names of {', '.join(COLUMNS)}, got {', '.join(unknown)}")
-    layouts = [name for name in ("messages", "user", "prompt") if name in columns]
-    if len(layouts) != 1:
-        given = " and ".join(layouts) or "none"
-        raise ValueError(f"expected exactly one of messages, user, prompt, got {given}")
+    if len(columns.keys() & {"messages", "user", "prompt"}) != 1:
+        raise ValueError("expected exactly one of messages, user, prompt")
     for name in columns:
         if (other := COLUMNS[name]) and other not in columns:
             raise ValueError(f"{name} needs {other}")
-    if "prompt" in columns and "system" in columns:
-        raise ValueError("system has no meaning beside prompt, which is continued as it is")
     return columns
 
 
@@ -131,19 +127,13 @@ class Source(Section):
     @model_validator(mode="after")
     def _one_kind(self) -> Source:
         if (self.path is None) == (self.name is None):
-            given = "none" if self.path is None else "both"
-            raise ValueError(f"expected exactly one of path, name, got {given}")
-        for option in ("config", "streaming"):
-            if self.path is not None and getattr(self, option):
-                raise ValueError(f"{option} has no meaning for a path source")
+            raise ValueError("expected exactly one of path, name")
         if self.name is not None and "/" not in self.name and self.name not in PRESETS:
             raise ValueError(
                 f"name: expected org/name or one of {', '.join(PRESETS)}, got '{self.name}'"
             )
-        if self.streaming and self.limit is None:
-            raise ValueError("streaming needs a limit: examples are kept in memory")
-        if self.streaming and "[" in (self.split or ""):
-            raise ValueError(f"split: a stream has no slices, got '{self.split}'; use limit")
+        if self.streaming and (self.limit is None or "[" in (self.split or "")):
+            raise ValueError("streaming: needs a limit, and knows no slices")
         return self
 
     @property
@@ -196,33 +186,15 @@ class DataSection(Section):
             " file, line and reason"
         ),
     )
-    decontaminate: Literal["off", "exact", "ngram"] = Field(
-        "exact",
-        description=(
-            "leave out examples with a prompt of the evaluation; ngram: or a run of its words"
-        ),
+    decontaminate: bool = Field(
+        True, description="leave out examples with a prompt of the evaluation"
     )
-
-
-def read_temperatures(value: Any) -> Any:
-    """The short ways of writing {temperature: fraction}: 1.0, or a list in equal parts."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = [value]
-    if isinstance(value, dict):  # JSON has text as keys
-        return {float(temperature): fraction for temperature, fraction in value.items()}
-    if isinstance(value, list) and value:
-        if len(set(map(str, value))) != len(value):
-            raise ValueError(f"each temperature may be given once, got {value}")
-        return {temperature: 1 / len(value) for temperature in value}
-    return value
 
 
 def check_temperatures(value: dict[float, float]) -> dict[float, float]:
     """ValueError unless the fractions add up, and no number is negative."""
-    if min(value) < 0 or min(value.values()) <= 0:
-        raise ValueError(f"expected temperatures >= 0 and fractions > 0, got {value}")
-    if abs(sum(value.values()) - 1) > 1e-6:
-        raise ValueError(f"expected fractions that add up to 1, got {sum(value.values()):g}")
+    if min(value) < 0 or min(value.values()) <= 0 or abs(sum(value.values()) - 1) > 1e-6:
+        raise ValueError(f"expected temperatures >= 0 and fractions that add up to 1, got {value}")
     return value
 
 
@@ -238,10 +210,9 @@ def spread(fractions: dict[float, float], count: int) -> list[float]:
     return chosen
 
 
+# Strict floats are no text, which JSON has as keys, and no integers, which YAML has.
 Temperatures = Annotated[
-    dict[float, float],
-    BeforeValidator(read_temperatures),
-    AfterValidator(check_temperatures),
+    dict[Annotated[float, Strict(False)], float], AfterValidator(check_temperatures)
 ]
 
 
@@ -273,9 +244,7 @@ class RegenerateSection(Section):
     temperatures: Temperatures = Field(
         {1.0: 1.0},
         min_length=1,
-        description=(
-            "{temperature: fraction}, or a list in equal parts such as [1.0]; those of serving"
-        ),
+        description="those of serving, each with its fraction of the responses",
     )
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
     top_k: Count = Field(0, description="most likely tokens kept; 0: off")
@@ -297,10 +266,3 @@ class RegenerateSection(Section):
             "servers that write the responses, each a URL or a mapping; empty: this process"
         ),
     )
-
-    @model_validator(mode="after")
-    def _each_once(self) -> RegenerateSection:
-        urls = [endpoint.url.rstrip("/") for endpoint in self.endpoints]
-        if len(set(urls)) < len(urls):
-            raise ValueError(f"endpoints: each address may be given once, got {', '.join(urls)}")
-        return self

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from draftsmith.inference.entrypoints.loading import load_tokenizer
 from draftsmith.speculators.config import DrafterConfig, TargetShape
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
@@ -42,16 +40,14 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
         config = config_for_target(target, **own | shared | {"family": recipe.family})
     if config.family != recipe.family:
         raise ConfigError(
-            f"{options.init_from} is of family {config.family!r}, the recipe's"
-            f" is {recipe.family!r}",
+            f"the head is of family {config.family!r}, the recipe's is {recipe.family!r}",
             where="drafter.init_from",
         )
     for key in options.model_fields_set & set(expected):
         if expected[key] is not None and expected[key] != getattr(config, key):
             raise ConfigError(
-                f"the recipe says {expected[key]}, but the head of drafter.init_from"
-                f" ({options.init_from}) has {getattr(config, key)}; leave {key} out or start from"
-                " scratch",
+                f"the recipe says {expected[key]}, but the head of drafter.init_from has"
+                f" {getattr(config, key)}; leave the key out",
                 where=f"drafter.{key}",
             )
     return fitting(recipe, config)
@@ -61,54 +57,42 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
     """The tokenizer's mask token, or the first row of the embedding that no token uses, or an added
     special token that neither the chat template nor the end of a text has. ConfigError without any
     of them."""
-    where = recipe.target
-    tokenizer = load_tokenizer(
-        where.model, None, trust_remote_code=where.trust_remote_code, revision=where.revision
-    )
+    tokenizer = recipe.target.load_tokenizer()
     if (token := tokenizer.mask_token_id) is None:
         token = max(tokenizer.get_vocab().values()) + 1
-    if token >= target.vocab_size and (unused := _unused_special_token(tokenizer)) is not None:
-        token = unused
-        logger.warning(
-            "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes %s (%d), an"
-            " added special token that the chat template does not use",
-            tokenizer.convert_ids_to_tokens(token),
-            token,
-        )
-    if token >= target.vocab_size:
-        raise ConfigError(
-            f"the tokenizer of {where.model} has no mask token, and its"
-            f" tokens use all {target.vocab_size} rows of the embedding; name a token that no text"
-            " contains, such as a reserved one",
-            where="drafter.mask_token_id",
-        )
-    return token
-
-
-def _unused_special_token(tokenizer: Any) -> int | None:
-    """The last added special token that no text of a conversation holds; None without one."""
+    if token < target.vocab_size:
+        return token
     template, named = str(tokenizer.chat_template or ""), set(tokenizer.all_special_tokens)
     own = {tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token}
-    found = [
+    unused = [
         number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if (token.special or token.content in named)
-        and token.content not in own
-        and token.content not in template
+        for number, added in tokenizer.added_tokens_decoder.items()
+        if (added.special or added.content in named)
+        and added.content not in own
+        and added.content not in template
     ]
-    return max(found, default=None)
+    if not unused:
+        raise ConfigError(
+            "the target's tokenizer has no mask token, and its tokens use all"
+            f" {target.vocab_size} rows of the embedding; name a token that no text contains",
+            where="drafter.mask_token_id",
+        )
+    logger.warning(
+        "drafter.mask_token_id: the tokenizer has no mask token; the drafter takes %s (%d), an"
+        " added special token that the chat template does not use",
+        tokenizer.convert_ids_to_tokens(max(unused)),
+        max(unused),
+    )
+    return max(unused)
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
     """The folder whose head the recipe starts from (`target`: the target's own), None where it
     starts from scratch."""
-    if recipe.drafter.init_from == "target":
+    start = recipe.drafter.init_from
+    if start == "target":
         return resolve(recipe.target.model, recipe.target.revision)
-    return (
-        None
-        if recipe.drafter.init_from is None
-        else resolve(recipe.drafter.init_from, weights=weights)
-    )
+    return None if start is None else resolve(start, weights=weights)
 
 
 def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:

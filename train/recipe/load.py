@@ -16,7 +16,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
-from draftsmith.train.recipe.schema import Location, Node, Schema, explain, schema_of
+from draftsmith.train.recipe.schema import explain
+from draftsmith.train.recipe.sections import Gate
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -27,62 +28,38 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     by number (`data.train.0.limit=100`)."""
     path = Path(path)
     tree = read(path)
-    overridden: list[Location] = []
     parsed = [(override, *parse_override(override)) for override in overrides]
-    families = [value for _, keys, value in parsed if keys == ["family"]]
-    model = recipe_class(family_of({"family": families[-1]} if families else tree))
     for override, keys, value in parsed:
-        overridden.append(_set(tree, _location(keys, schema_of(model)), value, override))
+        _set(tree, _location(keys), value, override)
+    model = recipe_class(family_of(tree))
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(explain(error, str(path), overridden, model)) from None
+        raise ConfigError(explain(error, model), where=f"{path}") from None
 
 
-def _location(keys: Sequence[str], schema: Schema) -> Location:
-    """Joins the keys that are one key with dots in it: gates.t0.acceptance_length.min has three
-    levels."""
-    location: list[str | int] = []
-    node: Node | None = schema.root
-    while keys:
-        values = schema.resolve(node or {}).get("additionalProperties")
-        if isinstance(values, dict):  # a mapping of sections
-            tail = (
-                1
-                if len(keys) > 1 and keys[-1] in schema.resolve(values).get("properties", ())
-                else 0
-            )
-            return (*location, ".".join(keys[: len(keys) - tail]), *keys[len(keys) - tail :])
-        location.append(int(keys[0]) if keys[0].isdigit() else keys[0])
-        node, keys = schema.child(node or {}, keys[0]), keys[1:]
-    return tuple(location)
+def _location(keys: Sequence[str]) -> list[str | int]:
+    """The levels of an override's key; the name of a gate has dots in it, and no level of its
+    own."""
+    if keys[0] == "gates" and len(keys) > 1:
+        bound = [keys[-1]] if keys[-1] in Gate.model_fields else []
+        return ["gates", ".".join(keys[1 : len(keys) - len(bound)]), *bound]
+    return [int(key) if key.isdigit() else key for key in keys]
 
 
-def _set(tree: Any, location: Location, value: Any, override: str) -> Location:
-    """Put `value` at `location`, making the mappings on the way; returns the location."""
-    for depth, key in enumerate(location):
-        at = ".".join(map(str, location[:depth])) or "the recipe"
-        if isinstance(tree, list):
-            if not (isinstance(key, int) and key < len(tree)):
-                raise ConfigError(
-                    f"{override}: {at} is a list of {len(tree)}; give an item's number, from 0",
-                    where="command line",
-                )
-        elif not isinstance(tree, dict):
-            raise ConfigError(
-                f"{override}: {at} is {tree!r}, not a section; override {at} itself",
-                where="command line",
-            )
-        if depth == len(location) - 1:
-            tree[key] = value
-        elif isinstance(tree, dict) and tree.get(key) is None:
-            tree[key] = {}
-        elif (
-            isinstance(tree, dict) and isinstance(tree[key], int | float) and location[0] == "loss"
-        ):
-            tree[key] = {"weight": tree[key]}  # loss.jsd.beta=0.3 over the shorthand jsd: 1.0
-        tree = tree[key]
-    return location
+def _set(tree: Any, location: list[str | int], value: Any, override: str) -> None:
+    """Puts `value` at `location`, making the mappings on the way."""
+    *above, last = location
+    try:
+        for key in above:
+            if isinstance(tree, dict) and tree.get(key) is None:
+                tree[key] = {}
+            elif location[0] == "loss" and isinstance(tree[key], int | float):
+                tree[key] = {"weight": tree[key]}  # loss.jsd.beta=0.3 over the shorthand jsd: 1.0
+            tree = tree[key]
+        tree[last] = value
+    except (TypeError, IndexError):
+        raise ConfigError("the recipe has no such place", where=f"override {override}") from None
 
 
 class _Constructor(SafeConstructor):
@@ -97,40 +74,23 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     ConfigError names the file, and the line where there is one."""
     if path.resolve() in extended_by:
         raise ConfigError("extends: the file extends itself", where=f"{path}")
-    if path.is_dir():
-        raise ConfigError(
-            f"is a directory; give the recipe file itself, such as {path / 'eagle3.yaml'}",
-            where=f"{path}",
-        )
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            "no such recipe file; recipes/ holds the ones that come with Draftsmith",
-            where=f"{path}",
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read as UTF-8 text: {error}", where=f"{path}") from None
-    tree = _parse(text, str(path))
+        raise ConfigError(f"cannot be read: {error}", where=f"{path}") from None
+    tree = _parse(text, f"{path}")
     if not isinstance(tree, dict):
-        given = "nothing" if tree is None else f"a {type(tree).__name__}"
-        raise ConfigError(
-            f"expected a mapping of sections at the top, got {given}", where=f"{path}"
-        )
+        raise ConfigError("expected a mapping of sections at the top", where=f"{path}")
     if (base := tree.pop("extends", None)) is None:
         return tree
-    if not isinstance(base, str):
-        raise ConfigError(
-            f"extends: expected the path of a recipe file, got {base!r}", where=f"{path}"
-        )
-    below = read(path.parent / base, (*extended_by, path.resolve()))
+    below = read(path.parent / str(base), (*extended_by, path.resolve()))
     return merged({key: value for key, value in below.items() if key != "name"}, tree)
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`below` with the keys of `above`: sections key by key, anything else as a whole."""
 
-    def section(value: Any) -> bool:
+    def section(value: Any) -> bool:  # and no shares of temperatures
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
     return below | {
@@ -147,8 +107,8 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     name, equals, value = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"expected section.key=value, got '{override}'", where="command line")
-    return keys, _parse(value, f"command line: {override}")
+        raise ConfigError("expected section.key=value", where=f"override {override}")
+    return keys, _parse(value, f"override {override}")
 
 
 def _parse(text: str, where: str) -> Any:
@@ -157,8 +117,7 @@ def _parse(text: str, where: str) -> Any:
     try:
         return parser.load(text)
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        raise ConfigError(f"{where}:{line} {error.problem or error.context}") from None
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"line {line}: {error.problem}", where=where) from None
     except YAMLError as error:
         raise ConfigError(f"not valid YAML: {error}", where=where) from None

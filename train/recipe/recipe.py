@@ -21,9 +21,11 @@ from draftsmith.speculators.registry import FAMILIES, family_class
 from draftsmith.train.losses.divergences import Mix
 from draftsmith.train.losses.position_weights import PositionWeights
 from draftsmith.train.recipe.data_sections import DataSection, RegenerateSection
-from draftsmith.train.recipe.schema import SchemaRow, explain, schema_of
+from draftsmith.train.recipe.schema import SchemaRow, explain, schema_rows
 from draftsmith.train.recipe.sections import (
     BUDGETS,
+    GATES,
+    GATES_OF_TEMPERATURES,
     TUNED,
     EvaluationSection,
     ExportSection,
@@ -35,7 +37,6 @@ from draftsmith.train.recipe.sections import (
     Stage,
     TargetSection,
     TrainingSection,
-    split_gate,
 )
 
 DEFAULT_FAMILY = "eagle3"
@@ -118,34 +119,27 @@ class Recipe(Section):
     trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
         [], description="where curves are sent besides the run's folder; none or []: nowhere"
     )
-    project: Text = Field("draftsmith", description="project name shown in the trackers")
 
     @model_validator(mode="before")
     @classmethod
-    def _published(cls, value: Any) -> Any:
-        """The family's defaults where the recipe says nothing; those of ONE_VALUE are one value
-        each."""
-        if isinstance(value, dict) and isinstance(training := value.get("training"), dict):
-            if "settings" not in training and any(training.get(key) is not None for key in TUNED):
-                value = {**value, "training": {**training, "settings": "given"}}
-        if isinstance(value, dict):
-            for name, default in cls.family_defaults.items():
-                given = value.get(name)
-                if name not in value:
-                    value = {**value, name: default}
-                elif isinstance(given, dict) and name not in ONE_VALUE:
-                    value = {**value, name: {**default, **given}}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _output_dir(cls, value: Any) -> Any:
-        if (
-            isinstance(value, dict)
-            and value.get("output_dir") is None
-            and isinstance(value.get("name"), str)
-        ):
-            value = {**value, "output_dir": f"runs/{value['name']}"}
+    def _defaults(cls, value: Any) -> Any:
+        """The folder of the run, and the family's defaults where the recipe says nothing; those of
+        ONE_VALUE are one value each."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if value.get("output_dir") is None and isinstance(value.get("name"), str):
+            value["output_dir"] = f"runs/{value['name']}"
+        training = value.get("training")
+        if isinstance(training, dict) and "settings" not in training:
+            if any(training.get(key) is not None for key in TUNED):
+                value["training"] = {**training, "settings": "given"}
+        for name, default in cls.family_defaults.items():
+            given = value.get(name)
+            if name not in value:
+                value[name] = default
+            elif isinstance(given, dict) and name not in ONE_VALUE:
+                value[name] = {**default, **given}
         return value
 
     @field_validator("family")
@@ -171,68 +165,47 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _gates_are_measured(self) -> Recipe:
+        if unknown := sorted(set(self.gates) - self.gate_names()):
+            known = ", ".join(sorted(self.gate_names())) or "nothing"
+            raise ValueError(
+                f"gates.{unknown[0]}: this evaluation does not measure it; it measures {known}"
+            )
+        return self
+
+    def gate_names(self) -> set[str]:
+        """The names of the figures that the evaluation measures."""
         e = self.evaluation
-        if self.gates and not self.measured:
-            raise ValueError(
-                "gates: there is nothing to measure on; give evaluation.prompts, data.validation or"
-                " evaluation.suites"
-            )
-        for name in self.gates:
-            try:
-                temperature, result = split_gate(name)
-            except ValueError as error:
-                raise ValueError(f"gates.{name}: {error}") from None
-            if temperature not in (None, *e.temperatures):
-                raise ValueError(
-                    f"gates.{name}: nothing is measured at temperature {temperature:g}; "
-                    f"evaluation.temperatures is {e.temperatures}"
-                )
-            if result == "vllm_gap" and len(e.engines) < 2:
-                raise ValueError(f"gates.{name}: needs evaluation.engines: [draftsmith, vllm]")
-            if result == "lossless_mismatches" and not e.lossless_check:
-                raise ValueError(f"gates.{name}: needs evaluation.lossless_check: true")
-        return self
+        if not self.measured:
+            return set()
+        alone = [f"t{t:g}.{name}" for t in e.temperatures for name in GATES_OF_TEMPERATURES]
+        names = {*GATES, *GATES_OF_TEMPERATURES, *alone}
+        if not e.lossless_check:
+            names.remove("lossless_mismatches")
+        if len(e.engines) < 2:
+            names = {name for name in names if not name.endswith("vllm_gap")}
+        return names
 
     @model_validator(mode="after")
-    def _joint_changes_the_target(self) -> Recipe:
-        if self.joint is None:
-            return self
-        if self.target.adapter is not None:
-            raise ValueError(
-                "target.adapter: joint trains a LoRA of its own; merge the adapter into the model"
-                " first"
-            )
-        if self.training.keep_features_gb:
-            raise ValueError(
-                "training.keep_features_gb: a trained target's features change at every step"
-            )
-        if self.features.mode == "cache":
-            raise ValueError(
-                "features.mode: a trained target's features change at every step; needs online"
-            )
-        if self.on_policy is not None and not self.stages:
-            raise ValueError(
-                "on_policy: joint changes the target after it has verified the drafts; use separate"
-                " stages for joint and on_policy"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_run_together(self) -> Recipe:
-        """The processes of a sharded target run it the same number of times."""
-        parts: dict[str, object] = {
-            "joint": self.joint,
-            "on_policy": self.on_policy,
-            "stages": self.stages,
+    def _sections_agree(self) -> Recipe:
+        """What changes the target excludes what keeps its features, and the processes of a sharded
+        target run it the same number of times."""
+        parts = {
+            "joint": self.joint is not None,
+            "on_policy": self.on_policy is not None,
+            "stages": bool(self.stages),
+            "training.keep_features_gb": bool(self.training.keep_features_gb),
+            "features.mode": self.features.mode == "cache",
+            "target.adapter": self.target.adapter is not None,
         }
-        parts["training.keep_features_gb"] = self.training.keep_features_gb
-        parts["features.mode: cache"] = self.features.mode == "cache"
-        if self.target.sharding != "none" and (
-            given := [name for name, part in parts.items() if part]
-        ):
+        joint = ["target.adapter", "training.keep_features_gb", "features.mode"]
+        if not self.stages:  # else on_policy and joint are stages of their own
+            joint.append("on_policy")
+        if self.joint is not None and (given := [name for name in joint if parts[name]]):
+            raise ValueError(f"{given[0]}: not with joint, which changes the target at every step")
+        del parts["target.adapter"]
+        if self.target.sharding != "none" and (given := [name for name in parts if parts[name]]):
             raise ValueError(
-                f"target.sharding: {self.target.sharding}, but with {given[0]} some processes would"
-                f" run the target alone; leave {given[0]} out or set target.sharding: none"
+                f"target.sharding: not with {given[0]}, where some processes run the target alone"
             )
         return self
 
@@ -252,9 +225,7 @@ class Recipe(Section):
             try:
                 self.stage(i)
             except ValidationError as error:
-                raise ValueError(
-                    explain(error, f"stages.{i} ({stage.name})", (), type(self))
-                ) from None
+                raise ValueError(f"stages.{i}: {explain(error, type(self))}") from None
         return self
 
     @property
@@ -335,9 +306,9 @@ def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
         drafter.options,
         Field(drafter.options(), description=Recipe.model_fields["drafter"].description),
     )
-    made = create_model("Recipe", __base__=Recipe, drafter=options)
-    made.family_defaults = drafter.defaults
-    return made
+    model = create_model("Recipe", __base__=Recipe, drafter=options)
+    model.family_defaults = drafter.defaults
+    return model
 
 
 def make_recipe(tree: Mapping[str, Any]) -> Recipe:
@@ -357,8 +328,8 @@ def describe_schema(family: str = DEFAULT_FAMILY) -> list[SchemaRow]:
     The keys under `drafter` and the published defaults are those of `family`. A section that
     several keys share is spelled out at the first of them."""
     if family not in FAMILIES:
-        raise ConfigError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
-    rows = schema_of(recipe_class(family)).rows()
+        raise ConfigError(f"expected one of {', '.join(FAMILIES)}", where=f"family {family}")
+    rows = schema_rows(recipe_class(family))
     own = {".".join(keys): value for keys, value in _leaves(family_class(family).defaults)} | {
         "family": family
     }

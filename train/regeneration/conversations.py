@@ -17,7 +17,6 @@ from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.regeneration.store import Response, digest
 
 SEED = 0  # of the sampling, with the conversation and the turn
-LEFT_OUT_SHARE = 0.05  # of the requested responses, above which what is left out is warned of
 CUT_SHARE = 1 / 3  # of the responses, above which those that were cut are warned of
 LEAST_RESPONSE = 64  # tokens of room for a response, or max_new_tokens if those are fewer
 TOO_LONG = "the prompt leaves no room in data.max_length"
@@ -82,22 +81,14 @@ class Account:
             parts.append(f"{self.earlier} to an earlier turn (the last prompt leaves no room)")
         return ", ".join(parts)
 
-    def lines(self, max_new_tokens: int) -> list[str]:
-        """What the console says of a run: the account, and warnings with what to do."""
-        lines, left_out = [str(self)], self.left_out.total()
-        if left_out > LEFT_OUT_SHARE * self.requested:
-            what = f"{left_out} of {self.requested} responses ({left_out / self.requested:.0%})"
-            hint = "; a larger data.max_length takes longer prompts"
-            lines.append(f"warning: {what} are left out{hint * (TOO_LONG in self.left_out)}")
-        if self.cut:
-            lines.append(
-                f"{self.cut} of {self.done} responses ({self.cut / self.done:.0%}) were cut before"
-                f" their end, at regenerate.max_new_tokens ({max_new_tokens}) or data.max_length"
-            )
+    def lines(self) -> list[str]:
+        """What the console says of a run: the account, and a warning with what to do."""
+        lines = [str(self)]
         if self.cut > CUT_SHARE * self.done:
-            lines[-1] = (
-                f"warning: {lines[-1]}; raise max_new_tokens, or have a model that thinks first"
-                " answer at once: data.chat_template_kwargs: {enable_thinking: false}"
+            lines.append(
+                f"warning: {self.cut} of {self.done} responses were cut before their end, at"
+                " regenerate.max_new_tokens or data.max_length; raise it, or have a model that"
+                " thinks first answer at once: data.chat_template_kwargs: {enable_thinking: false}"
             )
         return lines
 
@@ -222,8 +213,8 @@ def _written_turns(example: Example, which: str) -> list[int]:
     if which == "last":
         return [last]
     answers = [
-        i
-        for i, message in enumerate(example.messages[:last])
-        if i and message["role"] == "assistant" and not message.get("tool_calls")
+        index
+        for index, message in enumerate(example.messages[:last])
+        if index and message["role"] == "assistant" and not message.get("tool_calls")
     ]
     return [*answers, last]

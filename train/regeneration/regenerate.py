@@ -73,7 +73,7 @@ def regenerate(
     name = digest({"target": target_hash, **settings}, 16)
     store, writer = ResponseStore(folder, name), _writer(llm, rules, say)
     try:
-        _write_all(conversations, writer, store, account, _reporter(account, progress, section))
+        _write_all(conversations, writer, store, account, _reporter(account, progress))
     finally:
         writer.close()
         store.close()
@@ -83,10 +83,8 @@ def regenerate(
             record.add(name, {**sampling, "account": vars(account), "written_by": written_by})
     assert account.done == account.total, f"responses unaccounted for: {account}"
     if conversations and account.total == 0 and part[1] == 1:  # of a part all may be too long
-        raise DataError(
-            f"{account}; raise data.max_length (prompts: {rules.room})", where="regenerate"
-        )
-    for line in account.lines(section.max_new_tokens):
+        raise DataError(f"{account}; raise it", where="data.max_length")
+    for line in account.lines():
         say(f"      {line}")
     return [response for conversation in conversations for response in conversation.responses]
 
@@ -106,7 +104,7 @@ def _write_all(
     writer: Writer,
     store: ResponseStore,
     account: Account,
-    report: Callable[[int], None],
+    report: Callable[[], None],
 ) -> None:
     """Settles all conversations, from the store or by the writer."""
     # similar lengths together: little padding
@@ -137,25 +135,17 @@ def _write_all(
             for conversation in same:
                 conversation.add_response(written.token_ids)
             ready.extendleft(same)
-        report(writer.unfinished_tokens())
+        report()
 
 
-def _reporter(
-    account: Account, progress: Progress | None, section: RegenerateSection
-) -> Callable[[int], None]:
-    """Reports responses and tokens per second; and the time that is left at most, before the first
-    response has ended and said more."""
+def _reporter(account: Account, progress: Progress | None) -> Callable[[], None]:
+    """Reports responses, and tokens per second of those that have ended."""
     began = time.monotonic()
 
-    def report(unfinished_tokens: int) -> None:
-        if progress is None:
-            return
-        tokens = account.tokens + unfinished_tokens
-        speed = tokens / max(time.monotonic() - began, 1e-9)
-        note = f"{speed:,.0f} tokens/s" if tokens else ""
-        if tokens and not account.written:
-            left = (account.total - account.done) * section.max_new_tokens / speed
-            note += f", at most {left / 60:,.0f} min left"
-        progress(account.done, account.total, note)
+    def report() -> None:
+        if progress is not None:
+            speed = account.tokens / max(time.monotonic() - began, 1e-9)
+            note = f"{speed:,.0f} tokens/s" if account.tokens else ""
+            progress(account.done, account.total, note)
 
     return report

@@ -60,10 +60,7 @@ class ResponseStore:
                 try:
                     self._take(json.loads(line))
                 except (ValueError, KeyError, TypeError):
-                    raise DataError(
-                        f"{path}:{number}: no response: {line[:80]!r}; remove the line, and it is"
-                        " written again"
-                    ) from None
+                    raise DataError("no response; remove it", where=f"{path}:{number}") from None
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         self.known[entry["key"]] = list(entry["token_ids"])

@@ -34,9 +34,6 @@ class Writer(Protocol):
     def collect(self) -> list[Written]:
         """Writes until a response ends, REPORT_EVERY_S at most; returns those that have."""
 
-    def unfinished_tokens(self) -> int:
-        """Tokens of the responses under way, as far as is known."""
-
     def close(self) -> None:
         """Gives up the responses under way."""
 
@@ -63,10 +60,6 @@ class LocalWriter:
             Written(ask, tuple(response.output().outputs[0].token_ids), self.engine)
             for ask, response in ended
         ]
-
-    def unfinished_tokens(self) -> int:
-        running = self.llm.engine.scheduler.running
-        return sum(len(request.token_ids) - request.num_prompt_tokens for request in running)
 
     def close(self) -> None:
         for _, response in self._under_way.values():

@@ -30,8 +30,8 @@ from draftsmith.train.trainer.parallel import Replicated
 
 @dataclass
 class TrainState:
-    """The state of a run apart from its tensors. The records of steps are lines of HISTORY, which
-    grows with every checkpoint; state.json says how much of it is its own."""
+    """The state of a run apart from its tensors. `history`: the records of all steps, lines of
+    HISTORY beside state.json."""
 
     step: int = 0
     seconds: float = 0.0  # spent training, over every resumption
@@ -41,8 +41,6 @@ class TrainState:
     skipped: int = 0  # steps whose gradients were not finite
     skipped_in_a_row: int = 0  # the newest of them
     history: list[dict[str, Any]] = field(default_factory=list)
-    history_records: int = 0  # of these already in the file
-    history_bytes: int = 0
     fingerprint: str = ""  # of the recipe's sections that shape training
 
 
@@ -73,9 +71,10 @@ def save(
     fresh.mkdir(exist_ok=True)
     _save_weights(fresh, drafter, adapter)
     torch.save(dict(optimizer), fresh / "optimizer.pt")
-    _extend_history(root / HISTORY, state)
-    kept = {name: value for name, value in vars(state).items() if name != "history"}
-    (fresh / "state.json").write_text(json.dumps(kept, allow_nan=False))
+    tree = dict(vars(state))
+    records = [json.dumps(record, allow_nan=False) + "\n" for record in tree.pop("history")]
+    (fresh / HISTORY).write_text("".join(records))
+    (fresh / "state.json").write_text(json.dumps(tree, allow_nan=False))
     replace_folder(fresh, folder)
     for old in sorted(root.glob("step-*"))[:-1]:
         shutil.rmtree(old, ignore_errors=True)
@@ -83,36 +82,16 @@ def save(
     return folder
 
 
-def _extend_history(path: Path, state: TrainState) -> None:
-    """Appends the records since the last checkpoint, over what a killed run wrote after it."""
-    path.touch()
-    with path.open("r+b") as file:
-        file.truncate(state.history_bytes)
-        file.seek(state.history_bytes)
-        for record in state.history[state.history_records :]:
-            file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        state.history_records, state.history_bytes = len(state.history), file.tell()
-
-
 def read_state(folder: Path) -> TrainState:
     """The state of a checkpoint, whichever recipe made it."""
-    path = folder.parent / HISTORY
     try:
-        state = TrainState(**json.loads((folder / "state.json").read_text()))
-        lines = path.read_bytes()[: state.history_bytes].splitlines()
-        state.history = [json.loads(line) for line in lines]
+        tree = json.loads((folder / "state.json").read_text())
+        records = (folder / HISTORY).read_text().splitlines()
+        return TrainState(**tree, history=[json.loads(record) for record in records])
     except (OSError, json.JSONDecodeError, TypeError) as error:
         raise CheckpointError(
-            f"unreadable ({error}); delete the folder to start again",
-            where=f"{folder}/state.json or {path}",
+            f"unreadable ({error}); delete the folder to start again", where=f"{folder}"
         ) from error
-    if len(state.history) != state.history_records:
-        raise CheckpointError(
-            f"holds {len(state.history)} records of {state.history_records}; delete the"
-            " folder to start again",
-            where=f"{path}",
-        )
-    return state
 
 
 def load(folder: Path, fingerprint: str) -> TrainState:
@@ -120,10 +99,8 @@ def load(folder: Path, fingerprint: str) -> TrainState:
     state = read_state(folder)
     if state.fingerprint != fingerprint:
         raise CheckpointError(
-            "was made by another recipe or from other data (the contents of data.train,"
-            " target, drafter, regenerate, loss, position_weights, training, joint or on_policy"
-            " differ); give the new one another `name` or `output_dir`, or delete the folder to"
-            " start again",
+            "was made by another recipe or from other data; give the new one another `name` or"
+            " `output_dir`, or delete the folder to start again",
             where=f"{folder}",
         )
     return state
@@ -156,10 +133,6 @@ def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) 
 def load_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
     """Fills `drafter`, and `adapter` if there is one, with the weights of `best/`."""
     path = root / "best" / "drafter.safetensors"
-    if not path.exists():
-        raise CheckpointError(
-            "missing; the run has no held-out evaluation yet, or was moved", where=f"{path}"
-        )
     drafter.load_state_dict(load_file(path), strict=True)
     if adapter is not None:
         adapter.load_state_dict(load_file(path.with_stem("adapter")), strict=True)
@@ -174,32 +147,33 @@ def _remove(root: Path, pattern: str) -> None:
 def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -> None:
     """CheckpointError names a tensor that is not finite; nothing is written then."""
     for name, module in (("drafter", drafter), ("adapter", adapter)):
-        if module is not None:
-            state = {
-                key: tensor.detach().cpu().contiguous().clone()
-                for key, tensor in module.state_dict().items()
-            }
-            for key, tensor in state.items():
-                if tensor.is_floating_point() and not tensor.isfinite().all():
-                    raise CheckpointError(
-                        f"{name} tensor {key} has values that are not finite; it"
-                        " is not saved, and the checkpoint before it stays",
-                        where=f"{folder.parent}",
-                    )
-            save_file(state, folder / f"{name}.safetensors")
+        if module is None:
+            continue
+        state = {
+            key: tensor.detach().cpu().contiguous().clone()
+            for key, tensor in module.state_dict().items()
+        }
+        for key, tensor in state.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{name} tensor {key} has values that are not finite; it is not saved, and the"
+                    " checkpoint before it stays",
+                    where=f"{folder.parent}",
+                )
+        save_file(state, folder / f"{name}.safetensors")
 
 
-# Sections of a recipe that shape no training, and why. Every other section is in the fingerprint.
+# Sections of a recipe that shape no training: names, places, reports, and what comes after it.
+# Every other section is in the fingerprint; each stage is a recipe with a fingerprint of its own.
 NOT_IN_FINGERPRINT = {
-    "name": "what the run is called",
-    "output_dir": "where it is",
-    "features": "how features are kept; a cache's precision is added below",
-    "stages": "each stage is a recipe with a fingerprint of its own",
-    "export": "comes after the training",
-    "evaluation": "comes after the training; drafts on policy are added below",
-    "gates": "come after the training",
-    "trackers": "where results are reported",
-    "project": "where results are reported",
+    "name",
+    "output_dir",
+    "features",
+    "stages",
+    "export",
+    "evaluation",
+    "gates",
+    "trackers",
 }
 
 

@@ -44,22 +44,17 @@ class JointTarget(nn.Module):
         super().__init__()
         if is_quantised(target.model):
             raise UnsupportedTarget(
-                f"target {target.name_or_path} is quantised; a LoRA of it could not be"
-                " merged on export. Train the plain checkpoint jointly, or leave joint out",
-                where="joint",
+                "the target is quantised, and a LoRA of it could not be merged", where="joint"
             )
         self.section, self.target = section, target
         fields = {
             "peft_type": "LORA",
             "r": section.r,
             "lora_alpha": section.alpha,
-            "lora_dropout": section.dropout,
-            "target_modules": section.target_modules,
+            "target_modules": "all-linear",
         }
-        with seeded(seed, target.device):
-            self.adapter = Adapter(
-                target.model, fields, target.name_or_path
-            )  # the target runs through it from now on
+        with seeded(seed, target.device):  # the target runs through it from now on
+            self.adapter = Adapter(target.model, fields, target.name_or_path)
         self.model = self.adapter.peft.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -80,45 +75,24 @@ class JointTarget(nn.Module):
 
     def heads_weight(self, share: float) -> float:
         """The weight of the heads' loss when `share` of the run is done."""
-        s = self.section
-        return s.heads_loss_weight * (
-            math.sin(math.pi / 2 * min(share, 1.0)) if s.heads_schedule == "sine" else 1.0
-        )
+        if self.section.heads_schedule == "sine":
+            return self.section.heads_loss_weight * math.sin(math.pi / 2 * min(share, 1.0))
+        return self.section.heads_loss_weight
 
     def features(self, batch: dict[str, Tensor]) -> TargetFeatures:
         """The adapted target's features, with gradients for the adapter."""
-        dropout = [
-            m
-            for name, m in self.model.named_modules()
-            if isinstance(m, nn.Dropout) and "lora_" in name
-        ]
-        for module in dropout:
-            module.train()
-        try:
-            return self.target.features(**batch, gradients=True)
-        finally:
-            for module in dropout:
-                module.eval()
+        return self.target.features(**batch, gradients=True)
 
     def loss(self, features: TargetFeatures, normaliser: Tensor) -> Tensor:
         """Σ -log p(x) / normaliser [] over the supervised tokens of the rows."""
-        ids, chosen = (
-            features.input_ids,
-            valid_terms(host_batch(features), 1).flatten().nonzero().flatten(),
-        )
+        ids = features.input_ids
+        chosen = valid_terms(host_batch(features), 1).flatten().nonzero().flatten()
         kept = to_device(chosen, ids.device)  # [N] of the flat [B·T]
         states = features.last_hidden.flatten(0, 1)[kept]  # [N, H]
         weight = (1 / normaliser.clamp(min=1)).float().expand(len(states))
-        constant = states.detach()
-        logits = self.target.logits
+        logits, labels = self.target.logits, ids.roll(-1, 1).flatten()[kept]
         loss, _ = chunked_objective(
-            states,
-            logits,
-            constant,
-            logits,
-            weight,
-            ids.roll(-1, 1).flatten()[kept],
-            {"cross_entropy": 1.0},
+            states, logits, states.detach(), logits, weight, labels, {"cross_entropy": 1.0}
         )
         return loss
 

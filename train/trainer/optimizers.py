@@ -26,12 +26,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.recipe.sections import TrainingSection
 
-FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 BETAS = (0.9, 0.95)
-HOW = (
-    "fused",
-    "foreach",
-)  # options of an optimizer that change its speed: a checkpoint's are not taken over
 
 
 class Together:
@@ -62,25 +57,20 @@ def make_optimizer(
     """The optimizer of the drafter's trainable parameters, and of `others` at their own rate; every
     group has its `peak_lr`."""
     matrices = []
-    if (
-        training.optimizer == "muon"
-    ):  # for two-dimensional weights that are neither embedding nor output head
+    if training.optimizer == "muon":
         matrices = [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
-    for_muon = {id(p) for p in matrices}
+    for_muon = set(matrices)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in drafter.trainable_parameters() if id(p) not in for_muon]}
+        {"params": [p for p in drafter.trainable_parameters() if p not in for_muon]}
     ]
     if others:
-        groups.append(
-            {"params": list(others), "lr": others_learning_rate or training.learning_rate}
-        )
-    parameters = [parameter for group in groups for parameter in group["params"]]
+        groups.append({"params": list(others), "lr": others_learning_rate})
     adam = torch.optim.AdamW(
         groups,
         lr=training.learning_rate,
         betas=BETAS,
         weight_decay=training.weight_decay,
-        **implementation(parameters),
+        fused=True,
     )
     optimizer: torch.optim.Optimizer | Together = adam
     if matrices:
@@ -103,13 +93,13 @@ def step_if_finite(optimizer: Any, norm: Tensor) -> None:
     finite = norm.isfinite()
     for part in optimizers_in(optimizer):
         parameters = [p for group in part.param_groups for p in group["params"]]
-        sharded = any(isinstance(p, DTensor) for p in parameters)
-        if all(group.get("fused") for group in part.param_groups) and not sharded:
-            part.found_inf = (~finite).float()  # its kernel looks at it
-            part.step()
-        elif isinstance(part, torch.optim.Muon) and not sharded:
+        if any(isinstance(p, DTensor) for p in parameters):
+            if finite:
+                part.step()
+        elif isinstance(part, torch.optim.Muon):
             _step_or_undo(part, parameters, finite)
-        elif finite:
+        else:
+            part.found_inf = (~finite).float()  # its kernel looks at it
             part.step()
 
 
@@ -128,16 +118,6 @@ def _step_or_undo(
                 moment.copy_(torch.where(finite, moment, old))
 
 
-def implementation(parameters: Sequence[Tensor]) -> dict[str, bool]:
-    """How AdamW updates these parameters: in one kernel (fused) where torch has it for their
-    devices, else by a few operations over lists of them (foreach)."""
-    kinds = {parameter.device.type for parameter in parameters}
-    fused = kinds <= FUSED_DEVICES and all(
-        parameter.is_floating_point() for parameter in parameters
-    )
-    return {"fused": True} if fused else {"foreach": True}
-
-
 def optimizer_state(modules: nn.Module, optimizer: Any) -> dict[str, Any]:
     """The state by the names of the parameters in `modules`, whole and in the host's memory; on
     several processes the first one's is filled. All processes must call it at the same time."""
@@ -148,18 +128,13 @@ def optimizer_state(modules: nn.Module, optimizer: Any) -> dict[str, Any]:
 def load_optimizer_state(modules: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
     """Loads the result of `optimizer_state`, which every process has, into an optimizer of the same
     parameters; CheckpointError for others."""
-    optimizers = optimizers_in(optimizer)
-    before = [{key: group.get(key) for key in HOW} for o in optimizers for group in o.param_groups]
+    options = StateDictOptions(full_state_dict=True)
     try:
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(modules, optimizers, saved, options=options)
+        set_optimizer_state_dict(modules, optimizers_in(optimizer), saved, options=options)
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer's parameters are not those of the checkpoint: {error}"
         ) from error
-    groups = [group for o in optimizers for group in o.param_groups]
-    for group, own in zip(groups, before, strict=True):
-        group.update(own)
 
 
 def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -168,14 +143,12 @@ def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
-    """Linear warm-up over `warmup_ratio`, then cosine to zero or constant. `share`: 0 to 1, of the
+    """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the
     budget before this step; `total_steps`: None for a budget of time, whose first step has a
     hundredth of the peak."""
     peak, warm_up = training.learning_rate, training.warmup_ratio
     if share < warm_up:
         following = share + 1 / total_steps if total_steps else max(share, 0.01 * warm_up)
         return peak * min(1.0, following / warm_up)
-    if training.lr_schedule == "constant":
-        return peak
     after = (share - warm_up) / max(1 - warm_up, 1e-9)
     return peak * 0.5 * (1 + math.cos(math.pi * min(after, 1.0)))

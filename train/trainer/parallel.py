@@ -25,7 +25,6 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.sharding import shard_target
 
-MESSAGE_BYTES = 64 << 20  # of gradients that are summed at once
 Result = TypeVar("Result")
 
 
@@ -48,27 +47,12 @@ class Replicated:
         return work()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sums gradients over processes, in messages of a fixed size. A head has gradients once per
-        step, after its last micro-step, so that there is no computation to overlap a message
-        with."""
+        """Sums gradients over processes. A head has gradients once per step, after its last
+        micro-step, so that there is no computation to overlap it with."""
         fill_gradients(parameters)
-        if self.accelerator.num_processes == 1:
-            return
-        message: list[Tensor] = []
-        for p in parameters:
-            assert p.grad is not None
-            message.append(p.grad)
-            if sum(g.numel() * g.element_size() for g in message) >= MESSAGE_BYTES:
-                self._sum_message(message)
-                message = []
-        self._sum_message(message)
-
-    def _sum_message(self, message: list[Tensor]) -> None:
-        if not message:
-            return
-        flat = self.accelerator.reduce(torch.cat([g.flatten() for g in message]), "sum")
-        for gradient, piece in zip(message, flat.split([g.numel() for g in message]), strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        if self.accelerator.num_processes > 1:
+            for p in parameters:
+                p.grad = self.accelerator.reduce(p.grad, "sum")
 
     @contextmanager
     def whole(self) -> Iterator[Drafter]:
@@ -172,16 +156,13 @@ def wants_shards(accelerator: Accelerator) -> bool:
     kind = accelerator.distributed_type
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ConfigError(
-            f"distributed_type {kind.value} is not supported; use MULTI_GPU, or FSDP version 2",
+            f"{kind.value} is not supported; use MULTI_GPU, or FSDP version 2",
             where="accelerate",
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return False
-    if _plugin(accelerator).fsdp_version != 2:
-        raise ConfigError(
-            "fsdp_version is 1; set fsdp_version: 2 in the configuration", where="accelerate"
-        )
-    return accelerator.num_processes > 1
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if sharded and _plugin(accelerator).fsdp_version != 2:
+        raise ConfigError("set fsdp_version: 2 in the configuration", where="accelerate")
+    return sharded and accelerator.num_processes > 1
 
 
 def _plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:

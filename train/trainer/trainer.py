@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,10 +54,8 @@ from draftsmith.train.trainer.optimizers import (
 from draftsmith.train.trainer.parallel import spread, whole
 from draftsmith.train.trainer.telemetry import Telemetry
 
-EXPECTED, ERROR = (
-    "expected_acceptance_length",
-    "expected_standard_error",
-)  # held-out results, and the former's error
+# held-out results: the length, and its standard error
+EXPECTED, ERROR = "expected_acceptance_length", "expected_standard_error"
 CROSS_ENTROPY: Loss = {"cross_entropy": 1.0}
 MAX_SKIPPED = 3  # steps in a row whose gradients are not finite, before a run stops
 Evaluate = Callable[[Drafter], dict[str, float]]  # of which EXPECTED decides the best
@@ -73,7 +72,7 @@ class Interrupted(Exception):
 def finite(value: Any) -> Any:
     """The value, or each of a list, with None for a float that is not finite: JSON has no NaN."""
     if isinstance(value, list):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -133,22 +132,16 @@ class Trainer:
         self.total_steps = steps_of(recipe, len(rows), self.step_rows.rows_per_step)
         self.recipe = recipe.for_steps(self.total_steps)
         self.target, self.drafter, self.rows = target, drafter.to(accelerator.device), rows
-        self.accelerator, self.folder, self.fingerprint, self.evaluate = (
-            accelerator,
-            folder,
-            fingerprint,
-            evaluate,
-        )
+        self.accelerator, self.folder = accelerator, folder
+        self.fingerprint, self.evaluate = fingerprint, evaluate
         t = self.recipe.training
         self.features = features or RowFeatures(target, rows, pad_token_id=pad_token_id)
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
-        self.ahead = (
-            FeaturesAhead(accelerator.device)
-            if looks_ahead(recipe, accelerator.device.type)
-            else None
-        )
+        self.ahead = None
+        if looks_ahead(recipe, accelerator.device.type):
+            self.ahead = FeaturesAhead(accelerator.device)
         others = joint.trainable_parameters() if joint else []
         self.replica = spread(accelerator, self.drafter, others)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
@@ -175,10 +168,11 @@ class Trainer:
 
         Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
         """
-        found = checkpoint.latest(self.folder)
-        if found is not None:
-            self.state = checkpoint.load(found, self.fingerprint)
-            checkpoint.load_tensors(found, self.replica, self.optimizer, self.modules(), self.joint)
+        newest = checkpoint.latest(self.folder)
+        if newest is not None:
+            self.state = checkpoint.load(newest, self.fingerprint)
+            optimizer, modules = self.optimizer, self.modules()
+            checkpoint.load_tensors(newest, self.replica, optimizer, modules, self.joint)
             self.held_out = held_out_result(self.state.history)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
@@ -202,13 +196,14 @@ class Trainer:
 
     def _note(self, record: dict[str, Any]) -> str:
         """What the progress bar says after a step."""
-        loss = "skipped" if record["loss"] is None else f"loss {record['loss']:.3f}"
-        note = loss
-        if (length := record["in_loop_acceptance_length"]) is not None:
-            note += f"  in-loop τ {length:.2f}"
-        if skipped := self.state.skipped:
-            note += f"  {skipped} skipped (gradients not finite)"
-        return f"{note}  held-out {self.held_out}" if self.held_out else note
+        figures = {
+            "loss": record["loss"],
+            "in-loop τ": record["in_loop_acceptance_length"],
+            "skipped": self.state.skipped or None,
+            "held-out": self.held_out or None,
+        }
+        texts = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in figures.items()}
+        return "  ".join(f"{name} {text}" for name, text in texts.items() if text is not None)
 
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
@@ -234,32 +229,27 @@ class Trainer:
         batches = [features.batch(rows) for features, rows in sources]
         seeds = [self.step_rows.seeds(micro.places) for micro in micro_steps]
         hosts = [
-            host_batch(SimpleNamespace(**batch, seeds=each))
-            for batch, each in zip(batches, seeds, strict=True)
+            host_batch(SimpleNamespace(**batch, seeds=own))
+            for batch, own in zip(batches, seeds, strict=True)
         ]
         self.module.train()
         depths = len(self.depth_weights)
         # valid terms of each depth [K] in the whole step, before any loss
         counts = self._sum(sum(self.module.count_terms(batch, depths) for batch in hosts))
-        terms = (
-            counts.sum() if self.position.measured else counts
-        )  # the normaliser: of all terms, or of each depth's
-        row_weights = (
-            (1 if self.position.measured else self.depth_weights) / terms.clamp(min=1)
-        ).float()
-        row_weights = row_weights.expand(depths)
+        if self.position.measured:  # normalised over all terms
+            row_weights = (1 / counts.sum().clamp(min=1)).float().expand(depths)
+        else:  # over those of each depth
+            row_weights = (self.depth_weights / counts.clamp(min=1)).float()
         supervised = None
         if self.joint is not None:
             row_weights = row_weights * self.joint.heads_weight(share)
             supervised = self._sum(sum(self.joint.count_terms(batch) for batch in hosts))
         measured = []
-        for micro, (known, rows), batch, each in zip(micro_steps, sources, batches, seeds):
+        for micro, (source, rows), batch, own in zip(micro_steps, sources, batches, seeds):
             self.step_rows.seed_everything(micro.places)
-            features = replace(self._features(known, rows, batch), seeds=each)
+            features = replace(self._features(source, rows, batch), seeds=own)
             if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
-                self.ahead.begin(
-                    coming, lambda coming=coming: self._looked(self.features.of, coming)
-                )
+                self.ahead.begin(coming, partial(self._timed, self.features.of, coming))
             last = micro is micro_steps[-1]
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
         with self.telemetry.phase("optimizer"):
@@ -280,17 +270,17 @@ class Trainer:
         known: dict[str, Any] = {"step": self.state.step, "learning_rate": rate}
         if self.on_policy is not None:
             known |= self._on_policy_record()
-        return Unread(known, torch.cat([each.double() for each in (sums, counts, norm[None])]))
+        return Unread(known, torch.cat([part.double() for part in (sums, counts, norm[None])]))
 
     def _features(
-        self, known: RowFeatures, rows: list[int], batch: dict[str, Tensor]
+        self, source: RowFeatures, rows: list[int], batch: dict[str, Tensor]
     ) -> TargetFeatures:
         if self.joint is not None:
-            return self._looked(self.joint.features, batch)
+            return self._timed(self.joint.features, batch)
         begun = self.ahead.take(rows) if self.ahead is not None else None
-        return begun or self._looked(known.of, rows, batch)
+        return begun or self._timed(source.of, rows, batch)
 
-    def _looked(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
+    def _timed(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
         with self.telemetry.phase("target"):
             return features(*given)
 
@@ -335,7 +325,7 @@ class Trainer:
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
         sums = [part.alpha_sum for part in parts] + [part.agreement_sum for part in parts]
-        return loss, torch.stack([each.detach().float() for each in (*sums, *lengths, loss)])
+        return loss, torch.stack([part.detach().float() for part in (*sums, *lengths, loss)])
 
     def _objectives(
         self, features: TargetFeatures, steps: Sequence[DraftStep], scales: Tensor, mix: Loss
@@ -375,41 +365,29 @@ class Trainer:
         steps: Sequence[DraftStep],
         scales: Tensor,
         head: Callable[..., Tensor],
-        mix: Loss,
+        loss: Loss,
     ) -> tuple[Tensor, list[StepMetrics]]:
         """The loss of one head, depths that it reads alike in one call; the metrics of each
         depth."""
-        together = [steps] if self.module.one_head else [[step] for step in steps]
-        losses, parts = zip(
-            *(self._objective(features, group, scales, head, mix) for group in together)
-        )
-        return sum(losses), [part for group in parts for part in group]
-
-    def _objective(
-        self,
-        features: TargetFeatures,
-        steps: Sequence[DraftStep],
-        scales: Tensor,
-        head: Callable[..., Tensor],
-        mix: Loss,
-    ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss over depths that share a head, and the metrics of each."""
-        depth = steps[0].depth
-        known = torch.cat([on_host(s.target_index) for s in steps])  # [N] of all of these depths
-        index = to_device(known, features.input_ids.device)
-        loss, metrics = chunked_objective(
-            torch.cat([s.hidden for s in steps]),  # [N, D]
-            lambda hidden: head(hidden, depth),
-            features.last_hidden.flatten(0, 1),
-            self.target.logits,
-            torch.cat([s.weight * scales[s.depth] for s in steps]),
-            labels=features.input_ids.flatten().roll(-1)[index],
-            mix=mix,
-            draft_to_target=self.module.draft_to_target,
-            chunk_size=self.chunk_size,
-            target_index=index,
-        )
-        return loss, metrics.split([len(s.hidden) for s in steps])
+        losses, parts = [], []
+        for group in [steps] if self.module.one_head else [[step] for step in steps]:
+            known = torch.cat([on_host(s.target_index) for s in group])  # [N] of these depths
+            index = to_device(known, features.input_ids.device)
+            total, metrics = chunked_objective(
+                torch.cat([s.hidden for s in group]),  # [N, D]
+                lambda hidden, depth=group[0].depth: head(hidden, depth),
+                features.last_hidden.flatten(0, 1),
+                self.target.logits,
+                torch.cat([s.weight * scales[s.depth] for s in group]),
+                labels=features.input_ids.flatten().roll(-1)[index],
+                loss=loss,
+                draft_to_target=self.module.draft_to_target,
+                chunk_size=self.chunk_size,
+                target_index=index,
+            )
+            losses.append(total)
+            parts += metrics.split([len(s.hidden) for s in group])
+        return sum(losses), parts
 
     # -------------------------------------------------------------- data
 
@@ -478,27 +456,25 @@ class Trainer:
         assert self.on_policy is not None
         step = self.state.step - 1
         due = [self.on_policy.wants(step, number) for number in self._numbers(step)]
-        here = sum(due) / len(due)
-        record: dict[str, Any] = {"on_policy": here}
+        record = {"on_policy": sum(due) / len(due)}
         return record | self.on_policy.figures(step) if any(due) else record
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(records of the steps since the last time, which join the history; what these steps
         cost). Waits for the device, whose time is the training's."""
         began, history = time.monotonic(), self.state.history
-        found = [step.read(len(self.depth_weights)) for step in self.unread]
-        for record, _ in found:
+        results = [step.read(len(self.depth_weights)) for step in self.unread]
+        for record, _ in results:
             if "on_policy" in record:
                 before = history[-1]["on_policy_share"] if history else 0.0
                 record["on_policy_share"] = before + (record["on_policy"] - before) / record["step"]
             history.append(record)
             self._count_skipped(record)
-        costs = self.telemetry.finish(
-            [sum(each) for each in zip(*(tokens for _, tokens in found))], len(found)
-        )
+        tokens = [sum(column) for column in zip(*(tokens for _, tokens in results))]
+        costs = self.telemetry.finish(tokens, len(results))
         self.unread = []
         self.state.seconds += time.monotonic() - began
-        return [record for record, _ in found], costs
+        return [record for record, _ in results], costs
 
     def _count_skipped(self, record: dict[str, Any]) -> None:
         """Raises Diverged after MAX_SKIPPED steps in a row whose gradients were not finite."""
@@ -509,13 +485,11 @@ class Trainer:
         state.skipped += 1
         state.skipped_in_a_row += 1
         if state.skipped_in_a_row == MAX_SKIPPED:
-            newest = checkpoint.latest(self.folder)
             raise Diverged(
-                f"training: the gradients of steps {record['step'] - MAX_SKIPPED + 1} to"
-                f" {record['step']} are not finite; nothing was saved since"
-                f" {newest.name if newest else 'the start'}. Lower training.learning_rate or"
-                " training.max_grad_norm, or set training.mixed_precision: no; then give the run"
-                " another `name` or delete its checkpoints, since the recipe has changed"
+                f"the gradients of the last {MAX_SKIPPED} steps, up to step {record['step']}, are"
+                " not finite. Lower training.learning_rate or training.max_grad_norm, or set"
+                " training.mixed_precision: no, under another `name`",
+                where="training",
             )
 
     def _after_step(self) -> None:
@@ -548,10 +522,8 @@ class Trainer:
             self._save()
         if stopping:
             raise Interrupted(
-                "stopped by"
-                f" {f'signal {self.stop_signal}' if self.stop_signal else 'another process'} after"
-                f" step {self.state.step}; the checkpoint is in {self.folder}; run the same command"
-                " again to continue"
+                f"stopped after step {self.state.step}; the checkpoint is in {self.folder}; run the"
+                " same command again to continue"
             )
 
     def _save(self) -> None:

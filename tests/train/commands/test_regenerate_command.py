@@ -82,11 +82,3 @@ def test_parts_are_numbered_from_one(recipe):
     assert (parse_part("1/1"), parse_part("2/4")) == ((0, 1), (1, 4))
     for wrong in ("0/4", "5/4", "2", "a/b"):
         assert f"--part {wrong}" in refused("regenerate", recipe, "--part", wrong)
-
-
-def test_what_cannot_be_is_refused(recipe):
-    twice = "regenerate.endpoints=['http://a:1/v1', 'http://a:1/v1/']"
-    assert "endpoints" in refused("regenerate", recipe, twice)
-    assert "endpoints" in refused("regenerate", recipe, "regenerate.endpoints=['a:1']")
-    nothing = ["regenerate.enabled=false", "data.validation=[]"]
-    assert "nothing is written" in refused("regenerate", recipe, *nothing)

@@ -148,26 +148,15 @@ def test_a_bad_row_stops_the_run_or_is_left_out(tokenizer, tmp_path, line):
 
     with pytest.raises(DataError, match=r"chats.jsonl:2: .*data.on_bad_row: drop"):
         rows()
-    found, bad = rows(on_bad_row="drop")
-    assert len(found) == 3 and [line_of(origin) for origin in bad.reasons] == [2]
-    assert "warning: 1 of 2 rows" in str(bad) and "chats.jsonl:2" in str(bad)
+    kept, bad = rows(on_bad_row="drop")
+    assert len(kept) == 3 and [line_of(origin) for origin in bad.reasons] == [2]
+    assert (len(bad.reasons), bad.read) == (1, 2)
 
 
 def test_a_source_without_a_whole_row_says_why(tmp_path):
     (tmp_path / "chats.jsonl").write_text("{\n7\n")
-    with pytest.raises(DataError, match=r"all of its 2 rows are bad: .*chats.jsonl:1: not JSON"):
+    with pytest.raises(DataError, match=r"2 of 2 rows .*chats.jsonl:1: not JSON"):
         load_sources([Source(path=str(tmp_path / "chats.jsonl"))], bad=BadRows())
-
-
-def test_uses_are_counted_apart_and_an_old_list_goes(tmp_path):
-    (tmp_path / "bad.jsonl").write_text("old\n")
-    bad = BadRows(tmp_path / "bad.jsonl")
-    assert not (tmp_path / "bad.jsonl").exists() and str(bad) == ""
-    for use in ("train", "validation"):
-        bad.begin(use).refuse(BadRow("f:1", "x"))
-        assert (len(bad.reasons), bad.first()) == (1, "f:1: x")
-    uses = [json.loads(line)["use"] for line in (tmp_path / "bad.jsonl").open()]
-    assert uses == ["train", "validation"]
 
 
 def test_the_templates_failures_are_bad_rows_too(tokenizer):
@@ -202,7 +191,7 @@ def test_a_file_that_breaks_off_gives_what_it_has(tmp_path):
     torn.write_bytes(whole[: len(whole) // 2])
     bad = BadRows()
     assert len(load_sources([Source(path=str(torn))], bad=bad)) >= 500
-    assert len(bad.reasons) == 1 and "breaks off" in bad.first()
+    assert len(bad.reasons) == 1 and "breaks off" in str(bad)
     for name, data in (("nothing.jsonl.gz", whole[:5]), ("list.json", b'[{"prompt": "a"}, {')):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=name):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
-from draftsmith.train.data.packing import pack
+from draftsmith.train.data.packing import PackedRow, pack
 from draftsmith.train.features import cache as feature_cache
 from draftsmith.train.features.cache import (
     KEY_FILE,
@@ -146,7 +146,7 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
     cache = FeatureCache(tmp_path, make_key())
     write(cache, pack(texts, 48), target)
     cache.scan()
-    alone = pack(texts, 20, packing=False)
+    alone = [PackedRow.of(text) for text in texts]
     assert not missing(cache, alone)
     found, expected = (
         RowFeatures(target, alone, cache=cache).of([2]),

@@ -18,7 +18,6 @@ from draftsmith.train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STA
 from draftsmith.train.losses.objective import (
     StepMetrics,
     chunked_objective,
-    default_block_size,
     default_chunk_size,
     in_loop_lengths,
 )
@@ -170,26 +169,17 @@ def test_finite_where_probabilities_underflow(name: str) -> None:
     ("loss", "key"),
     [
         ({}, "loss"),
-        ({"kl": 1.0}, r"loss\.kl"),
-        ({"forward_kl": -1}, r"loss\.forward_kl\.weight"),
-        ({"jsd": {"beta": 0.5}}, r"loss\.jsd"),
-        ({"jsd": {"weight": 1, "bta": 0.5}}, r"loss\.jsd\.bta: .* beta"),
-        ({"jsd": {"weight": 1, "beta": 1.5}}, r"loss\.jsd\.beta"),
-        ({"top_k_cross_entropy": {"weight": 1, "k": 2.5}}, r"loss\.top_k_cross_entropy\.k"),
+        ({"kl": 1.0}, "loss.kl"),
+        ({"forward_kl": -1}, "loss.forward_kl.weight"),
+        ({"jsd": {"weight": 1, "bta": 0.5}}, "loss.jsd"),
+        ({"jsd": {"weight": 1, "beta": 1.5}}, "loss.jsd.beta"),
+        ({"top_k_cross_entropy": {"weight": 1, "k": 2.5}}, "loss.top_k_cross_entropy.k"),
     ],
 )
 def test_a_wrong_mix_says_which_key(loss: dict, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises(ConfigError) as error:
         Mix.parse(loss)
-
-
-def test_wrong_arguments_are_named() -> None:
-    setup = Setup(False)
-    with pytest.raises(ConfigError, match="temperature"):
-        chunked_objective(*setup.arguments(), temperature=0.0)
-    setup.labels = setup.labels[:-1]
-    with pytest.raises(ValueError, match="labels has 22 rows, hidden has 23"):
-        chunked_objective(*setup.arguments())
+    assert error.value.where == key
 
 
 # --- chunked against plain ---
@@ -243,32 +233,6 @@ def test_a_walk_meets_every_row_once_beside_those_of_its_target() -> None:
         assert torch.equal(rows[:, 0], index[order][piece.targets()])
     assert first == len(index) and all(sum(p.rows for p in chunk) <= most for chunk in chunks)
     assert len({int(index[order[group.first]]) for group in groups if group.shared == most}) == 1
-
-
-def test_a_weight_is_cast_once_and_its_gradient_never_made_per_chunk() -> None:
-    """Under autocast, however many chunks there are."""
-    setup = Setup(False, torch.float32)
-    setup.head = setup.head[1]
-    moved = []
-    for chunk in (2, N):
-        counted = 0
-
-        class Casts(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-            ):
-                nonlocal counted
-                out = func(*args, **(kwargs or {}))
-                counted += func is torch.ops.aten._to_copy.default and tuple(args[0].shape) == (
-                    V,
-                    D,
-                )
-                return out
-
-        with Casts(), torch.autocast("cpu", torch.bfloat16):
-            chunked_objective(*setup.arguments(), chunk_size=chunk)[0].backward()
-        moved.append(counted)
-    assert moved == [2, 2], "the head's weight and the target's"
 
 
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[-2]], ids=lambda mix: "+".join(mix))
@@ -419,34 +383,9 @@ def test_nothing_of_size_tokens_by_vocabulary(mix: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_default_chunk_moves_the_head_seldom_within_bounds_of_memory(kind: str) -> None:
-    """Of a usual vocabulary so many that the head is moved seldom; of a vast one the fewest."""
-    device, vocabularies = torch.device(kind), [100, 4096, 32_000, 10**6, 10**7]
-    rows = [default_chunk_size(vocabulary, device) for vocabulary in vocabularies]
-    assert (
-        rows == sorted(rows, reverse=True) and rows[2] == SIZES[kind].rows and rows[-1] == rows[-2]
-    )
-    assert all(
-        4 * v * n <= SIZES[kind].bytes or n == rows[-1]
-        for v, n in zip(vocabularies, rows, strict=True)
-    )
-    assert default_chunk_size(151_936, torch.device("cuda")) == 2048
-    assert all(default_block_size(v, device) <= n for v, n in zip(vocabularies, rows, strict=True))
-
-
-# --- metrics ---
-
-
-@pytest.mark.parametrize("reduced", [False, True], ids=["full", "reduced"])
-def test_metrics_are_those_of_the_full_vocabulary(reduced: bool) -> None:
-    setup = Setup(reduced)
-    _, metrics = chunked_objective(*setup.arguments(), chunk_size=5)
-    torch.testing.assert_close(metrics.alpha, torch.minimum(setup.p(), setup.q()).sum(-1))
-    assert torch.equal(metrics.agreement, setup.p().argmax(-1) == setup.q().argmax(-1))
-    first, second = metrics.split([10, 13])
-    assert torch.equal(torch.cat([first.loss, second.loss]), metrics.loss)
-    torch.testing.assert_close(first.alpha_sum + second.alpha_sum, metrics.alpha.sum())
-    assert first.agreement_sum + second.agreement_sum == metrics.agreement.sum()
+def test_default_chunk_of_a_vast_vocabulary_has_the_fewest_rows(kind: str) -> None:
+    rows = [default_chunk_size(size, torch.device(kind)) for size in (4096, 32_000, 10**6, 10**7)]
+    assert rows[0] >= SIZES[kind].rows == rows[1] and rows[2] == rows[3] == SIZES[kind].fewest
 
 
 def test_expected_length_from_joint_prefixes() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from pydantic import ValidationError
 
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -193,44 +192,3 @@ def test_two_processes_write_their_parts_and_agree(tmp_path) -> None:
     assert a == b and 0 < sum(share for share, _ in a[1]) < 6
     texts = [json.loads(path.read_text())["rollouts"] for path in (tmp_path / FOLDER).iterdir()]
     assert texts and all(len(rollouts) == 5 for rollouts in texts)
-
-
-# ---------------------------------------------------------------------- the recipe
-
-TREE = {"name": "t", "target": {"model": "x"}, "data": {"train": [{"path": "chats.jsonl"}]}}
-
-
-@pytest.mark.parametrize("section", [{"share": 2}, {"refresh_every": 0}])
-def test_malformed_sections_are_refused(section) -> None:
-    (key,) = section
-    with pytest.raises(ValidationError, match=key):
-        recipe_class().model_validate({**TREE, "on_policy": section})
-    stages = [{"name": "a"}, {"name": "b", "on_policy": section}]
-    with pytest.raises(ValidationError, match=f"stages.1 .*{key}"):
-        recipe_class().model_validate({**TREE, "stages": stages})
-
-
-def test_a_stage_has_the_recipes_section_or_its_own() -> None:
-    stages = [
-        {"name": "a"},
-        {"name": "b", "on_policy": {"share": 0.0}},
-        {"name": "c", "on_policy": {"prompts": 3}},
-    ]
-    recipe = recipe_class().model_validate({**TREE, "on_policy": {"share": 0.4}, "stages": stages})
-    parts = [part.on_policy for _, part in recipe.training_stages()]
-    assert [(part.share, part.prompts) for part in parts] == [(0.4, 64), (0.0, 64), (0.4, 3)]
-    one = recipe_class().model_validate(
-        {**TREE, "stages": [{"name": "a"}, {"name": "b", "on_policy": {}}]}
-    )
-    assert [part.on_policy is None for _, part in one.training_stages()] == [True, False]
-    assert recipe_class().model_validate(recipe.model_dump(mode="json")) == recipe
-
-
-def test_a_target_that_is_trained_along_is_refused() -> None:
-    with pytest.raises(ValidationError, match="on_policy: joint changes"):
-        recipe_class().model_validate({**TREE, "joint": {}, "on_policy": {}})
-    apart = {**TREE, "joint": {}, "stages": [{"name": "a", "on_policy": {}}, {"name": "b"}]}
-    recipe_class().model_validate(apart)
-    both = [{"name": "a"}, {"name": "b", "on_policy": {}}]
-    with pytest.raises(ValidationError, match="stages.1 .*separate stages"):
-        recipe_class().model_validate({**apart, "stages": both})

@@ -24,7 +24,7 @@ def test_a_writer_counts_the_drafts_of_its_texts(tiny_model, tmp_path, temperatu
     tree = trainer.recipe.model_dump(mode="json") | {
         "on_policy": {"max_new_tokens": WRITTEN},
         "evaluation": {"num_speculative_tokens": DRAFTS},
-        "regenerate": {"batch_size": 3, "temperatures": temperature},
+        "regenerate": {"batch_size": 3, "temperatures": {temperature: 1.0}},
         "data": data,
     }
     writer = RolloutWriter(trainer.target, type(trainer.recipe).model_validate(tree))

@@ -3,13 +3,11 @@ the exit code."""
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 from draftsmith.inference import LLM
 from draftsmith.inference.bench.load import measure as bench
@@ -23,7 +21,6 @@ from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.acceptance_stage import (
     accept,
-    gate_bounds,
     measure,
     measured_suites,
     settings_of,
@@ -84,23 +81,19 @@ def world(tiny_model, tmp_path_factory):
 @pytest.mark.slow
 def test_a_run_is_measured_reported_and_gated(world) -> None:
     root, recipe = world
-    console = Console(file=io.StringIO(), width=100)
+    quiet = Stages(enabled=False)
     history = [{"step": 5, "loss": 1.5}, {"step": 9, "loss": 1.2}]
     gates = {"lossless_mismatches": {"max": 0}, "acceptance_length": {"min": 1.0}}
-    assert accept(recipe(gates), stages=Stages(1, console=console), history=history) == 0
+    assert accept(recipe(gates), stages=quiet, history=history) == 0
     report = load_report(root / "run" / "acceptance.json")
     assert report.workloads() == ["sums", "talk", "all"] and report.temperatures() == [0, 1]
-    names = ["lossless_mismatches", "t0.acceptance_length", "t1.acceptance_length"]
-    assert [gate.name for gate in report.gates] == names
+    assert len(report.gates) == 3 and report.passed
     assert report.provenance.recipe_sha256 == recipe(gates).recipe_hash()
     assert (root / "run" / "report.html").is_file()
-    assert "all gates passed" in console.file.getvalue()
 
     demanded = {"t0.acceptance_length": {"min": 2.99}}
     missed = recipe(demanded, temperatures=[0.0], lossless_check=False)
-    console.file = io.StringIO()
-    assert accept(missed, stages=Stages(1, console=console)) == 1
-    assert "missed: t0.acceptance_length" in console.file.getvalue()
+    assert accept(missed, stages=quiet) == 1
     assert not load_report(root / "run" / "acceptance.json").passed
 
 
@@ -118,7 +111,7 @@ def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
         temperatures=[0.0],
         lossless_check=False,
     )
-    cell = measure(made, root / "run" / "export", Stages(1, enabled=False)).cell("all", 0)
+    cell = measure(made, root / "run" / "export", Stages(enabled=False)).cell("all", 0)
     llm = LLM(
         str(root / "target"),
         max_num_seqs=2,
@@ -157,23 +150,6 @@ def test_conversations_without_room_are_counted(world) -> None:
         measured_suites(made, settings_of(made))
 
 
-def test_gates_without_a_temperature_hold_at_every_one(world) -> None:
-    _, recipe = world
-    gates = {
-        "efficiency": {"min": 0.5},
-        "t0.efficiency": {"min": 0.8},
-        "expected_measured_gap": {"max": 0.03},
-        "lossless_mismatches": {"max": 0},
-    }
-    bounds = {name: (bound.min, bound.max) for name, bound in gate_bounds(recipe(gates)).items()}
-    assert bounds == {
-        "t0.efficiency": (0.8, None),
-        "t1.efficiency": (0.5, None),
-        "expected_measured_gap": (None, 0.03),
-        "lossless_mismatches": (None, 0),
-    }
-
-
 def test_prompts_end_where_the_target_goes_on(world) -> None:
     _, recipe = world
     made = recipe()
@@ -197,8 +173,6 @@ def test_settings_follow_the_recipe(world) -> None:
 
 def test_without_prompts_or_an_export_nothing_is_measured(world, tmp_path) -> None:
     _, recipe = world
-    console = Console(file=io.StringIO(), width=100)
-    assert accept(recipe(prompts=[]), stages=Stages(1, console=console)) == 0
-    assert "not measured" in console.file.getvalue()
+    assert accept(recipe(prompts=[]), stages=Stages(enabled=False)) == 0
     with pytest.raises(CheckpointError, match="export"):
         accept(recipe().model_copy(update={"output_dir": str(tmp_path)}))

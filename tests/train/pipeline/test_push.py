@@ -122,7 +122,7 @@ def made_run(tiny_model, root: Path, folder: Path) -> None:
         "gates": {"lossless_mismatches": {"max": 0}},
     }
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(1, enabled=False)) == 0
+    assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(enabled=False)) == 0
 
 
 @pytest.fixture
@@ -170,20 +170,15 @@ ALL = {
 @pytest.mark.slow
 def test_what_arrives_is_the_run_and_the_run_is_only_read(hub, run):
     before = contents(run)
+    code, output = call("push", run, REPO, "--dry-run")
+    assert code == 0 and hub.repositories == {} and all(name in output for name in ALL)
     code, output = call("push", run, REPO)
-    assert code == 0 and "org/head (private): https://hub/org/head" in output, output
+    assert code == 0, output
     files = hub.repositories[REPO].files
     assert hub.repositories[REPO].private and set(files) == ALL
     assert files["model.safetensors"] == before["export/model.safetensors"]
     assert files["report.html"] == before["report.html"]
     assert contents(run) == before
-
-
-@pytest.mark.slow
-def test_a_dry_run_lists_the_files_and_contacts_nobody(hub, run):
-    code, output = call("push", run, REPO, "--dry-run")
-    assert code == 0 and hub.repositories == {}
-    assert all(f"bytes  {name}" in output for name in ALL) and "pipeline_tag" in output
 
 
 @pytest.mark.slow
@@ -195,9 +190,7 @@ def test_no_absolute_path_is_sent(tiny_model, tmp_path):
     for name, content in files.items():
         assert str(tmp_path).encode() not in content, name
     assert b"private-target" in files["README.md"]
-    assert "base_model" not in metadata(files["README.md"])
-    assert any("--base-model" in line for line in said)
-    assert any("recipe.yaml" in line for line in said)
+    assert "base_model" not in metadata(files["README.md"]) and len(said) == 2
 
 
 def test_a_card_beside_the_drafter_is_sent_as_it_is(copy, tmp_path):
@@ -220,8 +213,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     assert provenance.drafter_config == fields
     data, report = metadata(card), load_report(run / "acceptance.json")
     assert data["base_model"] == "org/target" and data["license"] == "apache-2.0"
-    assert data["datasets"] == ["org/conversations"] and data["pipeline_tag"] == "text-generation"
-    assert {"speculative-decoding", "eagle3", "vllm"} <= set(data["tags"])
+    assert data["datasets"] == ["org/conversations"]
     found = {
         (
             result["dataset"]["type"],
@@ -263,8 +255,6 @@ def test_without_a_report_of_these_files_the_card_has_no_figure(copy, tmp_path, 
     files = staged(copy, tmp_path / "staged", said)
     assert not {"acceptance.json", "report.html"} & set(files)
     assert "model-index" not in metadata(files["README.md"])
-    assert b"tokens/s" not in files["README.md"]
-    assert any("acceptance.json" in line for line in said)
     if change != "no report":
         with pytest.raises(ConfigError, match="--report"):
             staged(copy, tmp_path / "asked", report=copy / "acceptance.json")
@@ -288,7 +278,7 @@ def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
     save_file({"fc.weight": torch.zeros(2, 2)}, copy / "export" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
         push(copy, to(), PushOptions())
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError):
         push(copy.parent, to(), PushOptions())
     assert hub.repositories == {}
 
@@ -305,13 +295,11 @@ def test_names_that_cannot_be_are_refused(run, tmp_path, repository, base):
         stage(run, repository, tmp_path, PushOptions(base_model=base))
 
 
-@pytest.mark.parametrize("given", ["environment", "option"])
-def test_what_the_hub_says_is_passed_on_without_the_token(hub, run, monkeypatch, given):
+def test_what_the_hub_says_is_passed_on_without_the_token(hub, run, monkeypatch):
     hub.failure = RuntimeError(f"403 Forbidden\n\nfor {TOKEN}")
-    if given == "environment":
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     with pytest.raises(HubError, match=r"org/head: 403 Forbidden for \*\*\*$") as error:
-        push(run, to(token=TOKEN if given == "option" else None), PushOptions())
+        push(run, to(token=None), PushOptions())
     assert TOKEN not in "".join(traceback.format_exception(error.value))
 
 
@@ -345,11 +333,3 @@ def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy):
     hub.failure = RuntimeError("503")
     with pytest.raises(HubError, match=f"draftsmith push {copy} org/head"):
         push_run(recipe, 0, said.append)
-
-
-@pytest.mark.parametrize("key, value", [("push_to_hub", "head"), ("hub_token", "x")])
-def test_recipes_that_cannot_push_are_refused(copy, key, value):
-    tree = yaml.safe_load((copy / "recipe.yaml").read_text())
-    (copy / "recipe.yaml").write_text(yaml.safe_dump(tree | {"export": {key: value}}))
-    with pytest.raises(ConfigError, match=rf"export\.{key}"):
-        load_recipe(copy / "recipe.yaml")

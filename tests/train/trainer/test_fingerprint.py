@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.data.packing import PackedRow
+from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.run import _train_stage
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import FeaturesSection, JointSection, OnPolicySection
@@ -22,7 +21,7 @@ from draftsmith.train.trainer.checkpoint import (
     fingerprint,
     hash_rows,
 )
-from tests.train.trainer.test_loop import make_recipe, make_rows, make_trainer
+from tests.train.trainer.test_loop import make_recipe, make_rows
 
 # Fields of the sections in the fingerprint that shape no training.
 EXCEPTIONS = {"regenerate.endpoints", "training.activation_checkpointing", "target.sharding"}
@@ -90,53 +89,14 @@ def test_hash_rows_sees_every_array(name):
 def test_train_stage_waits_for_the_process_that_writes_the_best(monkeypatch, tmp_path):
     """Otherwise processes that do not write look for `best/` before it is there."""
     order = []
-    state = TrainState(best_value=2.0)
+    accelerator = SimpleNamespace(wait_for_everyone=lambda: order.append("wait"))
     trainer = SimpleNamespace(
-        run=lambda advance: state,
-        accelerator=SimpleNamespace(wait_for_everyone=lambda: order.append("wait")),
+        run=lambda advance: TrainState(best_value=2.0),
+        accelerator=accelerator,
         folder=tmp_path,
         drafter=None,
         joint=None,
     )
-    monkeypatch.setattr(
-        "draftsmith.train.pipeline.run.checkpoint.load_best", lambda *_: order.append("load")
-    )
-
-    class Stages:
-        def say(self, text):
-            pass
-
-        def stage(self, *_):
-            from contextlib import nullcontext
-
-            return nullcontext(lambda *_: None)
-
-    _train_stage(trainer, Stages(), "train")
+    monkeypatch.setattr(checkpoint, "load_best", lambda *_: order.append("load"))
+    _train_stage(trainer, Stages(enabled=False), "train")
     assert order == ["wait", "load"]
-
-
-def test_records_are_appended_and_those_of_a_killed_run_dropped(tiny_model, tmp_path):
-    def train(stop_after=None):
-        trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=8))
-
-        def die(share, note):
-            if trainer.state.step == stop_after:
-                raise RuntimeError("power cut")
-
-        return trainer.run(die)
-
-    with pytest.raises(RuntimeError):
-        train(stop_after=5)
-    path = tmp_path / checkpoint.HISTORY
-    first = path.read_bytes()
-    with path.open("ab") as file:
-        file.write(b'{"step": 5, "lo')
-    state = train()
-    assert path.read_bytes().startswith(first)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == state.history
-    assert [record["step"] for record in state.history] == list(range(1, 9))
-    kept = json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())
-    assert "history" not in kept and kept["history_records"] == 8
-    path.write_bytes(first)
-    with pytest.raises(CheckpointError, match=checkpoint.HISTORY):
-        checkpoint.load(checkpoint.latest(tmp_path), "a")

@@ -138,9 +138,9 @@ def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_pat
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_weights(tiny_model, tmp_path):
-    whole = make_trainer(tiny_model, tmp_path / "whole", dropout=0.1)
+    whole = make_trainer(tiny_model, tmp_path / "whole")
     whole.run()
-    broken = make_trainer(tiny_model, tmp_path / "broken", dropout=0.1)
+    broken = make_trainer(tiny_model, tmp_path / "broken")
 
     def die(share, note):
         if broken.state.step == 5:
@@ -148,7 +148,7 @@ def test_a_killed_run_ends_with_the_same_weights(tiny_model, tmp_path):
 
     with pytest.raises(RuntimeError, match="power cut"):
         broken.run(die)
-    again = make_trainer(tiny_model, tmp_path / "broken", dropout=0.1)
+    again = make_trainer(tiny_model, tmp_path / "broken")
     again.run()
     for part in ("drafter", "joint"):
         a, b = getattr(whole, part).state_dict(), getattr(again, part).state_dict()

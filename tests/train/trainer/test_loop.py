@@ -28,7 +28,6 @@ from draftsmith.train.trainer.trainer import (
     EXPECTED,
     MAX_SKIPPED,
     Diverged,
-    Interrupted,
     Trainer,
     Unread,
 )
@@ -184,20 +183,6 @@ def test_kill_9_and_sigterm_then_rerun(tmp_path):
     assert_equal(*ends)
 
 
-def test_signal_saves_and_names_the_way_on(tiny_model, tmp_path):
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(save_every=100))
-
-    def stop(share, note):
-        if trainer.state.step == 3:
-            signal.raise_signal(signal.SIGTERM)
-
-    with pytest.raises(Interrupted, match="run the same command again"):
-        trainer.run(stop)
-    assert (
-        checkpoint.latest(tmp_path).name == "step-00000004"
-    )  # the step under way is finished first
-
-
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
     """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts
     once."""
@@ -238,12 +223,10 @@ def test_padding_and_prompts_carry_no_loss(tiny_model, tmp_path):
 
 
 def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
-    values = iter([1.0, 3.0, 2.0, 2.5])
+    values = iter([1.0, 3.0, float("nan"), 2.5])
+    recipe = make_recipe(eval_every=2)
     trainer = make_trainer(
-        tiny_model,
-        tmp_path,
-        make_recipe(eval_every=2),
-        evaluate=lambda d: {"expected_acceptance_length": next(values)},
+        tiny_model, tmp_path, recipe, evaluate=lambda d: {EXPECTED: next(values)}
     )
     seen = {}
     state = trainer.run(lambda share, note: seen.__setitem__(trainer.state.step, weights(trainer)))
@@ -258,31 +241,6 @@ def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
         make_trainer(tiny_model, tmp_path, make_recipe(steps=2), fingerprint="b").run()
 
 
-def test_time_budget_ends_a_run(tiny_model, tmp_path):
-    trainer = make_trainer(
-        tiny_model, tmp_path, make_recipe(steps=None, max_minutes=0.005, save_every=None)
-    )
-    began = time.monotonic()
-    state = trainer.run()
-    assert 0 < state.step and time.monotonic() - began < 30 and state.seconds >= 0.3
-
-
-def test_learning_rate_warms_up_and_ends_at_zero(tiny_model, tmp_path):
-    trainer = make_trainer(
-        tiny_model, tmp_path, make_recipe(steps=100, warmup_ratio=0.1, learning_rate=1.0)
-    )
-    rates = [
-        learning_rate(trainer.recipe.training, s / 100, trainer.total_steps) for s in range(101)
-    ]
-    assert (
-        0 < rates[0] < 0.2
-        and max(rates) <= 1.0 + 1e-6
-        and rates[10] == pytest.approx(1.0)
-        and rates[100] == 0.0
-    )
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
 @pytest.mark.parametrize("total_steps", [1, 10, None])
 def test_the_warm_up_rises_and_never_passes_the_peak(total_steps):
     """Whatever the budget: shares of few steps, or of time (None), in which a step may be a large
@@ -291,7 +249,7 @@ def test_the_warm_up_rises_and_never_passes_the_peak(total_steps):
         training = make_recipe(warmup_ratio=warmup_ratio, learning_rate=1.0).training
         shares = [s / 1000 for s in range(1001)]
         rates = [learning_rate(training, share, total_steps) for share in shares]
-        assert 0 < rates[0] and max(rates) <= 1.0
+        assert 0 < rates[0] and max(rates) <= 1.0 and rates[-1] in (0.0, 1.0)
         warm = [rate for share, rate in zip(shares, rates) if share <= warmup_ratio]
         assert warm == sorted(warm)
         assert rates[1 + len(warm) :] == sorted(rates[1 + len(warm) :], reverse=True)
@@ -345,7 +303,7 @@ def test_clip_gradients_not_finite_in_a_row_stops_the_run(tiny_model, tmp_path, 
         tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {EXPECTED: 1.5}
     )
     overflow(trainer, monkeypatch, *range(4, 4 + MAX_SKIPPED))
-    with pytest.raises(Diverged, match="steps 4 to 6"):
+    with pytest.raises(Diverged, match="step 6"):
         trainer.run()
     assert trainer.state.best_step == 2 and checkpoint.latest(tmp_path).name == "step-00000004"
 
@@ -359,18 +317,6 @@ def test_checkpoint_weights_not_finite_keeps_the_one_before(tiny_model, tmp_path
     with pytest.raises(CheckpointError, match="not finite"):
         trainer._save()
     assert checkpoint.latest(tmp_path).name == "step-00000002"
-
-
-def test_evaluation_not_finite_is_never_best(tiny_model, tmp_path):
-    values = iter([float("nan"), 2.0, float("nan"), 1.0])
-    trainer = make_trainer(
-        tiny_model,
-        tmp_path,
-        make_recipe(eval_every=2),
-        evaluate=lambda d: {EXPECTED: next(values)},
-    )
-    state = trainer.run()
-    assert (state.best_value, state.best_step) == (2.0, 4)
 
 
 @pytest.mark.slow
@@ -438,12 +384,6 @@ def test_a_budget_of_minutes_goes_on_where_it_stopped(tiny_model, tmp_path, monk
     rates = [record["learning_rate"] for record in run().history]
     expected = [learning_rate(recipe.training, n / 40, None) for n in range(40)]
     assert rates == pytest.approx(expected)
-
-
-def test_learning_rate_of_a_time_budget_warms_up_from_zero():
-    training = make_recipe(warmup_ratio=0.02, learning_rate=1.0).training
-    assert learning_rate(training, 0.0, None) <= 0.01
-    assert learning_rate(training, 0.01, None) == pytest.approx(0.5)
 
 
 def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_model, tmp_path):

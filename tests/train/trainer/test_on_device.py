@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.cache import FeatureCache
@@ -120,7 +119,7 @@ def make_trainer(
     probe.close()
     rows = rows or make_rows()
     features = RowFeatures(target, rows, keep_bytes=recipe.training.keep_features_gb * 2**30)
-    made = make_drafter(recipe, config, target, features, Stages(1, enabled=False), folder)
+    made = make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
     assert {p.device for p in made.parameters()} == {DEVICE}
     return Trainer(
         recipe,
@@ -194,18 +193,10 @@ def test_a_target_trained_along(claimed_gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["exact", "bf16", "rotated"])
-def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path, encoding):
+def test_cached_features_come_back_to_the_device(claimed_gpu, tmp_path):
     rows, target = make_rows(), FrozenTarget(on_device("llama"), [1, 2, 3])
-    caches.write(FeatureCache(tmp_path, key := caches.make_key(encoding)), rows, target)
+    caches.write(FeatureCache(tmp_path, key := caches.make_key("rotated")), rows, target)
     features = RowFeatures(target, rows, cache=FeatureCache(tmp_path, key).scan()).of([0, 2])
     assert features.taps.device == features.last_hidden.device == DEVICE and bool(
         features.taps.isfinite().all()
     )
-
-
-def test_the_held_out_evaluation_reads_the_runtime_on_the_device(claimed_gpu, tmp_path):
-    trainer = make_trainer(tmp_path, *CASES["eagle3"])
-    figures = trainer.evaluate(trainer.drafter)
-    assert 1 <= figures["expected_acceptance_length"] <= 4
-    assert torch.tensor(list(figures.values())).isfinite().all()

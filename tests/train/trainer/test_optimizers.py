@@ -1,17 +1,11 @@
-"""Which parameters an optimizer gets, and that its state is kept whole."""
+"""Which parameters an optimizer gets, and at which rate."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from draftsmith.train.trainer.optimizers import (
-    Together,
-    implementation,
-    load_optimizer_state,
-    optimizer_state,
-)
-from tests.train.trainer.test_loop import make_recipe, make_trainer, weights
+from draftsmith.train.trainer.optimizers import Together
+from tests.train.trainer.test_loop import make_recipe, make_trainer
 
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 
@@ -44,33 +38,3 @@ def test_muon_moves_a_matrix_equally_in_all_directions(tiny_model, tmp_path):
     trainer.step(0.0)
     values = torch.linalg.svdvals((trainer.drafter.fc.weight.detach() - before).float())
     assert values[0] / values[len(values) // 2] < 3
-
-
-@pytest.mark.slow
-def test_adamw_is_fused_and_goes_on_from_states_that_were_not(tiny_model, tmp_path):
-    """To the same weights, but for rounding; the options of the optimizer that made the states stay
-    behind."""
-    recipe, found = make_recipe(steps=6), []
-    for fused in (True, False):
-        trainer = make_trainer(tiny_model, tmp_path / str(fused), recipe)
-        assert all(group["fused"] for group in trainer.optimizer.param_groups)
-        if not fused:
-            for group in trainer.optimizer.param_groups:
-                group["fused"] = None
-        for _ in range(3):
-            trainer.step(0.2)
-        saved = optimizer_state(trainer.modules(), trainer.optimizer)
-        again = make_trainer(tiny_model, tmp_path / f"{fused}, again", recipe)
-        load_optimizer_state(again.modules(), again.optimizer, saved)
-        again.drafter.load_state_dict(trainer.drafter.state_dict())
-        again.state.step = 3
-        again.step(0.5)
-        assert all(group["fused"] for group in again.optimizer.param_groups)
-        found.append(weights(again))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
-
-
-def test_adamw_is_not_fused_where_torch_cannot():
-    parameters = [torch.nn.Parameter(torch.zeros(2, device="meta"))]
-    assert implementation(parameters) == {"foreach": True}
-    assert implementation([torch.nn.Parameter(torch.zeros(2))]) == {"fused": True}
