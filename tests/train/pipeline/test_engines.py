@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.inference.evaluation.evaluate import EvaluationSettings
 from draftsmith.inference.vllm_bridge.engine import VllmOptions
 from draftsmith.inference.vllm_python import PYTHON
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
@@ -94,10 +93,3 @@ def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model
 )
 def test_options_that_mean_nothing_are_refused(arguments, option) -> None:
     assert option in refused("evaluate", "--model", "m", *arguments)
-
-
-def test_compiled_rounds_are_of_the_sizes_that_are_timed() -> None:
-    settings, prompts = EvaluationSettings(batch_size=2, max_tokens=7), {"w": [[1, 2, 3]]}
-    options = acceptance_stage._compiled(Engines(enforce_eager=False), settings, prompts, ())
-    assert options.pop("compilation_config") == {"mode": 3, "cudagraph_capture_sizes": [2]}
-    assert options == {"enforce_eager": False, "max_model_len": 10}

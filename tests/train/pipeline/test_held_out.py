@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,7 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     monkeypatch.setattr(run_data, "load_sources", lambda *_, **__: [example("w")] * 9)
     monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
     data: Any = DataStage.__new__(DataStage)
-    data.recipe, data.tokenizer, data.bad = made, None, SimpleNamespace(begin=lambda name: None)
+    data.recipe, data.tokenizer, data.folder, data.stage = made, None, None, ""
     data._responses, data._say = responses, lambda text: None
     found, section = data.held_out(), asked["section"]
     assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
