@@ -138,28 +138,18 @@ def gradient_through_the_chain(drafter: Eagle, f: TargetFeatures) -> torch.Tenso
 def test_detached_depths_pass_values_but_no_gradient(tiny_model):
     target, drafter = make(tiny_model("llama"))
     f = features_of(target)
-    with torch.no_grad():
-        attached = [
-            step.hidden for step in drafter.prepare_training(options(detach=False)).unroll(f, 3)
-        ]
-        detached = [
-            step.hidden for step in drafter.prepare_training(options(detach=True)).unroll(f, 3)
-        ]
-    assert all(torch.equal(a, b) for a, b in zip(attached, detached))
+
+    def states(detach: bool) -> list[torch.Tensor]:
+        drafter.prepare_training(options(detach=detach))
+        return [step.hidden.detach() for step in drafter.unroll(f, 3)]
+
+    torch.testing.assert_close(states(False), states(True), atol=0, rtol=0)
     assert not gradient_through_the_chain(drafter, f).any()
     drafter.prepare_training(options(detach=False))
     assert gradient_through_the_chain(drafter, f).any()
 
 
 # ---------------------------------------------------------------------- the start
-
-
-def test_only_a_fitted_start_asks_for_features(tiny_model):
-    target, drafter = make(tiny_model("llama"))
-    assert drafter.start_terms(options(init="pass_through")) == 0 < drafter.start_terms(options())
-    silent = replace(features_of(target), loss_mask=torch.zeros(2, 24))
-    with pytest.raises(ConfigError, match="pass_through"):
-        drafter.initialise_from(target, options(), [silent])
 
 
 @torch.no_grad()

@@ -216,21 +216,6 @@ def test_inspect_of_a_mask_token_that_texts_contain_is_a_fault(broken) -> None:
     assert all(map(is_named, (ordinary, tokenizer.eos_token_id, user)))
 
 
-def test_inspect_of_a_sound_folder_has_no_fault(case, make_drafter, tiny_model, tmp_path) -> None:
-    """Of any family, with and without a word of ours in config.json; and it is described."""
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
-    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
-    parameters = sum(p.numel() for p in drafter.parameters())
-    for _ in range(2):
-        inspected = inspect_folder(folder, target)
-        assert not places(inspected), inspected.faults
-        assert inspected.family == case.family and inspected.config == drafter.config
-        assert inspected.parameters == parameters
-        written = json.loads((folder / "config.json").read_text())
-        written.pop("draftsmith", None)
-        (folder / "config.json").write_text(json.dumps(written))
-
-
 def test_inspect_names_all_of_several_faults(broken) -> None:
     def change(c, t):
         c.update(architectures=["Nothing"], num_aux_hidden_states=2, max_position_embeddings=8)

@@ -13,18 +13,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.packed_attention import text_spans
 from tests.support.cases import BASE, CASES, make
 
-ARCHITECTURES = ["llama", "qwen3_sliding", "mistral", "gemma3", "mixtral", "deepseek_v3", "cohere2"]
-
-
-def test_a_target_with_its_own_attention_keeps_its_masks(tiny_model, monkeypatch):
-    """Falcon's layers ask the config for "sdpa" and know no other implementation."""
-    target = FrozenTarget(tiny_model("falcon"), [0, 1, 3])
-    rows = batch(target.vocab_size)
-    usual = target.features(**rows)
-    monkeypatch.setattr(target_module, "LONG_ROW", 1)
-    found = target.features(**rows)
-    torch.testing.assert_close(found.last_hidden, usual.last_hidden)
-    torch.testing.assert_close(found.taps, usual.taps)
+ARCHITECTURES = ["llama", "mistral", "gemma3", "deepseek_v3"]
 
 
 def batch(vocab: int, T: int = 40) -> dict[str, torch.Tensor]:
@@ -51,10 +40,8 @@ def test_text_by_text_is_what_masks_say(tiny_model, monkeypatch, name):
     usual = target.features(**rows)
     monkeypatch.setattr(target_module, "LONG_ROW", 1)
     monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 5)
-    refused = []
-    monkeypatch.setattr(target_module, "packed_mask", lambda *a: refused.append(a))
+    monkeypatch.setattr(target_module, "packed_mask", lambda *_: pytest.fail("a mask"))
     found = target.features(**rows)
-    assert not refused
     kept = rows["segment_ids"] >= 0
     for name in ("taps", "last_hidden"):
         a, b = getattr(found, name)[kept], getattr(usual, name)[kept]

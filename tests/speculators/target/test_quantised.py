@@ -56,10 +56,7 @@ def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_pa
     torch.testing.assert_close(target.logits(last), own.logits)
     torch.testing.assert_close(taps[..., :32], own.hidden_states[1])
     assert (own.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
-    found = plain_decoder(target, copies=False)
-    assert (
-        ("BitLinear, not a Linear" in found) if scheme == "bitnet" else not isinstance(found, str)
-    )
+    assert isinstance(plain_decoder(target, copies=False), str) == (scheme == "bitnet")
 
     options = dict(max_num_seqs=2, max_model_len=64)
     text = write(make_llm(target, **options))

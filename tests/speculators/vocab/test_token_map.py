@@ -146,13 +146,6 @@ def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
     assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [target.get_vocab()["A"]]
 
 
-def test_ids_beyond_the_embeddings_cannot_occur(tokenizer):
-    target, draft = tokenizer("larger byte level"), tokenizer("byte level")
-    made = TokenMap.between(target, draft, 300, 290)
-    assert made.vocab_size == 300 and made.target_ids.max() < 300
-    assert made.draft_ids.max() < 290 and made.spelling_ids.max() < 290
-
-
 def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
     plain, draft = tokenizer("byte level"), sentencepiece(bos=True)
     assert between(plain, draft).opening_ids.tolist() == [draft.get_vocab()["<s>"]]

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.families.draft_model.model import DraftModel
@@ -124,17 +122,13 @@ def test_sampled_text_is_distributed_as_the_targets(tiny_model, opening) -> None
 
 
 def test_only_shared_tokens_are_drafted(tiny_model) -> None:
-    """q sums to one over them (TLI), and is the model's own distribution, renormalised."""
+    """q is the model's own distribution over them, renormalised (TLI)."""
     _, drafter = other_tokens(tiny_model("llama"), 90, [4])
     hidden = torch.randn(3, OPT["hidden_size"])
     whole = drafter.runner.logits(hidden).softmax(-1)[:, drafter.token_map.draft_ids]
     torch.testing.assert_close(
         drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True)
     )
-    cache = RaggedCache(1, 64)
-    inputs = DraftInput(cache, 0, 1, torch.tensor([[5, 9, 8]]), None, None, [3])
-    ids = drafter.draft(inputs, 20, lambda q: drafter.draft_to_target[q.argmax(-1)])
-    assert torch.isin(ids, drafter.token_map.target_ids).all()
 
 
 # ------------------------------------------------------------------ real tokenizers, real folders
@@ -172,18 +166,6 @@ def test_another_tokenizer_is_refused_with_the_reason(
         LLM(target_folder, speculative_config=drafting(draft_folder))
 
 
-def test_the_option_belongs_to_draft_models() -> None:
-    with pytest.raises(ConfigError, match="use_heterogeneous_vocab belongs to draft_model"):
-        LLM(
-            "x",
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "use_heterogeneous_vocab": True,
-            },
-        )
-
-
 @pytest.mark.slow
 def test_an_intersection_drafts_and_is_exported_with_its_map(
     target_folder: str, draft_folder: str, tmp_path
@@ -201,13 +183,10 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(
     again = LLM(target_folder, speculative_config=drafting(folder))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=5)
     texts = [
-        [o.outputs[0].token_ids for o in each.generate(PROMPTS, params, False)]
-        for each in (llm, again)
+        [output.outputs[0].token_ids for output in engine.generate(PROMPTS, params, False)]
+        for engine in (llm, again)
     ]
     assert texts[0] == texts[1]
-    llm.reset_metrics(), again.reset_metrics()
-    same_text(llm, prompts=PROMPTS), same_text(again, prompts=PROMPTS)
-    assert llm.get_metrics() == again.get_metrics()
     (folder / FILE).unlink()
     with pytest.raises(CheckpointError, match=FILE):
         load_drafter(folder, FrozenTarget.from_pretrained(target_folder))
