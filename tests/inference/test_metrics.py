@@ -67,7 +67,6 @@ def test_counters_are_listed_as_vllms_metrics():
     assert listed == counters.to_dict()
 
 
-@pytest.mark.parametrize("wrong", [(2, 3), (2, -1)])
-def test_more_accepted_than_drafted_is_refused(wrong):
+def test_more_accepted_than_drafted_is_refused():
     with pytest.raises(ValueError):
-        SpecDecodeCounters().add(*wrong)
+        SpecDecodeCounters().add(2, 3)

@@ -12,7 +12,6 @@ from draftsmith.inference.provenance import (
     config_sha256,
     environment,
     git_commit,
-    text_sha256,
     weights_sha256,
 )
 from draftsmith.inference.report.schema import Provenance
@@ -21,12 +20,10 @@ from draftsmith.speculators.errors import DataError
 
 def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
     facts = environment("cpu", torch.bfloat16)
-    assert set(facts) <= set(Provenance.model_fields)
+    assert set(facts) <= set(Provenance.model_fields) and facts["cpu_model"]
     assert (facts["device"], facts["dtype"], facts["accelerator"]) == ("cpu", "bfloat16", None)
-    assert facts["cpu_model"]
     assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(facts["git_commit"]))
     assert git_commit(tmp_path) is None
-    assert text_sha256(None) is None and text_sha256("") != text_sha256(" ")
 
 
 def test_weight_hash_follows_content_and_names(tmp_path: Path) -> None:
@@ -52,5 +49,3 @@ def test_config_is_hashed_by_what_it_says(tmp_path):
     same = '{"transformers_version": "5.1.0",\n "_name_or_path": "x", "rope_theta": 10000.0}'
     assert written(same) == first
     assert written('{"rope_theta": 20000.0, "transformers_version": "4.57.0"}') != first
-    with pytest.raises(DataError, match=r"config\.json"):
-        written("{")

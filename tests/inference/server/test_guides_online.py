@@ -8,7 +8,6 @@ import shlex
 import signal
 import socket
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -47,42 +46,45 @@ def words(line: str, drafter: str = "") -> list[str]:
     return shlex.split(line.replace("MODEL", str(TARGET)).replace("DRAFTER", drafter))
 
 
-@contextmanager
-def server(command: list[str]):
-    """A server by `command` on a port of its own, which ends well after SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = PythonProcess(*command, "--host", "127.0.0.1", "--port", port)
-    try:
-        end = time.monotonic() + 300
+@pytest.fixture
+def server():
+    """`server(command)`: the process of a server, and its address."""
+    processes = []
+
+    def start(command: list[str]) -> tuple[PythonProcess, str]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        process = PythonProcess(*command, "--host", "127.0.0.1", "--port", port)
+        processes.append(process)
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
         while True:
             assert process.poll() is None and time.monotonic() < end
             try:
-                if httpx2.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 200:
-                    break
+                httpx2.get(f"{url}/health", timeout=10).raise_for_status()
+                return process, url
             except httpx2.TransportError:
                 time.sleep(0.2)
-        yield port
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+
+    yield start
+    for process in processes:
+        process.kill()
 
 
 @pytest.mark.slow
-def test_server_and_client_of_a_guide_measure_drafts(tmp_path):
+def test_server_and_client_of_a_guide_measure_drafts(server, tmp_path):
     """As the guide has them; the client's lengths are beyond this model's context, which is said at
     once, and shorter ones are measured."""
-    with server(words(f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]")) as port:
-        client = [*words(CLIENT), "--port", str(port)]
-        refused = PythonProcess(*client)
-        output, _ = refused.communicate()
-        assert refused.returncode == 2 and "max_model_len is 2048" in output
-        shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
-        saved = ["--save-result", "--result-dir", str(tmp_path)]
-        answered = PythonProcess(*client, *shorter, *saved)
-        output, _ = answered.communicate()
-        assert answered.returncode == 0, output
+    _, url = server(words(f"{SERVER} --ngram-prompt-lookup-max 3", "[ngram]"))
+    client = [*words(CLIENT), "--port", url.rpartition(":")[2]]
+    refused = PythonProcess(*client)
+    output, _ = refused.communicate()
+    assert refused.returncode == 2 and "max_model_len is 2048" in output
+    shorter = ["--random-input-len", "96", "--random-output-len", "24", "--request-rate", "10"]
+    saved = ["--save-result", "--result-dir", str(tmp_path)]
+    answered = PythonProcess(*client, *shorter, *saved)
+    output, _ = answered.communicate()
+    assert answered.returncode == 0, output
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (10, 0, 240)
     assert result["spec_decode_num_drafts"] > 0 and "acceptance length" in output
@@ -90,8 +92,15 @@ def test_server_and_client_of_a_guide_measure_drafts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [SERVER, TODAY], ids=["older flags", "today's"])
-def test_server_of_a_guide_with_a_draft_model_answers(line):
-    with server(words(line, str(TARGET))) as port:
-        request = {"prompt": "The future of AI is", "max_tokens": 8}
-        answer = httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=request, timeout=120)
-    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+def test_server_of_a_guide_finishes_what_runs_when_it_is_terminated(server, line):
+    process, url = server(words(line, str(TARGET)))
+    request = {"prompt": "The future of AI is", "max_tokens": 64, "n": 2, "stream": True}
+    with httpx2.stream("POST", f"{url}/v1/completions", json=request, timeout=120) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and "finish_reason" in rest[-2] and "error" not in rest[-2]
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM, output  # as uvicorn ends
+    assert "The future of AI" not in output and "Traceback" not in output

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
 import threading
 import time
@@ -15,7 +14,8 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from tests.support.forked import PythonProcess
+from draftsmith.inference.server.command import bind, serve_app
+from draftsmith.inference.server.options import ServeFlags
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -39,9 +39,11 @@ def model(tiny_model, byte_tokenizer):
 
 
 def offline_texts(llm, requests) -> list[str]:
-    given = [{k: v for k, v in each.items() if k != "prompt"} for each in requests]
-    params = [SamplingParams(**fields) for fields in given]
-    outputs = llm.generate([each["prompt"] for each in requests], params, False)
+    params = [
+        SamplingParams(**{name: value for name, value in request.items() if name != "prompt"})
+        for request in requests
+    ]
+    outputs = llm.generate([request["prompt"] for request in requests], params, False)
     return [output.outputs[0].text for output in outputs]
 
 
@@ -58,21 +60,15 @@ def ask(url: str, request: dict) -> str:
 def events(answer):
     """The events of a stream, which must end as one."""
     assert answer.status_code == 200
-    line = ""
-    for line in filter(None, answer.iter_lines()):
-        if line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
-    assert line == "data: [DONE]"
+    *lines, last = [line for line in answer.iter_lines() if line]
+    assert last == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def hang_up(url: str, request: dict) -> None:
-    """Reads a little of a stream, or nothing of a whole answer, and goes."""
-    if request["stream"]:
-        with CLIENT.stream("POST", f"{url}/v1/completions", json=request) as answer:
-            next(answer.iter_lines())
-    else:
-        with pytest.raises(httpx2.TimeoutException):
-            CLIENT.post(f"{url}/v1/completions", json=request, timeout=0.05)
+    """Reads a little of a stream, and goes."""
+    with CLIENT.stream("POST", f"{url}/v1/completions", json=request) as answer:
+        next(answer.iter_lines())
 
 
 def wait_until(holds, seconds: float = 10.0) -> None:
@@ -97,12 +93,10 @@ def test_32_at_a_time(serving, drafting_llm, model):
     """Greedy answers are those of the target alone, and seeds mean what they mean offline; ten hang
     up meanwhile."""
     url = serving(drafting_llm("fake", model, max_num_seqs=6), max_num_queued_reqs=64)
-    leaving = [LONG | {"prompt": f"leaving {i}", "stream": i % 2 == 0} for i in range(10)]
     with ThreadPoolExecutor(42) as pool:
-        gone = [pool.submit(hang_up, url, each) for each in leaving]
-        texts = list(pool.map(lambda each: ask(url, each), MIXED))
-        for each in gone:
-            each.result()
+        left = [pool.submit(hang_up, url, LONG | {"prompt": f"leaving {i}"}) for i in range(10)]
+        texts = list(pool.map(lambda request: ask(url, request), MIXED))
+        assert all(future.result() is None for future in left)
     assert texts[::3] == offline_texts(drafting_llm("off", model), MIXED[::3])
     assert texts == offline_texts(drafting_llm("fake", model, max_num_seqs=6), MIXED)
     wait_until(lambda: idle(serving, url))
@@ -170,7 +164,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     failed = [answer for answer in answers if "RuntimeError" in answer.text]
     assert 1 <= len(failed) <= 2
     for answer in failed:
-        error = [*events(answer)][-1]["error"] if stream else answer.json()["error"]
+        error = events(answer)[-1]["error"] if stream else answer.json()["error"]
         assert error["code"] == 500 and "CUDA out of memory: 3 GiB" in error["message"]
         assert answer.status_code == (200 if stream else 500)
     asked = {"prompt": "x", "max_tokens": 20, "temperature": 0}
@@ -182,103 +176,26 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     wait_until(lambda: idle(serving, url))
 
 
-def test_engine_that_dies_is_not_healthy(serving, drafting_llm, model, monkeypatch):
-    llm, failed = drafting_llm("off", model), threading.Event()
-    url = serving(llm)
-    serving.server(url).engine.on_failure = failed.set
-
+def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch):
     def die():
         raise SystemExit("gone")
 
+    llm, listening = drafting_llm("off", model), bind("127.0.0.1", 0)
     monkeypatch.setattr(llm.engine, "step", die)
-    request = {"prompt": "x", "max_tokens": 2}
-    assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
-    assert failed.wait(10) and CLIENT.get(f"{url}/health").status_code == 503
+    options = ServeFlags(served_model_name=("tiny",))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(serve_app, llm, options, listening)
+        wait_until(lambda: healthy(url), 60)
+        request = {"prompt": "x", "max_tokens": 2}
+        assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
+        with pytest.raises(SystemExit) as exit_code:
+            server.result(30)
+    assert exit_code.value.code == 1
 
 
-# ------------------------------------------------------------------------- as a process
-
-
-@pytest.fixture(scope="module")
-def saved(model, byte_tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def started(saved):
-    """`started(*flags, code)`: a server of that target in a process of its own, which may still be
-    loading and runs `code` before, and its address."""
-    running = []
-
-    def start(*flags: str, code: str = "") -> tuple[PythonProcess, str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        arguments = ["--host", "127.0.0.1", "--port", port, "--model", saved, *flags]
-        code += f"import sys; sys.argv[1:] = {arguments};"
-        code += "from draftsmith.inference.server import command;"
-        running.append(PythonProcess("-c", code + "command.main()"))
-        return running[-1], f"http://127.0.0.1:{port}"
-
-    yield start
-    for process in running:
-        process.kill()
-
-
-def wait_for(url: str, process: PythonProcess) -> None:
-    def answers() -> bool:
-        assert process.poll() is None, process.stdout.read()
-        try:
-            return CLIENT.get(f"{url}/health").status_code == 200
-        except httpx2.TransportError:
-            return False
-
-    wait_until(answers, 90)
-
-
-@pytest.mark.slow
-def test_sigterm_lets_running_requests_finish(started, saved):
-    process, url = started("--speculative_config", '{"method": "ngram"}')
-    wait_for(url, process)
-    request = LONG | {"n": 8, "model": saved, "ignore_eos": True}
-    with CLIENT.stream("POST", f"{url}/v1/completions", json=request) as answer:
-        stream = events(answer)
-        chunks = [next(stream)]
-        process.send_signal(signal.SIGTERM)
-        chunks += stream
-    assert sum(chunk["choices"][0]["finish_reason"] == "length" for chunk in chunks) == 8
-    log = process.communicate(timeout=30)[0]
-    assert process.returncode == -signal.SIGTERM, log  # as uvicorn ends
-    assert "a long answer" not in log and "Traceback" not in log
-
-
-@pytest.mark.slow
-def test_signal_ends_a_server_that_warms_up(started):
-    code = """
-import time
-from draftsmith.inference import LLM
-LLM.warm_up = lambda *_: print("compiling", flush=True) or time.sleep(600)
-"""
-    process, _ = started(code=code)
-    while "compiling" not in (line := process.stdout.readline()):
-        assert line, "it ended before"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == -signal.SIGINT
-
-
-@pytest.mark.slow
-def test_engine_that_dies_ends_the_process(started):
-    code = """
-from draftsmith.inference.engine.engine import Engine
-def step(self):
-    raise SystemExit("gone")
-Engine.step = step
-"""
-    process, url = started(code=code)
-    wait_for(url, process)
-    assert CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 500
-    process.communicate(timeout=30)
-    assert process.returncode == 1
+def healthy(url: str) -> bool:
+    try:
+        return CLIENT.get(f"{url}/health").status_code == 200
+    except httpx2.TransportError:
+        return False

@@ -13,7 +13,6 @@ from draftsmith.inference.evaluation.engines import Drafting
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.vllm_bridge.engine import (
     VllmError,
-    VllmOptions,
     Worker,
     speculative_config,
 )
@@ -55,28 +54,22 @@ def test_a_worker_that_fails_says_why_in_its_own_words() -> None:
         Worker(sys.executable, {"model": "m", "options": {}, "speculative_config": None})
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "mtp", "mlp", "draft_model"])
-def test_every_family_is_named_and_sampled_as_here(
-    tiny_model, target_folder, tmp_path, family
-) -> None:
+@pytest.mark.parametrize("family", ["eagle", "medusa", "mtp", "mlp"])
+def test_family_is_named_and_sampled_as_here(tiny_model, target_folder, tmp_path, family) -> None:
     """vLLM guesses a method from the path, and takes the best draft, where nothing else is said."""
-    cls, model = family_class(family), tiny_model("llama", vocab_size=259)
-    target = FrozenTarget(model, (1, 2, 3) if family == "eagle3" else ())
-    options = cls.options.model_validate(
-        {"from_target": {"first": 1}} if family == "draft_model" else {}
-    )
-    shape = options.shape(cls.config_class.model_fields, target)
+    cls, target = family_class(family), FrozenTarget(tiny_model("llama", vocab_size=259))
+    shape = cls.options.model_validate({}).shape(cls.config_class.model_fields, target)
     shape = {name: value for name, value in shape.items() if value is not None}
     drafter = cls(config_for_target(target, family, **shape)).attach(target)
     head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     if family == "mlp":
-        with pytest.raises(ConfigError, match="mlp|MLP"):
+        with pytest.raises(ConfigError):
             speculative_config(drafting(target_folder, str(head), None))
         return
-    told, needs = speculative_config(drafting(target_folder, str(head), None))
-    assert told["method"] == family
-    assert (told["model"], told["num_speculative_tokens"]) == (str(head), 3)
-    assert ("draft_sample_method" in told) == (family != "medusa")
+    config, needs = speculative_config(drafting(target_folder, str(head), None))
+    assert config["method"] == family
+    assert (config["model"], config["num_speculative_tokens"]) == (str(head), 3)
+    assert ("draft_sample_method" in config) == (family != "medusa")
     assert needs == ({"hf_overrides": {"num_nextn_predict_layers": 1}} if family == "mtp" else {})
 
 
@@ -84,21 +77,10 @@ def drafting(model: str, drafter: str | None, method: str | None) -> Drafting:
     return Drafting.of(model, drafter, method, num_speculative_tokens=3, rows=4, seed=0, options={})
 
 
-def test_methods_without_a_checkpoint_are_told_the_same_everywhere(target_folder) -> None:
-    told, needs = speculative_config(drafting(target_folder, None, "ngram"))
-    assert told == {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_min": 2,
-        "prompt_lookup_max": 4,
-    }
-    assert needs == {}
-    assert (
-        speculative_config(drafting(target_folder, None, "suffix"))[0][
-            "suffix_decoding_max_cached_requests"
-        ]
-        == 0
-    )
+def test_method_without_a_checkpoint_has_the_same_options_everywhere(target_folder) -> None:
+    config, needs = speculative_config(drafting(target_folder, None, "ngram"))
+    options = {"num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    assert (config, needs) == ({"method": "ngram", **options}, {})
     for drafter, method in ((None, None), ("x", "ngram")):
         with pytest.raises(ConfigError):
             drafting(target_folder, drafter, method)
@@ -118,16 +100,3 @@ def test_training_free_method_is_evaluated_in_this_runtime(target_folder) -> Non
         report.provenance.drafter_path is None
         and report.provenance.drafter_config["method"] == "ngram"
     )
-
-
-def test_vllm_is_asked_for_before_anything_is_measured(monkeypatch, target_folder) -> None:
-    monkeypatch.setenv(PYTHON, "/nowhere/python")
-    with pytest.raises(ConfigError, match="/nowhere/python"):
-        evaluate(
-            target_folder,
-            None,
-            {"a": [[5, 6]]},
-            EvaluationSettings(),
-            method="ngram",
-            engine=VllmOptions(),
-        )
