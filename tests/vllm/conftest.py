@@ -97,19 +97,8 @@ def vllm_server(vllm_python: str, tmp_path_factory):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [
-            vllm_python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            *SERVER,
-            *arguments,
-        ]
+        command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += ["--host", "127.0.0.1", "--port", str(port), *SERVER, *arguments]
         log = root / f"{port}.log"
         with log.open("w") as written:
             environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -153,8 +142,7 @@ def servable_model(tiny_model):
 
 @pytest.fixture(scope="session")
 def own_texts():
-    """`own_texts(target)`: features of the prompts and the target's greedy answers, to fit or train
-    a head to."""
+    """`own_texts(target)`: features of the prompts and its greedy answers, to train a head on."""
 
     def of(target: FrozenTarget) -> list[TargetFeatures]:
         params = SamplingParams(temperature=0, max_tokens=WRITTEN)
@@ -182,7 +170,7 @@ def student(model: Any, noise: float, **options: Any) -> DraftModel:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
-    return drafter.prepare_training(chosen).eval()
+    return drafter.eval()
 
 
 # -------------------------------------------------------------------- the comparison
@@ -229,10 +217,9 @@ class Ours(NamedTuple):
     counters: SpecDecodeCounters
 
 
-def run_ours(llm: LLM, k: int, *, rounds_alike: bool = True) -> Ours:
-    """The prompts, answered greedily, drafting at most `k` tokens a round. `rounds_alike`: without
-    drafts they are answered by the same tokens; in half precision one token and several may round
-    to the two sides of a tie."""
+def run_ours(llm: LLM, k: int) -> Ours:
+    """The prompts, answered greedily, drafting at most `k` tokens a round; without drafts they are
+    answered by the same tokens."""
     drafts: dict[str, list[list[int]]] = {}
     propose = llm.engine.proposer.propose
 
@@ -244,23 +231,18 @@ def run_ours(llm: LLM, k: int, *, rounds_alike: bool = True) -> Ours:
 
     llm.engine.proposer.propose = watched
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    outputs = llm.generate(
-        prompts, SamplingParams(temperature=0, max_tokens=WRITTEN), use_tqdm=False
-    )
-    further = SamplingParams(temperature=0, max_tokens=WRITTEN + k + 1)
-    counters = SpecDecodeCounters()
-    for output in outputs:
-        counters.merge(output.outputs[0].spec_decode_metrics)
-    texts = [
-        o.outputs[0].token_ids
-        for o in llm.generate(prompts, further, use_tqdm=False, speculate=False)
-    ]
-    written = [o.outputs[0].token_ids for o in outputs]
-    if rounds_alike:
-        assert [text[:WRITTEN] for text in texts] == written
-    texts = [
-        text if text[:WRITTEN] == own else own for text, own in zip(texts, written, strict=True)
-    ]
+
+    def completions(tokens: int, **how: bool) -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        outputs = llm.generate(prompts, params, use_tqdm=False, **how)
+        return [output.outputs[0] for output in outputs]
+
+    drafted, counters = completions(WRITTEN), SpecDecodeCounters()
+    for completion in drafted:
+        counters.merge(completion.spec_decode_metrics)
+    further = completions(WRITTEN + k + 1, speculate=False)
+    texts, written = ([c.token_ids for c in each] for each in (further, drafted))
+    assert [text[:WRITTEN] for text in texts] == written
     return Ours(texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters)
 
 
@@ -307,12 +289,8 @@ def same_as_ours(serve, plain_in_vllm):
         engine: dict[str, Any] | None = None,
         **how: bool,
     ):
-        job = {
-            "model": str(target),
-            "prompts": PROMPTS,
-            "max_tokens": WRITTEN,
-            "options": engine or {},
-        }
+        job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN}
+        job["options"] = engine or {}
         repaired = {"probe": "without_faults"} if config["method"] == "dflash" else {}
         theirs = serve(job | {"speculative_config": config, **repaired}, **how)
         ours = run_ours(llm, config["num_speculative_tokens"])
@@ -344,12 +322,8 @@ def same_in_vllm(same_as_ours, tmp_path: Path):
     ) -> SpecDecodeCounters:
         head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         model.save_pretrained(tmp_path / "target")
-        config = {
-            **vllm_method(drafter.config.family),
-            "model": str(head),
-            "num_speculative_tokens": k,
-            **options,
-        }
+        config = vllm_method(drafter.config.family) | {"model": str(head)} | options
+        config["num_speculative_tokens"] = k
         return same_as_ours(tmp_path / "target", config, with_head(model, head, k), engine=engine)
 
     return check

@@ -68,13 +68,3 @@ def without_faults(job: dict) -> dict:
     """As `serve`, repaired."""
     with repaired():
         return serve(job)
-
-
-def by_rule(job: dict) -> dict:
-    """Texts by `rejection_sample_method`, repaired."""
-    config = job["speculative_config"]
-    jobs = {
-        r: job | {"speculative_config": config | {"rejection_sample_method": r}}
-        for r in ("standard", "block")
-    }
-    return {rule: without_faults(asked)["token_ids"] for rule, asked in jobs.items()}

@@ -18,7 +18,7 @@ from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
+from tests.vllm.test_families_in_vllm import BLOCK, FITTED, LEAST_SQUARES, trained
 
 K = 3
 SETTINGS = EvaluationSettings(
@@ -35,7 +35,6 @@ SETTINGS = EvaluationSettings(
 SHAPES = {
     "eagle3": (FITTED, LEAST_SQUARES),
     "dflash": ({"num_layers": 2, **BLOCK}, {}),
-    "peagle": ({**FITTED, **DEPTHS}, LEAST_SQUARES),
 }
 WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
 
@@ -102,12 +101,7 @@ def test_offline_counts_what_this_runtime_counts(folders, ours, offline) -> None
     assert [check.mismatches for check in cell.lossless] == [0]
     assert cell.expected.relative_difference == pytest.approx(0, abs=1e-9)
     assert cell.speedup_vs_autoregressive is not None
-    facts = theirs.provenance.engines[0]
-    assert (
-        facts.name == "vllm"
-        and facts.version[0].isdigit()
-        and facts.draft_sample_method == "probabilistic"
-    )
+    assert theirs.provenance.engines[0].draft_sample_method == "probabilistic"
 
 
 def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
@@ -117,14 +111,11 @@ def test_a_matcher_without_a_checkpoint_is_measured(folders, offline) -> None:
     )
     cell = theirs.cell("all", 0)
     assert [check.mismatches for check in cell.lossless] == [0]
-    rounds = cell.num_rounds
-    assert (
-        0 < cell.num_drafts < rounds
-        and cell.output_tokens <= cell.prompts + rounds + cell.num_accepted_tokens
-    )
+    assert 0 < cell.num_drafts < cell.num_rounds
+    assert cell.output_tokens <= cell.prompts + cell.num_rounds + cell.num_accepted_tokens
 
 
-@pytest.mark.parametrize("family", ["eagle3", "dflash", "peagle"])
+@pytest.mark.parametrize("family", SHAPES)
 def test_sampled_drafts_are_accepted_as_expected(folders_of, offline, family) -> None:
     """Verification at temperature 1, which the CPU build does with uninitialised memory and the
     worker repairs."""

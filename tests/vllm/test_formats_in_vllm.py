@@ -30,11 +30,7 @@ def job(model: Path, **more: Any) -> dict[str, Any]:
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", SHAPE),
     "peagle": ("peagle", {**SHAPE, **DEPTHS}),
-    "dflash": ("dflash", {"num_layers": 1, **BLOCK}),
-    "dflash, causal, reduced vocabulary": (
-        "dflash",
-        {"num_layers": 1, "is_causal": True, "draft_vocab_size": 96, **BLOCK},
-    ),
+    "dflash, causal": ("dflash", {"num_layers": 1, "is_causal": True, **BLOCK}),
     "dflash, sliding window": ("dflash", {"num_layers": 1, "sliding_window": 8, **BLOCK}),
 }
 
@@ -85,21 +81,12 @@ ONE, WINDOW = {"num_layers": 1, **BLOCK}, {"num_layers": 1, "sliding_window": 8,
 FAULTS: list[tuple[str, str, dict[str, Any], Any]] = [
     ("d2t", "eagle3", SHAPE, lambda c, t: t.pop("d2t")),
     ("norm.weight", "eagle3", SHAPE, lambda c, t: t.pop("norm.weight")),
-    ("fc.weight", "eagle3", SHAPE, lambda c, t: t.pop("fc.weight")),
-    ("lm_head.weight", "eagle3", SHAPE, lambda c, t: t.pop("lm_head.weight")),
     ("fc.bias", "eagle3", SHAPE, lambda c, t: t.update({"fc.bias": torch.ones(128)})),
     ("stray.weight", "eagle3", SHAPE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
     ("num_aux_hidden_states", "eagle3", SHAPE, lambda c, t: c.update(num_aux_hidden_states=2)),
-    (
-        "architectures",
-        "eagle3",
-        SHAPE,
-        lambda c, t: c.update(architectures=["LlamaForCausalLMEagle"]),
-    ),
     ("sliding_window", "eagle3", {"sliding_window": 8}, lambda c, t: c.pop("layer_types")),
     ("mask_hidden", "peagle", DEPTHS, lambda c, t: t.pop("mask_hidden")),
     ("fc.weight", "dflash", ONE, lambda c, t: t.pop("fc.weight")),
-    ("hidden_norm.weight", "dflash", ONE, lambda c, t: t.pop("hidden_norm.weight")),
     ("stray.weight", "dflash", ONE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
     ("model.", "dflash", ONE, prefixed),
     ("is_causal", "dflash", ONE, section(causal=True)),
