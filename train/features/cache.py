@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
+import time
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -41,6 +40,8 @@ FORMAT = 2
 KEY_FILE = "key.json"
 OPEN_SHARDS = 128  # mapped at once; a process may have some thousand files open
 SHARD_BYTES = 256e6  # of one file: what a killed process loses at most
+ABANDONED_S = 3600  # after which a file that is not whole is removed
+DAMAGED = "damaged; delete the file and run the same command again, which computes its texts anew"
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,6 @@ def texts_of(row: PackedRow) -> Iterator[tuple[bytes, slice]]:
     ends = [*(np.flatnonzero(np.diff(row.segment_ids)) + 1).tolist(), len(row)]
     start = 0
     for end in ends:
-        if not np.array_equal(row.position_ids[start:end], np.arange(end - start)):
-            raise DataError(
-                "the positions of a text in a packed row do not count from 0; it cannot be kept",
-                where="features",
-            )
         yield text_key(row.input_ids[start:end]), slice(start, end)
         start = end
 
@@ -129,12 +125,7 @@ class FeatureCache:
         names = ("taps", "last_hidden") if self.key.taps else ("last_hidden",)
         payload = {name: shard.get_tensor(f"{text.hex()}.{name}") for name in names}
         if _checksum(payload) != checksums[text.hex()]:
-            raise DataError(
-                "damaged: the bytes of a text are not those that were"
-                " written; delete the file and run the same command again, which computes its"
-                " texts anew",
-                where=f"{self._shards[text]}",
-            )
+            raise DataError(DAMAGED, where=f"{self._shards[text]}")
         taps = None
         if self.key.taps:
             vectors = payload["taps"].to(device).unflatten(-1, (len(self.key.taps), -1))
@@ -148,10 +139,7 @@ class FeatureCache:
         here."""
         names = [text for text, _ in texts_of(row)]
         if not all(text in self for text in names):
-            raise DataError(
-                "a training text has no features there; run the same command again",
-                where=f"{self.folder}",
-            )
+            raise DataError("a training text has no features there", where=f"{self.folder}")
         texts = [self.read(text, device) for text in names]
         taps = [taps for taps, _ in texts if taps is not None]
         last_hidden = torch.cat([last for _, last in texts])
@@ -162,12 +150,8 @@ def _opened(path: Path) -> tuple[Any, dict[str, int]]:
     """A mapped shard, and the checksums of its texts. Its header says if it is whole."""
     try:
         shard = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise DataError(
-            f"damaged or cut short ({error}); delete the file and run the same command"
-            " again, which computes its texts anew",
-            where=f"{path}",
-        ) from None
+    except (SafetensorError, OSError):
+        raise DataError(DAMAGED, where=f"{path}") from None
     return shard, {text: int(value) for text, value in (shard.metadata() or {}).items()}
 
 
@@ -183,9 +167,8 @@ class ShardWriter:
         cache.folder.mkdir(parents=True, exist_ok=True)
         key = json.dumps(asdict(cache.key), indent=2) + "\n"
         write_whole(cache.folder / KEY_FILE, key)
-        for path in cache.folder.glob(f"*.{socket.gethostname()}.*.partial"):
-            writer = path.name.split(".")[-2]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):  # it was killed
+        for path in cache.folder.glob("*.partial"):  # of a process that was killed
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink(missing_ok=True)
 
     def __enter__(self) -> ShardWriter:
@@ -219,7 +202,7 @@ class ShardWriter:
         }
         checksums = {text: str(_checksum(parts)) for text, parts in self._texts.items()}
         path = self.cache.folder / f"{uuid.uuid4().hex}.safetensors"
-        partial = path.with_name(f"{path.stem}.{socket.gethostname()}.{os.getpid()}.partial")
+        partial = path.with_suffix(".partial")
         try:
             save_file(tensors, partial, checksums)
             with partial.open("rb") as file:
@@ -228,9 +211,8 @@ class ShardWriter:
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise DataError(
-                f"a shard of {self._waiting / 1e6:.0f} MB could not be written"
-                f" ({error}); what was written before is kept, so make room and run the same"
-                " command again",
+                f"a shard of {self._waiting / 1e6:.0f} MB could not be written ({error}); what was"
+                " written before is kept",
                 where=f"{path.parent}",
             ) from None
         self.bytes += self._waiting
@@ -243,9 +225,8 @@ class ShardWriter:
         error = relative_error(vectors, encoding.decode(payload)).mean()
         if not torch.isfinite(error):
             raise DataError(
-                f"{name} of a training text hold numbers that are not finite, or too"
-                f" large for {encoding.name}; look at the target in a wider precision"
-                " (target.dtype: float32)",
+                f"{name} of a training text hold numbers that are not finite; try target.dtype:"
+                " float32",
                 where="features",
             )
         self.error[name] = max(self.error.get(name, 0.0), float(error))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -28,68 +28,58 @@ SMALLEST_BLOCK = 64  # narrower ones would be mostly scales
 TINY = torch.finfo(torch.bfloat16).tiny  # the smallest divisor
 
 
-class Encoding(ABC):
-    """An encoding of vectors of `width` numbers that were computed in `dtype`."""
+@dataclass(frozen=True)
+class Plain:
+    """A float format without scales, of vectors of `width` numbers that were computed in
+    `dtype`."""
 
-    def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
-        self.name, self.width, self.dtype = name, width, dtype
-
-    @property
-    @abstractmethod
-    def bytes_per_vector(self) -> int:
-        """Scales and padding included."""
-
-    @abstractmethod
-    def encode(self, vectors: Tensor) -> Tensor:
-        """[..., H], finite -> uint8 [..., bytes_per_vector]."""
-
-    @abstractmethod
-    def decode(self, payload: Tensor) -> Tensor:
-        """Undoes `encode`, up to the encoding's error -> [..., H] in `dtype`."""
-
-
-class Plain(Encoding):
-    """A float format without scales."""
-
-    def __init__(self, name: str, width: int, dtype: torch.dtype, stored: torch.dtype) -> None:
-        super().__init__(name, width, dtype)
-        self.stored = stored
+    width: int
+    dtype: torch.dtype
+    stored: torch.dtype
 
     @property
     def bytes_per_vector(self) -> int:
         return self.width * self.stored.itemsize
 
     def encode(self, vectors: Tensor) -> Tensor:
+        """[..., H], finite -> uint8 [..., bytes_per_vector]."""
         return _bytes(vectors.to(self.stored))
 
     def decode(self, payload: Tensor) -> Tensor:
+        """Undoes `encode`, up to the encoding's error -> [..., H] in `dtype`."""
         return _numbers(payload, self.stored).to(self.dtype)
 
 
-class Rotated(Encoding):
+@dataclass(frozen=True)
+class Rotated:
     """A random rotation of each block of numbers, then the best levels for a normal distribution:
     a scale in bfloat16 per block, then the codes."""
 
-    def __init__(self, name: str, width: int, dtype: torch.dtype, bits: int) -> None:
-        super().__init__(name, width, dtype)
-        self.bits = bits
-        self.block = max(math.gcd(width, BLOCK), SMALLEST_BLOCK)  # a width is padded to blocks
-        self.blocks = -(-width // self.block)
+    width: int
+    dtype: torch.dtype
+    bits: int
+
+    @property
+    def block(self) -> int:
+        return max(math.gcd(self.width, BLOCK), SMALLEST_BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        """The last one may be padded."""
+        return -(-self.width // self.block)
 
     @property
     def bytes_per_vector(self) -> int:
+        """Scales and padding included."""
         return 2 * self.blocks + self.blocks * self.block * self.bits // 8
 
     def encode(self, vectors: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(
-            vectors.float(), (0, self.blocks * self.block - self.width)
-        )
+        """[..., H], finite -> uint8 [..., bytes_per_vector]."""
+        padding = (0, self.blocks * self.block - self.width)
+        padded = torch.nn.functional.pad(vectors.float(), padding)
         rotation = _rotation(self.block, padded.device)
         rotated = padded.unflatten(-1, (self.blocks, self.block)) @ rotation
-        # squares of the numbers themselves may overflow
-        largest = rotated.abs().amax(-1, keepdim=True).clamp(min=TINY)
-        root_mean_square = largest * (rotated / largest).square().mean(-1, keepdim=True).sqrt()
-        scales = root_mean_square.to(torch.bfloat16)
+        scales = rotated.square().mean(-1, keepdim=True).sqrt().to(torch.bfloat16)
         edges = normal_levels(self.bits)[1].to(rotated.device)
         # the scale of zeros is 0, and zeros come back
         codes = torch.bucketize(rotated / scales.float().clamp(min=TINY), edges).to(torch.uint8)
@@ -97,37 +87,39 @@ class Rotated(Encoding):
         return torch.cat([_bytes(scales.squeeze(-1)), packed], dim=-1)
 
     def decode(self, payload: Tensor) -> Tensor:
+        """Undoes `encode`, up to the encoding's error -> [..., H] in `dtype`."""
         scales = _numbers(payload[..., : 2 * self.blocks], torch.bfloat16).float().unsqueeze(-1)
-        codes = payload[..., 2 * self.blocks :].unflatten(
-            -1, (self.blocks, self.block * self.bits // 8)
-        )
+        shape = (self.blocks, self.block * self.bits // 8)
+        codes = payload[..., 2 * self.blocks :].unflatten(-1, shape)
         levels = normal_levels(self.bits)[0].to(codes.device)
         rotated = levels[unpack_bits(codes, self.bits).int()] * scales
         vectors = (rotated @ _rotation(self.block, codes.device).T).flatten(-2)
         return vectors[..., : self.width].to(self.dtype)
 
 
+Encoding = Plain | Rotated
+
+
 def make_encodings(name: str, width: int, dtype: torch.dtype) -> tuple[Encoding, Encoding]:
     """The encodings of taps and of the last hidden state, `width` numbers in the target's
     `dtype`."""
     if name == "rotated":
-        taps, last_hidden = (Rotated(f"rotated{n}", width, dtype, n) for n in ROTATED_BITS)
+        taps, last_hidden = (Rotated(width, dtype, bits) for bits in ROTATED_BITS)
         return taps, last_hidden
-    plain = Plain(name, width, dtype, dtype if name == "exact" else torch.bfloat16)
+    plain = Plain(width, dtype, dtype if name == "exact" else torch.bfloat16)
     return plain, plain
 
 
 def bytes_per_token(name: str, taps: int, width: int, dtype: torch.dtype) -> int:
     """Bytes of `taps` taps and the last hidden state."""
-    tap, last_hidden = (one.bytes_per_vector for one in make_encodings(name, width, dtype))
+    tap, last_hidden = (part.bytes_per_vector for part in make_encodings(name, width, dtype))
     return taps * tap + last_hidden
 
 
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
     """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as
     zeros."""
-    largest = vectors.float().abs().amax(-1, keepdim=True).clamp(min=TINY)
-    x, y = vectors.float() / largest, decoded.float() / largest
+    x, y = vectors.float(), decoded.float()
     return (x - y).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
 
 
@@ -143,11 +135,8 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(payload: Tensor, bits: int) -> Tensor:
     """Undoes `pack_bits` -> uint8 [..., N]."""
-    words = (
-        torch.nn.functional.pad(payload.unflatten(-1, (-1, bits)), (0, 8 - bits))
-        .contiguous()
-        .view(torch.int64)
-    )
+    padded = torch.nn.functional.pad(payload.unflatten(-1, (-1, bits)), (0, 8 - bits))
+    words = _numbers(padded, torch.int64)
     codes = (words >> (bits * torch.arange(8, device=payload.device))) & (2**bits - 1)
     return codes.flatten(-2).to(torch.uint8)
 
@@ -173,9 +162,8 @@ def normal_levels(bits: int) -> tuple[Tensor, Tensor]:
     what lies between its edges."""
     count = 2**bits
     spread = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    levels = math.sqrt(3) * torch.special.ndtri(
-        spread
-    )  # the best there is for many levels; a good start for few
+    # the best there is for many levels; a good start for few
+    levels = math.sqrt(3) * torch.special.ndtri(spread)
     bound = torch.tensor([math.inf], dtype=torch.float64)
     for _ in range(400):
         edges = torch.cat([-bound, (levels[1:] + levels[:-1]) / 2, bound])
@@ -192,8 +180,6 @@ def _rotation(size: int, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    digest = torch.frombuffer(
-        bytearray(hashlib.shake_256(b"rotation").digest(size)), dtype=torch.uint8
-    )
+    digest = torch.tensor(list(hashlib.shake_256(b"rotation").digest(size)))
     signs = (digest & 1).float() * 2 - 1
     return (signs[:, None] * matrix / math.sqrt(size)).to(device)

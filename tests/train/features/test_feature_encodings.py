@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +27,7 @@ def vectors(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def rotated(bits: int, width: int) -> Rotated:
-    return Rotated("rotated", width, torch.float32, bits)
+    return Rotated(width, torch.float32, bits)
 
 
 def through(encoding: Encoding, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +68,7 @@ def test_levels_are_the_best_for_a_normal_distribution(bits):
 
 @pytest.mark.parametrize("width", [32, 100, 256, 320, 2880])
 @pytest.mark.parametrize("bits", ROTATED_BITS)
-def test_any_width_and_scale_come_back_within_the_error_of_the_bits(bits, width):
+def test_any_width_comes_back_within_the_error_of_the_bits(bits, width):
     """Widths that no block divides are padded; zeros stay zeros to the bit; runs of tokens are
     encoded alone."""
     x = vectors(40, width)
@@ -81,9 +79,6 @@ def test_any_width_and_scale_come_back_within_the_error_of_the_bits(bits, width)
     assert error < 3 * 4.0**-bits
     assert torch.equal(found[2], torch.zeros(width))
     assert torch.equal(encoding.encode(x)[5:9], encoding.encode(x[5:9]))
-    for scale in (1e-30, 1e30):
-        other = relative_error(x, through(encoding, x * scale) / scale).mean()
-        assert math.isclose(error, other, rel_tol=0.1)
 
 
 def test_few_large_channels():
