@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,36 +33,9 @@ from draftsmith.train.commands.publish import push
 from draftsmith.train.commands.regenerate import regenerate
 from draftsmith.train.commands.try_methods import try_methods
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-# In the order of work; `--help` lists them so.
-ORDER = (
-    "prepare",
-    "regenerate",
-    "plan",
-    "cache-features",
-    "train",
-    "compare",
-    "evaluate",
-    "try",
-    "inspect",
-    "export",
-    "push",
-    "generate",
-    "serve",
-    "bench",
-    "schema",
-)
-
 
 class Commands(TyperGroup):
     """The group of commands; prints the project's errors."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        names = super().list_commands(ctx)
-        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         with user_errors():
@@ -100,7 +73,6 @@ def main(
     """Train drafters for speculative decoding, and prove that they help."""
 
 
-@app.command()
 def schema(
     section: Annotated[
         str, typer.Argument(help="Only keys that begin with this, such as training.")
@@ -122,15 +94,13 @@ def schema(
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=2))
         return
-    table = _table("key", "meaning; what it takes, its default")
+    console = Console(highlight=False)
     for row in rows:
-        takes = f"{row.type}; {row.default}" if row.default else row.type
-        meaning = Text(row.description + "\n").append(takes, style="dim")
-        table.add_row(Text(row.name, style="cyan" if "." in row.name else "bold cyan"), meaning)
-    Console().print(table)
+        takes = f" ({row.type}; {row.default})" if row.default else f" ({row.type})"
+        name = Text(f"{row.name}: ", style="cyan" if "." in row.name else "bold cyan")
+        console.print(name.append(row.description, style="").append(takes, style="dim"))
 
 
-@app.command()
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
@@ -146,7 +116,6 @@ def train(
         raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
 
 
-@app.command()
 def compare(
     recipes: Annotated[
         list[Path], typer.Argument(metavar="RECIPE", help="Recipe files; names must differ.")
@@ -171,7 +140,6 @@ def compare(
     Console().print(table, f"{out / FILE}", highlight=False)
 
 
-@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
     model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
@@ -224,13 +192,6 @@ def generate(
 # -------------------------------------------------------------------------------- what they print
 
 
-def _table(*columns: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
-
-
 @contextmanager
 def _resumable() -> Iterator[None]:
     """Prints where a run that was asked to stop has saved itself, without a traceback."""
@@ -248,26 +209,30 @@ def _print_speed(written: int, metrics: Any) -> None:
     from draftsmith.inference.metrics import acceptance_length
 
     spent = (metrics.finished_time or 0) - (metrics.first_token_time or 0)
-    parts = [f"{written} tokens"] + (
-        [f"{(written - 1) / spent:.0f} tokens/s"] if written > 1 and spent > 0 else []
-    )
+    parts = [f"{written} tokens"]
+    if written > 1 and spent > 0:
+        parts.append(f"{(written - 1) / spent:.0f} tokens/s")
     if metrics.num_drafts:
         length = acceptance_length(metrics.num_accepted_tokens, metrics.num_drafts)
         parts.append(f"acceptance length {length:.2f} over {metrics.num_drafts} verifications")
     Console(stderr=True).print(", ".join(parts), style="dim", highlight=False)
 
 
-for command in (
-    push,
+for command in (  # in the order of work, in which `--help` lists them
+    init,
+    prepare,
     regenerate,
     plan,
-    init,
-    certify,
-    prepare,
-    artefact.export,
-    artefact.inspect,
-    evaluate,
     cache_features,
+    train,
+    compare,
+    evaluate,
+    artefact.inspect,
+    artefact.export,
+    push,
+    generate,
+    schema,
+    certify,
 ):
     app.command()(command)
 app.command("try")(try_methods)

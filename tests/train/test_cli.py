@@ -23,7 +23,7 @@ from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.cli import ORDER, app
+from draftsmith.train.cli import app
 from draftsmith.train.planner.plan import make_stage
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
@@ -120,7 +120,7 @@ class Without:
         return getattr(self.finder, name)
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 from draftsmith.inference import LLM
-from draftsmith.train.cli import ORDER, app
+from draftsmith.train.cli import app
 app(sys.argv[1:])
 """
 
@@ -257,7 +257,6 @@ def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp
     assert json.loads((tmp_path / "out" / "config.json").read_text())["draftsmith"]["step"] == 4
     assert call("export", run_dir, tmp_path / "half", "--dtype", "bfloat16")[0] == 0
     assert load_file(tmp_path / "half" / "model.safetensors")["fc.weight"].dtype == torch.bfloat16
-    assert "expected one of" in refused("export", run_dir, tmp_path / "out", "--dtype", "int8")
 
 
 def test_export_dresses_a_drafter_in_another_format(drafter_folder, target_folder, tmp_path):
@@ -351,11 +350,10 @@ def test_inspect_holds_a_mask_token_to_the_targets_tokenizer(target_folder, tmp_
     assert not faults(folder, "--model", bare)
 
 
-def test_inspect_of_methods_without_a_folder(recipe_file):
+def test_inspect_of_methods_without_a_folder():
     code, output = call("inspect", "ngram", "--model", "org/target")
     assert code == 0 and '"method": "ngram"' in output and "--speculative-algorithm NGRAM" in output
     assert "vLLM has no lookahead" in call("inspect", "lookahead")[1]
-    assert "is a recipe" in refused("inspect", recipe_file)
 
 
 # ------------------------------------------------------------------ evaluate and generate
@@ -502,7 +500,7 @@ def test_generate_refuses_what_it_cannot_use(target_folder):
 def test_help_lists_the_commands_in_order_and_is_readable_at_80_columns():
     code, output = call("-h")
     listed = [line.split()[0] for line in output.partition("Commands:")[2].splitlines() if line]
-    assert code == 0 and [name for name in listed if name in ORDER] == list(ORDER)
+    assert code == 0 and listed[:3] == ["init", "prepare", "regenerate"]
     for command in get_command(app).commands:
         shown = CliRunner().invoke(app, [command, "-h"], env={"COLUMNS": "80"})
         assert shown.exit_code == 0

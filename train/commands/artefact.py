@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
-from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.hub import repository_id
+from draftsmith.train.recipe.data_sections import Dtype
 
 if TYPE_CHECKING:
     from draftsmith.speculators.export.inspection import Inspection
     from draftsmith.speculators.export.serving_commands import ServingCommand
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def export(
@@ -33,9 +32,7 @@ def export(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")
     ],
-    dtype: Annotated[
-        str, typer.Option(help="auto: the recipe's or the drafter's; float32, bfloat16, float16.")
-    ] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="auto: the recipe's or the drafter's.")] = "auto",
     format: Annotated[str, typer.Option(help="vllm, speculators, sglang, transformers.")] = "vllm",
     model: Annotated[
         str, typer.Option(help="The target, where the drafter does not name it.")
@@ -54,8 +51,6 @@ def export(
     from draftsmith.speculators.export.convert import convert, write_back
     from draftsmith.train.pipeline.export_stage import reexport
 
-    if dtype not in DTYPES:
-        raise ConfigError(f"expected one of {', '.join(DTYPES)}", where=f"--dtype {dtype}")
     console = Console()
     if into is not None:
         write_back(source, into, out)
@@ -102,20 +97,16 @@ def inspect(
     if drafter in TRAINING_FREE and not Path(drafter).is_dir():
         _inspect_method(drafter, model, as_json)
         return
-    if drafter.endswith((".yaml", ".yml")):
-        raise ConfigError(
-            f"{drafter} is a recipe; give a drafter's folder, or look at its data with prepare",
-            where="inspect",
-        )
     result = inspect_folder(drafter, num_target_layers=target_layers)
     named = result.target_name or ""
     if held_to := model or (named if Path(named).is_dir() else ""):
-        tokenizer = _tokenizer(held_to)
+        target = TargetSection(model=held_to)
+        try:
+            tokenizer = target.load_tokenizer()
+        except CheckpointError:
+            tokenizer = None
         result = inspect_folder(
-            drafter,
-            TargetSection(model=held_to).sketch(),
-            num_target_layers=target_layers,
-            tokenizer=tokenizer,
+            drafter, target.sketch(), num_target_layers=target_layers, tokenizer=tokenizer
         )
         if tokenizer is None and hasattr(result.config, "mask_token_id"):
             text = "not held to texts, as the target's tokenizer could not be loaded"
@@ -124,7 +115,16 @@ def inspect(
     if result.config is not None:
         commands = _commands(result.config, result.fields, drafter, model)
     if as_json:
-        typer.echo(json.dumps(_as_data(result, commands), indent=2))
+        shapes = {n: [list(h.shape), h.dtype] for n, h in sorted(result.headers.items())}
+        data = {
+            "folder": str(result.folder),
+            "sound": result.sound,
+            **_facts(result),
+            "faults": [vars(fault) for fault in result.faults],
+            "serving": [vars(command) for command in commands],
+            "tensors": shapes,
+        }
+        typer.echo(json.dumps(data, indent=2))
     else:
         _print(Console(), result, commands, tensors)
     raise typer.Exit(0 if result.sound else 1)
@@ -144,30 +144,18 @@ def _inspect_method(method: str, model: str, as_json: bool) -> None:
         _print_commands(Console(), commands)
 
 
-def _tokenizer(model: str) -> Any:
-    """The target's, None where its folder has none."""
-    from draftsmith.train.recipe.sections import TargetSection
-
-    try:
-        return TargetSection(model=model).load_tokenizer()
-    except CheckpointError:
-        return None
-
-
 def _commands(config: Any, fields: Any, folder: str, model: str) -> list[ServingCommand]:
     from draftsmith.speculators.export.formats import format_of
     from draftsmith.speculators.export.serving_commands import serving
 
     own = fields.get("draftsmith") or {}
-    target = model or (own.get("target") or {}).get("name_or_path", "")
-    tokens, format_ = own.get("num_speculative_tokens"), format_of(fields)
     return serving(
         config.family,
         folder=folder,
-        target=target,
-        tokens=tokens,
+        target=model or (own.get("target") or {}).get("name_or_path", ""),
+        tokens=own.get("num_speculative_tokens"),
         config=config,
-        format=format_,
+        format=format_of(fields),
     )
 
 
@@ -191,53 +179,26 @@ def _facts(result: Inspection) -> dict[str, Any]:
             "taps": list(config.tap_layers),
             "vocabulary": config.vocab_size,
             "draft_vocabulary": config.draft_vocab_size,
+            "rope_parameters": getattr(config, "rope_parameters", None),
         }
-        if getattr(config, "rope_parameters", None):
-            facts |= {
-                name: getattr(config, name, None)
-                for name in ("rope_parameters", "max_position_embeddings")
-            }
     return facts | {"parameters": result.parameters, "dtype": ", ".join(result.dtypes)}
-
-
-def _as_data(result: Inspection, commands: list[ServingCommand]) -> dict[str, Any]:
-    tensors = {
-        name: {"shape": list(header.shape), "dtype": header.dtype}
-        for name, header in sorted(result.headers.items())
-    }
-    return {
-        "folder": str(result.folder),
-        "sound": result.sound,
-        **_facts(result),
-        "faults": [vars(fault) for fault in result.faults],
-        "serving": [vars(command) for command in commands],
-        "tensors": tensors,
-    }
 
 
 def _print(
     console: Console, result: Inspection, commands: list[ServingCommand], tensors: bool
 ) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("", "", box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _facts(result).items():
         if value not in (None, "", [], {}):
-            text = f"{value:,}" if isinstance(value, int) else str(value)
-            table.add_row(name.replace("_", " "), Text(text))
+            table.add_row(name.replace("_", " "), Text(str(value)))
+    for name, header in sorted(result.headers.items()) if tensors else ():
+        table.add_row(Text(name), f"{' x '.join(map(str, header.shape))} {header.dtype}")
     console.print(table)
-    if tensors:
-        table = Table("tensor", "shape", "dtype", box=SIMPLE_HEAD, pad_edge=False)
-        for name, header in sorted(result.headers.items()):
-            table.add_row(Text(name), " x ".join(map(str, header.shape)), header.dtype)
-        console.print(table)
-    if result.faults:
-        table = Table("fault", "", "in engines", box=SIMPLE_HEAD, pad_edge=False)
-        for fault in sorted(result.faults, key=lambda fault: fault.warning):
-            where = Text(fault.where, style="yellow" if fault.warning else "bold red")
-            table.add_row(where, Text(fault.text), Text(fault.engines))
-        console.print(table)
+    for fault in sorted(result.faults, key=lambda fault: fault.warning):
+        where = Text(f"{fault.where}: ", style="yellow" if fault.warning else "bold red")
+        console.print(where.append(f"{fault.text}; {fault.engines}".rstrip("; "), style=""))
     _print_commands(console, commands)
     if result.sound:
         console.print("every tensor is there and has its shape", style="green")
