@@ -16,8 +16,6 @@ _WITH_REVISION = re.compile(rf"^(?P<repository>{_PART}(?:/{_PART})?)@(?P<revisio
 _CACHED = re.compile(
     r"(?:^|[\\/])models--(?P<owner>[^\\/]+?)--(?P<name>[^\\/]+)[\\/]snapshots[\\/]"
 )
-_IDENTIFIER = re.compile(rf"^{_PART}(?:/{_PART})?$")
-REACHABLE_S = 5.0  # for the first answer of the Hub
 
 
 def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -71,22 +69,6 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
             "neither a folder nor in the Hub's cache; load it first", where=f"{path_or_id}"
         )
     return Path(found).parent
-
-
-def require_reachable(path_or_id: str, revision: str | None = None) -> None:
-    """ConnectionError within seconds for an id that is not in the cache while the Hub cannot be
-    reached; its client would ask again and again for a minute."""
-    from huggingface_hub import constants, get_session, try_to_load_from_cache
-
-    name, revision = split_revision(path_or_id, revision)
-    if constants.HF_HUB_OFFLINE or Path(name).exists() or not _IDENTIFIER.match(name):
-        return
-    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=REACHABLE_S)
-    except Exception as error:  # of whichever HTTP library the client uses
-        raise ConnectionError(f"{path_or_id}: the Hub could not be reached") from error
 
 
 def one_line(error: BaseException) -> str:

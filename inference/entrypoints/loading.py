@@ -25,7 +25,7 @@ from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, Hea
 from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.speculators.errors import CheckpointError, ConfigError
-from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
 
@@ -71,7 +71,6 @@ def whole_config(
             )
         return whole_config(base, trust_remote_code=trust_remote_code)
     try:
-        require_reachable(name, revision)
         return AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
@@ -160,7 +159,6 @@ def load_tokenizer(
     name, revision = split_revision(str(source), None if tokenizer else revision)
     advice = "pass LLM(tokenizer=folder, repository id or object)"
     try:
-        require_reachable(name, revision)
         loaded_tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )

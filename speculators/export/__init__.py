@@ -23,7 +23,7 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.formats import NATIVE, layout_for, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts.base import Source
-from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
@@ -113,7 +113,6 @@ def resolve(
     name, revision = split_revision(str(path_or_id), revision)
     patterns = ["*.json", "*.safetensors"] if weights else ["config.json"]
     try:
-        require_reachable(name, revision)
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (ValueError, OSError) as error:  # no id; the Hub's errors, and those of files
         raise CheckpointError(

@@ -9,28 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export.layouts import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle3,
+    medusa,
+    mlp,
+    mtp,
+    peagle,
+    sglang,
+    speculators,
+    transformers,
+)
 from draftsmith.speculators.export.layouts.base import Layout
-from draftsmith.speculators.export.layouts.dflash import (
-    DFlash2Layout,
-    DFlashLayout,
-    DSparkLayout,
-)
-from draftsmith.speculators.export.layouts.draft_model import DraftModelLayout
-from draftsmith.speculators.export.layouts.eagle import EagleLayout
-from draftsmith.speculators.export.layouts.eagle3 import Eagle3Layout
-from draftsmith.speculators.export.layouts.medusa import MedusaLayout
-from draftsmith.speculators.export.layouts.mlp import MLPLayout
-from draftsmith.speculators.export.layouts.mtp import MtpLayout
-from draftsmith.speculators.export.layouts.peagle import PEagleLayout
-from draftsmith.speculators.export.layouts.sglang import SGLangEagle3Layout, SGLangEagleLayout
-from draftsmith.speculators.export.layouts.speculators import (
-    SpeculatorsDFlash2Layout,
-    SpeculatorsDFlashLayout,
-    SpeculatorsDSparkLayout,
-    SpeculatorsEagle3Layout,
-    SpeculatorsPEagleLayout,
-)
-from draftsmith.speculators.export.layouts.transformers import TransformersDFlashLayout
 
 NATIVE = "vllm"
 NAMED_ONLY = (("sglang",), ("transformers",))
@@ -52,25 +44,25 @@ FORMATS: dict[str, str] = {
 # those of SGLang alone (other tools write its sections with either numbering of taps) and of
 # transformers alone (no other tool writes them).
 _TABLE: tuple[Layout, ...] = (
-    SpeculatorsPEagleLayout(),
-    SpeculatorsDFlashLayout(),
-    SpeculatorsDFlash2Layout(),
-    SpeculatorsDSparkLayout(),
+    speculators.SpeculatorsPEagleLayout(),
+    speculators.SpeculatorsDFlashLayout(),
+    speculators.SpeculatorsDFlash2Layout(),
+    speculators.SpeculatorsDSparkLayout(),
     # the last of the format: it recognises algorithms that are not known
-    SpeculatorsEagle3Layout(),
-    MLPLayout(),
-    MedusaLayout(),
-    MtpLayout(),
-    DSparkLayout(),
-    DFlash2Layout(),
-    DFlashLayout(),
-    PEagleLayout(),
-    Eagle3Layout(),
-    EagleLayout(),
-    DraftModelLayout(),  # the last that recognises anything: every causal LM is one
-    SGLangEagle3Layout(),
-    SGLangEagleLayout(),
-    TransformersDFlashLayout(),
+    speculators.SpeculatorsEagle3Layout(),
+    mlp.MLPLayout(),
+    medusa.MedusaLayout(),
+    mtp.MtpLayout(),
+    dflash.DSparkLayout(),
+    dflash.DFlash2Layout(),
+    dflash.DFlashLayout(),
+    peagle.PEagleLayout(),
+    eagle3.Eagle3Layout(),
+    eagle.EagleLayout(),
+    draft_model.DraftModelLayout(),  # the last that recognises anything: every causal LM is one
+    sglang.SGLangEagle3Layout(),
+    sglang.SGLangEagleLayout(),
+    transformers.TransformersDFlashLayout(),
 )
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats

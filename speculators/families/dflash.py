@@ -41,7 +41,6 @@ from draftsmith.speculators.families.least_squares import terms_for
 from draftsmith.speculators.layers.attention import attention
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm, Rotary, RotaryTable
-from draftsmith.speculators.layers.frozen_linear import FrozenLinear
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.queries import Blocks, in_window
 from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
@@ -203,7 +202,6 @@ class DFlash(Drafter):
             self.register_buffer("target_ids", torch.arange(config.draft_vocab_size))
         self.positions = RotaryTable(config)
         self.max_anchors = ANCHORS
-        self._context: FrozenLinear | None = None  # keys and values of all layers, while frozen
 
     def make_layer(self, config: DFlashConfig) -> DecoderLayer:
         return DecoderLayer(config)
@@ -295,11 +293,7 @@ class DFlash(Drafter):
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
     def _project_context(self, c: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
-        if self._context is None:
-            nobody = torch.zeros(len(c), 0, dtype=torch.long, device=c.device)
-            return [layer.self_attn.project(c, rotary, nobody)[1:] for layer in self.layers]
-        parts = zip(self.layers, self._context(c).chunk(len(self.layers), dim=-1))
-        return [layer.self_attn.rotated_context(part, rotary) for layer, part in parts]
+        return [layer.self_attn.project_context(c, rotary) for layer in self.layers]
 
     def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
         """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A,
@@ -486,13 +480,10 @@ class DFlash(Drafter):
         super().freeze()
         for layer in self.layers:
             layer.fuse()
-        parts = [p for layer in self.layers for p in layer.self_attn.context_projections()]
-        self._context = FrozenLinear(*parts)
         return self
 
     def thaw(self) -> None:
         super().thaw()
-        self._context = None
         for layer in self.layers:
             layer.unfuse()
 

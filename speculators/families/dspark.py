@@ -55,24 +55,6 @@ class DSparkOptions(DSparkShape, DFlashOptions):
     )
 
 
-class MarkovHead(nn.Module):
-    """Bias of the token before, [..., V_draft], in two steps: W1 when a state is read, W2 in the
-    head."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
-
-
-class ConfidenceHead(nn.Module):
-    """w·x + b, before the sigmoid."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class DSpark(DFlash):
     """`head` reads [h; W1[y]]."""
 
@@ -89,10 +71,13 @@ class DSpark(DFlash):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.markov_head = MarkovHead(config)
+        rank = config.markov_rank
+        before = nn.Embedding(config.vocab_size, rank)
+        bias = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.markov_head = nn.ModuleDict({"markov_w1": before, "markov_w2": bias})
         if config.enable_confidence_head:
-            read = config.markov_rank if config.confidence_head_with_markov else 0
-            self.confidence_head = ConfidenceHead(config.hidden_size + read)
+            width = config.hidden_size + rank * config.confidence_head_with_markov
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     def prepare_training(self, options: DSparkOptions) -> DSpark:
         self.confidence_loss = options.confidence_loss * self.config.enable_confidence_head

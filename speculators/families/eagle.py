@@ -27,7 +27,6 @@ from draftsmith.speculators.precision import on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
-NO_WINDOW = "sliding_window: engines give an EAGLE-1 head no window; train an eagle3 head"
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
 
 
@@ -47,7 +46,9 @@ class EagleConfig(DecoderConfig):
             if (found := getattr(self, name)) != theirs:
                 raise ValueError(f"{name} {found}: the head's is the target's, {theirs}")
         if self.sliding_window is not None:
-            raise ValueError(NO_WINDOW)
+            raise ValueError(
+                "sliding_window: engines give an EAGLE-1 head no window; train an eagle3 head"
+            )
         if self.qk_norm:
             raise ValueError("qk_norm: this format has no norms of queries and keys")
         return self
@@ -75,12 +76,6 @@ class EagleOptions(DecoderOptions):
     own_embeddings: bool = Field(
         False, description="train a copy of the target's embeddings; off: share them"
     )
-
-    @model_validator(mode="after")
-    def _no_window(self) -> Self:
-        if self.sliding_window is not None:
-            raise ValueError(NO_WINDOW)
-        return self
 
 
 class Eagle(DecoderChain):

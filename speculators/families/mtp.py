@@ -10,7 +10,7 @@ target's own kind (speculators/layers/target_layer.py)."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -38,20 +38,6 @@ BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type w
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("rms_norm_eps", "rope_parameters")
 PROBE_TOKENS = 64  # on which the start of the final norm is fitted
-
-
-class Wiring(NamedTuple):
-    """Differences between the published modules beside names and layer."""
-
-    hidden_first: bool  # input_proj reads [hidden; embedding], else [embedding; hidden]
-    blind_first: bool  # the embedding counts as zero at position 0
-
-
-WIRINGS: dict[str, Wiring] = {
-    "mimo": Wiring(hidden_first=True, blind_first=True),
-    "deepseek_v3": Wiring(hidden_first=False, blind_first=True),
-    "qwen3_next": Wiring(hidden_first=False, blind_first=False),
-}
 
 
 class MtpConfig(DecoderConfig):
@@ -89,18 +75,9 @@ class MtpConfig(DecoderConfig):
         taps = (self.num_target_layers,) if self.hidden_state == "residual" else ()
         if self.tap_layers != taps:
             raise ValueError(f"tap_layers: hidden_state {self.hidden_state} reads {list(taps)}")
-        for name, only in {
-            "num_layers": 1,
-            "qk_norm": False,
-            "own_embeddings": False,
-            "draft_vocab_size": self.vocab_size,
-            "hidden_size": self.target_hidden_size,
-        }.items():
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} is {getattr(self, name)}; an MTP module has {only}")
-        found = (self.target_fields or {}).get("model_type")
-        if self.layout in BORROWED and found != self.layout:
-            raise ValueError(f"layout {self.layout}: the target's model_type is {found}; use mimo")
+        kind = (self.target_fields or {}).get("model_type")
+        if self.layout in BORROWED and kind != self.layout:
+            raise ValueError(f"layout {self.layout}: the target's model_type is {kind}; use mimo")
         return self
 
     @classmethod
@@ -160,7 +137,8 @@ class Mtp(ChainDrafter):
         super().__init__(config)
         self.reads_taps = config.hidden_state == "residual"
         self.reads_last_hidden = not self.reads_taps
-        self.wiring = WIRINGS[config.layout]
+        self.hidden_first = config.layout == "mimo"  # of what input_proj reads
+        self.blind_first = config.layout != "qwen3_next"  # at position 0 the embedding is zero
         width = config.hidden_size
         self.input_proj = nn.Linear(2 * width, width, bias=False)
         self.layer: DecoderLayer | BorrowedLayer
@@ -213,7 +191,7 @@ class Mtp(ChainDrafter):
         its size."""
         self._reset()
         width = self.config.hidden_size
-        hidden = slice(0, width) if self.wiring.hidden_first else slice(width, None)
+        hidden = slice(0, width) if self.hidden_first else slice(width, None)
         self.input_proj.weight[:, hidden] *= 0.1
         self.input_proj.weight[:, hidden] += torch.eye(width, device=self.input_proj.weight.device)
         if self.reads_taps and tuple(target.tap_layers) != tuple(self.config.tap_layers):
@@ -252,7 +230,7 @@ class Mtp(ChainDrafter):
 
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         embeds = super().embed(token_ids, position_ids)
-        if not self.wiring.blind_first or position_ids is None:
+        if not self.blind_first or position_ids is None:
             return embeds
         return embeds.masked_fill((position_ids == 0)[..., None], 0)
 
@@ -261,7 +239,7 @@ class Mtp(ChainDrafter):
     ) -> Tensor:
         """The normed state, which is fed back and read by the target's head."""
         parts = [self.embed_norm(embeds.to(state.dtype)), self.hidden_norm(state)]
-        joined = torch.cat(parts[::-1] if self.wiring.hidden_first else parts, dim=-1)
+        joined = torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1)
         return self.final_norm(self.layer(self.input_proj(joined), rotary, attends[0], queries))
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:

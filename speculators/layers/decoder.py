@@ -95,14 +95,9 @@ class Attention(nn.Module):
             k = self.k_norm.weight.expand(self.kv_heads, -1)
             self.qk_weight = torch.cat([q, k]).to(self.q_proj.weight.dtype)
 
-    def context_projections(self) -> tuple[nn.Linear, nn.Linear]:
-        """The projections to keys and values, which a block family reads the context with."""
-        return self.k_proj, self.v_proj
-
-    def rotated_context(self, projected: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """[B, T, 2·g·d], the outputs of `context_projections` one behind the other -> rotated keys
-        and values [B, g, T, d]."""
-        k, v = projected.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
+    def project_context(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """x [B, T, inputs] -> rotated keys and values [B, g, T, d] of slots that ask nothing."""
+        k, v = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.k_proj, self.v_proj))
         k = self.k_norm(k) if self.qk_norm else k
         return _rotated(k.transpose(1, 2), rotary).to(v.dtype), v.transpose(1, 2)
 

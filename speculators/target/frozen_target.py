@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
-from draftsmith.speculators.hub import one_line, require_reachable, split_revision
+from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.layers.grouped_attention import decoding, worthwhile
 from draftsmith.speculators.precision import (
     as_dtype,
@@ -142,7 +142,6 @@ class FrozenTarget(nn.Module):
         name, revision = split_revision(path_or_id, revision)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         try:
-            require_reachable(name, revision)
             model, info = auto_class_of(name, **source).from_pretrained(
                 name,
                 **source,
@@ -340,12 +339,11 @@ class FrozenTarget(nn.Module):
         weights of the model. `autocast`: run under the active one, instead of in the model's
         precision."""
         kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
-        long = input_ids.shape[1] >= LONG_ROW and self._attends_by_name
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
                 states = self._run_texts(input_ids, segment_ids)
-            elif long and (spans := text_spans(segment_ids)) is not None:
-                states = self._run_long(input_ids, position_ids, spans)
+            elif input_ids.shape[1] >= LONG_ROW and self._attends_by_name:
+                states = self._run_long(input_ids, position_ids, text_spans(segment_ids))
             else:
                 mask = packed_mask(segment_ids)
                 places = (None, None) if mask is None else (position_ids, position_ids)
@@ -368,12 +366,10 @@ class FrozenTarget(nn.Module):
     def _run_texts(self, input_ids: Tensor, segment_ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """The texts of packed rows [B, T], each as a row of its own: padding behind a text reaches
         nothing. Padding of the rows gets zeros."""
-        spans = text_spans(segment_ids)
-        assert spans is not None, "packed rows hold each text in one piece"
         known = (on_host(segment_ids) >= 0).tolist()
         texts = [
             (row, slice(start, end))
-            for row, pieces in enumerate(spans)
+            for row, pieces in enumerate(text_spans(segment_ids))
             for start, end in pieces
             if known[row][start]
         ]

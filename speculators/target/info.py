@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.hub import one_line, require_reachable
+from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.precision import as_dtype, own_device, running_dtype
 
 
@@ -72,7 +72,6 @@ def sketch_target(
     `dtype`: as in the recipe's `target.dtype`. `device`: what it is to run on; None: what this
     machine would use."""
     try:
-        require_reachable(model, revision)
         source = {"revision": revision, "trust_remote_code": trust_remote_code}
         whole = AutoConfig.from_pretrained(model, **source)
     except (OSError, ValueError, KeyError) as error:

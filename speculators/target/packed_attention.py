@@ -28,15 +28,12 @@ Spans = Sequence[Sequence[tuple[int, int]]]  # per row, [start, end) of each tex
 _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
-def text_spans(segment_ids: Tensor) -> Spans | None:
-    """segment_ids [B, T] -> the spans of texts per row, padding included; None if a text is not
-    contiguous."""
+def text_spans(segment_ids: Tensor) -> Spans:
+    """segment_ids [B, T] -> the spans of texts per row, padding included. A text is in one
+    piece."""
     rows = []
     for row in on_host(segment_ids).tolist():
         starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
-        names = [row[start] for start in starts if row[start] >= 0]
-        if len(set(names)) < len(names):
-            return None
         rows.append(list(zip(starts, [*starts[1:], len(row)])))
     return rows
 

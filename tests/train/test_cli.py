@@ -509,25 +509,6 @@ def test_help_lists_the_commands_in_order_and_is_readable_at_80_columns():
     assert code == 0 and output.startswith("draftsmith ")
 
 
-def test_without_a_network_a_wrong_name_is_said_at_once(monkeypatch):
-    import huggingface_hub
-    from transformers import AutoConfig
-
-    from draftsmith.inference.entrypoints.loading import load_tokenizer, whole_config
-    from draftsmith.speculators.errors import CheckpointError
-
-    class NoNetwork:
-        def head(self, url, timeout):
-            raise ConnectionError(url)
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "get_session", NoNetwork)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
-    for load in (whole_config, lambda name: load_tokenizer(name, None)):
-        with pytest.raises(CheckpointError, match="could not be reached"):
-            load("nobody/no-such-model")
-
-
 def test_evaluate_with_overrides_behind_a_list_flag_reads_both(tmp_path):
     output = refused("evaluate", tmp_path / "x.yaml", "--engine", "draftsmith", "a.b=1")
     assert "x.yaml" in output

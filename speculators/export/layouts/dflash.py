@@ -59,18 +59,15 @@ class DFlashLayout(Layout):
             )
         if format_ not in ("sglang", "transformers"):
             return
-        if config.reduced_vocabulary or config.hidden_size != config.target_hidden_size:
+        faults = {
+            "it drafts over the target's whole vocabulary": config.reduced_vocabulary,
+            "it drafts at the target's width": config.hidden_size != config.target_hidden_size,
+            "tap_layers: it cannot read the last one": config.num_target_layers
+            in config.tap_layers,
+        }
+        if named := [fault for fault, there in faults.items() if there]:
             raise ConfigError(
-                f"{config.family} is drafted there over the target's"
-                " whole vocabulary and at its width; serve this one with vLLM",
-                where=f"export format {format_}",
-            )
-        if config.num_target_layers in config.tap_layers:
-            raise ConfigError(
-                f"tap_layers {list(config.tap_layers)}: the output of the"
-                f" last one, {config.num_target_layers}, cannot be captured there; serve it with"
-                " vLLM",
-                where=f"export format {format_}",
+                f"{'; '.join(named)}; serve it with vLLM", where=f"export format {format_}"
             )
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:

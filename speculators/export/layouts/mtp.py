@@ -29,6 +29,8 @@ from draftsmith.speculators.layers.target_layer import (
 )
 from draftsmith.speculators.registry import build_config
 
+PARTS = ("input_proj", "embed_norm", "hidden_norm", "final_norm")
+
 
 class Names(NamedTuple):
     """Where a layout keeps the parts of a module; `{L}`: the number of the target's layers."""
@@ -36,10 +38,7 @@ class Names(NamedTuple):
     module: str  # pattern of a tensor's name, its group tells modules apart
     prefix: str
     layer: str
-    input_proj: str
-    embed_norm: str
-    hidden_norm: str
-    final_norm: str
+    parts: tuple[str, ...]  # PARTS
     shared: tuple[str, ...] = ()  # the target's own, repeated
 
 
@@ -48,29 +47,20 @@ NAMES: dict[str, Names] = {
         module=r"model\.mtp_layers\.(\d+)\.",
         prefix="model.mtp_layers.0.",
         layer="",
-        input_proj="input_proj",
-        embed_norm="token_layernorm",
-        hidden_norm="hidden_layernorm",
-        final_norm="final_layernorm",
+        parts=("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
     "deepseek_v3": Names(
         module=r"model\.layers\.(\d+)\.(?:eh_proj|enorm|hnorm|shared_head\.norm)\.",
         prefix="model.layers.{L}.",
         layer="",
-        input_proj="eh_proj",
-        embed_norm="enorm",
-        hidden_norm="hnorm",
-        final_norm="shared_head.norm",
+        parts=("eh_proj", "enorm", "hnorm", "shared_head.norm"),
         shared=("embed_tokens.weight", "shared_head.head.weight"),
     ),
     "qwen3_next": Names(
         module=r"mtp\.layers\.(\d+)\.",
         prefix="mtp.",
         layer="layers.0.",
-        input_proj="fc",
-        embed_norm="pre_fc_norm_embedding",
-        hidden_norm="pre_fc_norm_hidden",
-        final_norm="norm",
+        parts=("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     ),
 }
 ARCHITECTURES = {
@@ -107,7 +97,7 @@ class MtpLayout(Layout):
         names, (part, _, rest) = NAMES[config.layout], name.partition(".")
         if part == "layer":
             return _prefix(config) + names.layer + rest.removeprefix("block.")
-        return f"{_prefix(config)}{getattr(names, part)}.{rest}"
+        return f"{_prefix(config)}{names.parts[PARTS.index(part)]}.{rest}"
 
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return unpack_experts(state)

@@ -312,11 +312,10 @@ def test_a_module_for_another_target_is_refused(tiny_model) -> None:
         Mtp(residual).initialise_from(FrozenTarget(tiny_model("llama"), (1,)))
 
 
-@pytest.mark.parametrize("wrong", [{"layout": "deepseek_v3"}, {"num_layers": 2}])
-def test_an_mtp_config_that_contradicts_itself_is_refused(tiny_model, wrong) -> None:
-    fields = MtpConfig.for_target(FrozenTarget(tiny_model("llama"), (3,)), "mtp") | wrong
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        build_config("here", **fields)
+def test_an_mtp_layout_of_another_target_is_refused(tiny_model) -> None:
+    fields = MtpConfig.for_target(FrozenTarget(tiny_model("llama"), (3,)), "mtp")
+    with pytest.raises(ConfigError, match="layout"):
+        build_config("here", **fields | {"layout": "deepseek_v3"})
 
 
 # ---------------------------------------------------------------------- starting, and precision

@@ -94,7 +94,7 @@ def test_what_needs_plain_weights_is_refused(tiny_model, tmp_path):
     target = load(tiny_model("qwen3"), tmp_path, "bitnet")
     with pytest.raises(ConfigError, match="from_target: 'qwen3' is quantised"):
         cut_fields(target.config, [0, 1], "drafter.from_target")
-    with pytest.raises(UnsupportedTarget, match="joint: target .* is quantised"):
+    with pytest.raises(UnsupportedTarget, match="joint: .*quantised"):
         JointTarget(target, JointSection())
     target.model.set_input_embeddings(
         torch.nn.Embedding.from_pretrained(torch.zeros(101, 32, dtype=torch.int8))
