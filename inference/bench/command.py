@@ -50,8 +50,8 @@ def run(given: flags.Values, _: Sequence[str] = ()) -> None:
     compared = options.baseline_url is not None
     file = Path(options.result_dir) / ("comparison.json" if compared else "bench.json")
     check_writable("--result-dir", file)
-    work = prepare(options)
-    result = compare(options, work) if compared else measure(options, work)
+    questions = prepare(options)
+    result = compare(options, questions) if compared else measure(options, questions)
     (print_comparison if compared else print_result)(result, console)
     if compared or options.save_result:
         write_whole(file, json.dumps(without_details(result)) + "\n")

@@ -12,13 +12,8 @@ from statistics import median
 from typing import Any
 
 from draftsmith.inference.bench.advice import advised_lengths
-from draftsmith.inference.bench.load import (
-    Work,
-    client_at,
-    drafting_counters,
-    measure,
-    without_details,
-)
+from draftsmith.inference.bench.datasets import Question
+from draftsmith.inference.bench.load import client_at, drafting_counters, measure, without_details
 from draftsmith.inference.bench.options import BenchOptions
 from draftsmith.speculators.errors import ConfigError
 
@@ -26,7 +21,7 @@ OFF = "off"
 Result = dict[str, Any]
 
 
-def compare(options: BenchOptions, work: Work) -> Result:
+def compare(options: BenchOptions, questions: Sequence[Question]) -> Result:
     """Measures every K and no drafting at every concurrency, in each repeat.
 
     Returns `levels`, each with its `modes` by name, and `advice`: what to serve with, None if a
@@ -42,7 +37,7 @@ def compare(options: BenchOptions, work: Work) -> Result:
         for level in levels:
             for mode in order:
                 changes = servings[mode] | {"max_concurrency": level}
-                result = measure(options.model_copy(update=changes), work)
+                result = measure(options.model_copy(update=changes), questions)
                 results[level, mode].append(result)
     rows = {
         level: {mode: _row(results[level, mode], results[level, OFF]) for mode in servings}
@@ -54,7 +49,7 @@ def compare(options: BenchOptions, work: Work) -> Result:
         for level, modes in rows.items()
     }
     return {
-        "model_id": work.model_id,
+        "model_id": results[levels[0], OFF][0]["model_id"],
         "dataset_name": options.dataset_name,
         "repeats": options.repeats,
         "failed": failed,

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import httpx2
@@ -49,30 +48,15 @@ class Outcome:
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Work:
+def prepare(options: BenchOptions) -> list[Question]:
     """The requests of one command, made once: servers that are compared get the same."""
-
-    questions: list[Question]
-    model_id: str
-
-
-def prepare(options: BenchOptions) -> Work:
-    """Reads the dataset. Asks the server for its model if the options name none."""
-    model_id = options.model or asyncio.run(_served_model(options.url))
     tokenizer = None
     if options.random:
         from draftsmith.inference.entrypoints.loading import load_tokenizer
 
-        trust = options.trust_remote_code
-        tokenizer = load_tokenizer(model_id, options.tokenizer, trust_remote_code=trust)
-    return Work(load_questions(options, tokenizer), model_id)
-
-
-async def _served_model(url: str) -> str:
-    async with client_at(url) as client:
-        card = await served_card(client)
-    return getattr(card, "root", None) or card.id
+        name, trust = options.tokenizer or str(options.model), options.trust_remote_code
+        tokenizer = load_tokenizer(name, None, trust_remote_code=trust)
+    return load_questions(options, tokenizer)
 
 
 def client_at(url: str) -> openai.AsyncOpenAI:
@@ -101,15 +85,15 @@ async def served_card(client: openai.AsyncOpenAI, model: str | None = None) -> A
     return fitting[0]
 
 
-def measure(options: BenchOptions, work: Work) -> dict[str, Any]:
+def measure(options: BenchOptions, questions: Sequence[Question]) -> dict[str, Any]:
     """The result of one run: the options, vLLM's names of results, and DETAILS."""
-    return asyncio.run(_measure(options, work))
+    return asyncio.run(_measure(options, questions))
 
 
-async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
+async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict[str, Any]:
     async with client_at(options.url) as client:
-        name, count = (await served_card(client, options.model)).id, len(work.questions)
-        first = await stream(client, options, name, work.questions[0], 0)  # warms the server up
+        name, count = (await served_card(client, options.model)).id, len(questions)
+        first = await stream(client, options, name, questions[0], 0)  # warms the server up
         if first.error:
             raise DraftsmithError(f"a first request failed: {first.error}", where=options.url)
         arrivals = arrival_times(count, options.request_rate, options.seed)
@@ -120,7 +104,7 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         async def ask(index: int) -> Outcome:
             await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
             async with slots:
-                outcome = await stream(client, options, name, work.questions[index], index)
+                outcome = await stream(client, options, name, questions[index], index)
             bar.update()
             return outcome
 
@@ -129,12 +113,9 @@ async def _measure(options: BenchOptions, work: Work) -> dict[str, Any]:
         duration = time.perf_counter() - start
         drafting = drafting_results(before, await drafting_counters(client))
     description = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "backend": options.backend or ("openai-chat" if options.chat else "openai"),
-        "model_id": work.model_id,
+        "model_id": name,
         "num_prompts": count,
         "dataset_name": options.dataset_name,
-        "seed": options.seed,
         "request_parameters": options.body,
         "request_rate": "inf" if math.isinf(options.request_rate) else options.request_rate,
         "max_concurrency": options.max_concurrency,

@@ -90,7 +90,7 @@ class CompletionWriter:
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
         pairs = list(zip(completion.token_ids, completion.logprobs or (), strict=True))
-        texts = [self.text(token, entries[token]) for token, entries in pairs]
+        texts = [entries[token].decoded_token or "" for token, entries in pairs]
         start = self._offsets.get(index, 0)
         self._offsets[index] = start + len(completion.text)
         return {
@@ -98,14 +98,10 @@ class CompletionWriter:
             "text_offset": [*itertools.accumulate(map(len, texts), initial=start)][:-1],
             "token_logprobs": [_finite(entries[token]) for token, entries in pairs],
             "top_logprobs": [
-                {self.text(token, top): _finite(top) for token, top in entries.items()}
+                {entry.decoded_token or "": _finite(entry) for entry in entries.values()}
                 for _, entries in pairs
             ],
         }
-
-    def text(self, token: int, entry: Logprob) -> str:
-        decoded = entry.decoded_token
-        return self.tokenizer.decode([token]) if decoded is None else decoded
 
     def _usage(self) -> Answer:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.ticket.prompts)
@@ -153,16 +149,12 @@ class ChatWriter(CompletionWriter):
         return choice | self.rest(prompt, completion.index, completion)
 
     def logprobs(self, index: int, completion: CompletionOutput) -> Answer:
-        most, content = self.request.top_logprobs, []
+        content = []
         for token, entries in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            best = sorted(entries.items(), key=lambda item: -item[1].logprob)
-            top = [self._token(*item) for item in best[:most]]
-            content.append(self._token(token, entries[token]) | {"top_logprobs": top})
+            best = sorted(entries.values(), key=lambda entry: -entry.logprob)
+            top = [_token(entry) for entry in best[: self.request.top_logprobs]]
+            content.append(_token(entries[token]) | {"top_logprobs": top})
         return {"content": content}
-
-    def _token(self, token: int, entry: Logprob) -> Answer:
-        text = self.text(token, entry)
-        return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode())}
 
 
 class RoundTexts:
@@ -182,23 +174,21 @@ class RoundTexts:
     def rounds(self, completion: CompletionOutput) -> list[Answer]:
         rounds: list[Answer] = []
         for judged in completion.rounds or ():
-            committed = [
-                self._token(*placed, self._committed(placed[0])) for placed in judged.tokens
+            committed = []
+            for token, position in judged.tokens:
+                self._detokenizer.push([token])
+                text = self._detokenizer.take()
+                committed.append({"token_id": token, "text": text, "position": position})
+            rejected = [
+                {"token_id": token, "text": self._tokenizer.decode([token]), "position": position}
+                for token, position in judged.rejected
             ]
-            rejected = [self._token(*p, self._tokenizer.decode([p[0]])) for p in judged.rejected]
             drafted = judged.num_draft_tokens
             rounds.append({"tokens": committed, "rejected": rejected, "num_draft_tokens": drafted})
         if completion.finish_reason is not None and rounds:
             self._detokenizer.finish()
             rounds[-1]["tokens"][-1]["text"] += self._detokenizer.take()
         return rounds
-
-    def _token(self, token: int, position: int | None, text: str) -> Answer:
-        return {"token_id": token, "text": text, "position": position}
-
-    def _committed(self, token: int) -> str:
-        self._detokenizer.push([token])
-        return self._detokenizer.take()
 
 
 def acceptance(request: Request, most: int, detailed: bool) -> Answer:
@@ -224,3 +214,8 @@ def acceptance(request: Request, most: int, detailed: bool) -> Answer:
 
 def _finite(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
+
+
+def _token(entry: Logprob) -> Answer:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": _finite(entry), "bytes": list(text.encode())}

@@ -1,8 +1,8 @@
 """Requests of the API, as prompts and sampling parameters: OpenAI's fields, and vLLM's for
 everything that SamplingParams holds.
 
-Unknown fields are errors. Fields that change no answer are accepted, and so are fields that are not
-implemented, at the value that stands for what is done anyway. Errors name the field."""
+What is no field here goes to SamplingParams, which refuses unknown ones, and takes those of vLLM
+that are not implemented at the value that stands for what is done anyway. Errors name the field."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.errors import APIError
-from draftsmith.inference.server.options import SAMPLING_FIELDS, ServerOptions, SpecDecodeDetail
+from draftsmith.inference.server.options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
 
-COPIED = (  # to SamplingParams, which checks them
-    *SAMPLING_FIELDS,
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
-    *("n", "seed", "skip_special_tokens", "allowed_token_ids", "bad_words"),
-    "num_speculative_tokens",
-)
-IGNORED = ("user", "metadata", "store", "service_tier", "length_penalty", "parallel_tool_calls")
-FIXED: dict[str, Any] = {  # accepted at this value, or null, only
-    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), False),
+# change no answer
+IGNORED = ("user", "metadata", "store", "service_tier", "parallel_tool_calls")
+FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingParams has others
+    "echo": False,
+    "continue_final_message": False,
     "add_generation_prompt": True,
-    "best_of": 1,
     "response_format": {"type": "text"},
-    **dict.fromkeys(("structured_outputs", "suffix", "prompt_logprobs", "truncate_prompt_tokens")),
+    "suffix": None,
 }
 MAX_LOGPROBS = 20  # vLLM's default
 
@@ -87,10 +82,9 @@ class GenerationRequest(BaseModel):
         return request
 
     def check(self) -> None:
-        for name, value in self.extra.items():
-            if name not in (*COPIED, *IGNORED) and value != FIXED.get(name, ...):
-                known = "only vLLM does it" if name in FIXED else "no such field"
-                raise APIError(400, f"{name}: {known}", name)
+        for name, value in FIXED.items():
+            if self.extra.get(name, value) != value:
+                raise APIError(400, f"{name}: only vLLM does it", name)
         for name in ("stream_options", "return_rounds"):
             if getattr(self, name) and not self.stream:
                 raise APIError(400, f"{name}: only with stream: true", name)
@@ -136,7 +130,7 @@ class GenerationRequest(BaseModel):
         """Everything but the prompts."""
         values: dict[str, Any] = {"max_tokens": self.default_max_tokens}
         values |= options.sampling_defaults
-        values |= {name: value for name, value in self.extra.items() if name in COPIED}
+        values |= {n: v for n, v in self.extra.items() if n not in (*IGNORED, *FIXED)}
         if (most := getattr(self, self.max_field)) is not None:
             values["max_tokens"] = most
         logprobs = self.num_logprobs()
@@ -152,7 +146,7 @@ class GenerationRequest(BaseModel):
     def _named(self, error: ConfigError, field: str | None) -> APIError:
         """With the first parameter in the message as the field at fault, else `field`."""
         message = str(error).removeprefix("SamplingParams: ")
-        names = (*COPIED, "logit_bias", "max_tokens")
+        names = {*self.extra, "logit_bias", "max_tokens"}
         param = next((word for word in re.findall(r"\w+", message) if word in names), field)
         return APIError(400, message, self.max_field if param == "max_tokens" else param)
 

@@ -21,7 +21,6 @@ from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths, best
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.bench.load import (
     Outcome,
-    Work,
     arrival_times,
     drafting_results,
     latency_results,
@@ -101,9 +100,9 @@ def fake(monkeypatch):
     return start
 
 
-def work(count: int, chat: bool = False) -> Work:
+def work(count: int, chat: bool = False) -> list[Question]:
     prompts = [[{"role": "user", "content": f"{i}"}] if chat else f"{i}" for i in range(count)]
-    return Work([Question(prompt, 8) for prompt in prompts], "fake")
+    return [Question(prompt, 8) for prompt in prompts]
 
 
 def options(**given) -> BenchOptions:
@@ -201,7 +200,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
 
 
 def test_random_prompts_have_their_length(byte_tokenizer):
-    asked = BenchOptions(dataset_name="random", num_prompts=5, random_input_len=9, seed=3)
+    asked = BenchOptions(dataset_name="random", model="m", num_prompts=5, random_input_len=9)
     questions = load_questions(asked, byte_tokenizer)
     assert questions == load_questions(asked, byte_tokenizer)
     assert {(len(q.prompt), q.output_len) for q in questions} == {(9, 128)}
@@ -322,9 +321,11 @@ def test_flags_are_those_of_vllm():
     )
     assert (chat.url, chat.model, chat.chat) == ("http://a:1/v1", "m", True)
     assert chat.body == {"temperature": 0.0, "ignore_eos": True, "top_p": 0.5}
-    random = read("--dataset-name random --port 9 --random-input-len 5")
+    random = read("--dataset-name random --model m --port 9 --random-input-len 5")
     assert (random.url, random.chat, random.random_input_len) == ("http://127.0.0.1:9", False, 5)
-    compared = read("--dataset-name random --base-url a b --baseline-url c --concurrencies 1,4")
+    compared = read(
+        "--dataset-name gsm8k --dataset-path f --base-url a b --baseline-url c --concurrencies 1,4"
+    )
     assert (compared.base_url, compared.concurrencies) == (("a", "b"), (1, 4))
 
 
@@ -333,11 +334,13 @@ def test_flags_are_those_of_vllm():
     [
         ("--dataset-name nothing", "nothing"),
         ("--dataset-name random --num-prompts 0", "--num-prompts"),
-        ("--dataset-name random --repeats 3", "--baseline-url"),
+        ("--dataset-name gsm8k --dataset-path f --repeats 3", "--baseline-url"),
         ("--dataset-name custom", "--dataset-path"),
-        ("--dataset-name random --port 1", "is the server running"),
+        ("--dataset-name custom --dataset-path FILE --port 1", "is the server running"),
     ],
 )
-def test_what_cannot_be_is_named_at_once(line, named):
+def test_what_cannot_be_is_named_at_once(line, named, tmp_path):
+    (tmp_path / "f.jsonl").write_text('{"prompt": "a"}')
+    line = line.replace("FILE", str(tmp_path / "f.jsonl"))
     result = CliRunner().invoke(app, ["bench", *shlex.split(line)], env={"COLUMNS": "200"})
     assert result.exit_code == 2 and named in result.output.replace("\n", " ")
