@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from draftsmith.inference import LLM, SamplingParams
@@ -14,19 +13,6 @@ from draftsmith.inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_pr
 from draftsmith.inference.evaluation.side_by_side import SideBySide, repeats_itself
 from draftsmith.inference.offline import app
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.export import export_drafter
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model, tiny_eagle3, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
-    """A tiny target with a chat template and a random head."""
-    root = tmp_path_factory.mktemp("offline")
-    ends = dict(bos_token_id=256, eos_token_id=257, pad_token_id=258)
-    model = tiny_model("qwen3", vocab_size=259, max_position_embeddings=1024, **ends)
-    model.save_pretrained(root / "target")
-    byte_tokenizer.save_pretrained(root / "target")
-    export_drafter(tiny_eagle3(model, (1, 2)), root / "head", dtype=torch.float32)
-    return str(root / "target"), str(root / "head")
 
 
 def run(*arguments: str):

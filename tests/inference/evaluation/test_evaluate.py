@@ -30,53 +30,12 @@ from draftsmith.inference.report.measurement import expected_acceptance as compa
 from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
 from draftsmith.speculators.errors import DataError
-from draftsmith.speculators.export import export_drafter, load_drafter
+from draftsmith.speculators.export import load_drafter
 from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 
-V, K = 259, 3  # the byte tokenizer's vocabulary
-
-
-@pytest.fixture(scope="module")
-def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> tuple[str, str]:
-    """A tiny target whose distributions are neither flat nor sure, and a head that has learnt a
-    little of it."""
-    root = tmp_path_factory.mktemp("evaluate")
-    model = tiny_model(
-        "qwen3", vocab_size=V, eos_token_id=257, pad_token_id=258, initializer_range=0.08
-    )
-    model.lm_head.weight.data *= 6
-    model.save_pretrained(root / "target")
-    byte_tokenizer.save_pretrained(root / "target")
-    target = FrozenTarget(model, [1, 2, 3])
-    config = config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=200)
-    torch.manual_seed(3)
-    drafter = Eagle3(config).attach(target)
-    drafter.target_ids.copy_(torch.randperm(V)[:200].sort().values)
-    drafter.initialise_from(target)
-    learn(target, drafter)
-    export_drafter(drafter, root / "head", dtype=torch.float32)
-    return str(root / "target"), str(root / "head")
-
-
-def learn(target: FrozenTarget, drafter: Eagle3, steps: int = 40) -> None:
-    """Cross-entropy between the head and the target on random text: enough for some drafts to be
-    accepted."""
-    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=5e-3)
-    zeros, positions = torch.zeros(8, 24, dtype=torch.long), torch.arange(24).expand(8, 24)
-    for step in range(steps):
-        ids = torch.randint(3, 250, (8, 24), generator=torch.Generator().manual_seed(step))
-        features = target.features(ids, positions, zeros, torch.ones_like(ids).bool())
-        loss = 0.0
-        for draft in drafter.unroll(features, K):
-            p = target.logits(features.last_hidden.flatten(0, 1)[draft.target_index]).softmax(-1)
-            p = p[:, drafter.draft_to_target]
-            loss = loss - (p * drafter.head(draft.hidden).log_softmax(-1)).sum(-1).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+K = 3
 
 
 @pytest.fixture(scope="module")
