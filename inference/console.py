@@ -10,14 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
@@ -72,31 +64,6 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"expected a JSON object of options, got {text}", where=name)
     return value
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """On a terminal a bar on stderr, from the first `report(done, total)` on; elsewhere nothing."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    tasks: list[TaskID] = []
-
-    def report(done: int, total: int) -> None:
-        if not tasks:
-            bar.start()
-            tasks.append(bar.add_task(title, total=total))
-        bar.update(tasks[0], completed=done, total=total)
-
-    try:
-        yield report
-    finally:
-        bar.stop()
 
 
 def size_text(size: float) -> str:

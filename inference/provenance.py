@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 import transformers
 
 from draftsmith.speculators.errors import DataError
+
+WEIGHTS = (".safetensors", ".bin")
 
 
 def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -75,15 +77,10 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def cpu_model() -> str:
     """Processor name as the system gives it."""
-    try:
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def text_sha256(text: str | None) -> str | None:
@@ -98,9 +95,7 @@ def config_sha256(folder: str | os.PathLike[str]) -> str:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot be read as JSON ({error}): expected a model directory", where=f"{path}"
-        ) from None
+        raise DataError(f"cannot be read as JSON: {error}", where=f"{path}") from None
     kept = {
         name: value
         for name, value in tree.items()
@@ -109,17 +104,11 @@ def config_sha256(folder: str | os.PathLike[str]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def weights_sha256(
-    folder: str | os.PathLike[str], suffixes: Iterable[str] = (".safetensors", ".bin")
-) -> str:
+def weights_sha256(folder: str | os.PathLike[str]) -> str:
     """Hash over the names and contents of the weight files in `folder`, in name order."""
-    endings = tuple(suffixes)
-    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(endings))
+    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(WEIGHTS))
     if not files:
-        raise DataError(
-            f"no weight files ({', '.join(endings)}) to hash: expected a model directory",
-            where=f"{folder}",
-        )
+        raise DataError("has no weight files to hash", where=f"{folder}")
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode("utf-8") + b"\0")

@@ -23,9 +23,8 @@ def vllm_python(given: str | None = None) -> str:
         spec = importlib.util.find_spec("vllm")
         if spec is None or spec.origin is None:  # the latter: a folder of that name
             raise ConfigError(
-                "it is not installed beside this project, and no other interpreter is named;"
-                f" set {PYTHON} (or --vllm-python) to the python of an environment that has it,"
-                " such as /opt/vllm/bin/python",
+                f"not installed here; set {PYTHON} (or --vllm-python) to the python of an"
+                " environment that has it, such as /opt/vllm/bin/python",
                 where="vLLM",
             )
         return sys.executable
@@ -45,9 +44,8 @@ def vllm_python(given: str | None = None) -> str:
 def vllm_version(python: str) -> str:
     """The version of vLLM that `python` has, such as 0.33.0. ConfigError if it cannot be read."""
     code = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ConfigError(
-            f"vLLM's version cannot be read: {done.stderr.strip()}", where=f"{python}"
-        )
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"vLLM's version cannot be read: {error.stderr}", where=python) from None
     return done.stdout.strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import jinja2
 import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
@@ -27,6 +26,7 @@ from draftsmith.inference.whole_file import write_whole
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
+WIDTH = 5.4  # inches
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRID,
@@ -59,18 +59,18 @@ def render_html(report: AcceptanceReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(figure=svg, number="{:,.2f}".format)
-    checks = [(cell.temperature, check) for cell in report.pooled() for check in cell.lossless]
-    return environment.get_template("report.html.j2").render(
-        report=report,
-        provenance=report.provenance,
-        summary=report.summary,
-        pooled=report.pooled(),
-        columns=EVERY,
-        rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
-        notes=notes(report),
-        figures=[speedup_bars(report), *position_lines(report), held_out_line(report)],
-        checks=checks,
-    )
+    with matplotlib.rc_context(STYLE):
+        return environment.get_template("report.html.j2").render(
+            report=report,
+            provenance=report.provenance,
+            summary=report.summary,
+            pooled=report.pooled(),
+            columns=EVERY,
+            rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
+            notes=notes(report),
+            figures=[speedup_bars(report), *position_lines(report), held_out_line(report)],
+            checks=[(cell.temperature, c) for cell in report.pooled() for c in cell.lossless],
+        )
 
 
 # ------------------------------------------------------------------ figures
@@ -78,63 +78,52 @@ def render_html(report: AcceptanceReport) -> str:
 
 def svg(figure: Figure) -> Markup:
     """An <img> with the figure as SVG inside it, and its title as the text in place of it."""
-    with matplotlib.rc_context(STYLE), io.BytesIO() as buffer:
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        encoded = base64.b64encode(buffer.getvalue()).decode()
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    encoded = base64.b64encode(buffer.getvalue()).decode()
     return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(
         figure.get_label(), encoded
     )
-
-
-def _figure(title: str, height: float, draw: Callable[[Axes], None]) -> Figure:
-    """`draw` on the axes of a figure of its own. `height`: inches, at a width of 5.4."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.4, height), label=title)
-        axes = figure.subplots()
-        draw(axes)
-        handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
-            figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2)
-    return figure
 
 
 def speedup_bars(report: AcceptanceReport) -> Figure | None:
     """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers; None if
     nothing was timed."""
     workloads, temperatures = report.workloads(), report.temperatures()
-    timed = [
-        (workloads.index(cell.workload), temperatures.index(cell.temperature), speedup)
-        for cell in report.own_cells()
-        if (speedup := cell.speedup_vs_autoregressive)
-    ]
+    timed = [cell for cell in report.own_cells() if cell.speedup_vs_autoregressive]
     if not timed:
         return None
-
-    def draw(axes: Axes) -> None:
-        height = 0.8 / len(temperatures)
-        for index, temperature in enumerate(temperatures):
-            known = [(i, speedup) for i, which, speedup in timed if which == index]
-            bars = axes.barh(
-                [i + (index - (len(temperatures) - 1) / 2) * height for i, _ in known],
-                [speedup.value for _, speedup in known],
-                height=0.85 * height,
-                color=PALETTE[index % len(PALETTE)],
-                label=f"T={temperature:g}",
-                xerr=np.array([(s.value - s.low, s.high - s.value) for _, s in known])
-                .reshape(-1, 2)
-                .clip(0)
-                .T,
-                error_kw={"ecolor": INK, "elinewidth": 1.0},
-            )
-            axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6)
-        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
-        axes.set_xlabel("× faster than the same engine without drafting")
-        axes.set_yticks(range(len(workloads)), labels=workloads)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.yaxis.grid(False)
-
-    return _figure("Speedup by workload", 0.9 + len(workloads) * 0.24 * len(temperatures), draw)
+    height = 0.8 / len(temperatures)
+    size = (WIDTH, 0.9 + len(workloads) * 0.3 * len(temperatures))
+    figure = Figure(figsize=size, label="Speedup by workload")
+    axes = figure.subplots()
+    for index, temperature in enumerate(temperatures):
+        speedups = {
+            workloads.index(cell.workload): cell.speedup_vs_autoregressive
+            for cell in timed
+            if cell.temperature == temperature and cell.speedup_vs_autoregressive
+        }
+        values = np.array([(s.value, s.low, s.high) for s in speedups.values()]).reshape(-1, 3)
+        bars = axes.barh(
+            [place + (index - (len(temperatures) - 1) / 2) * height for place in speedups],
+            values[:, 0],
+            height=0.85 * height,
+            color=PALETTE[index % len(PALETTE)],
+            label=f"T={temperature:g}",
+            xerr=np.abs(values[:, 1:] - values[:, :1]).T,
+            error_kw={"ecolor": INK, "elinewidth": 1.0},
+        )
+        axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6)
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_xlabel("× faster than the same engine without drafting")
+    axes.set_yticks(range(len(workloads)), labels=workloads)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.yaxis.grid(False)
+    return figure
 
 
 def position_lines(report: AcceptanceReport) -> list[Figure]:
@@ -148,7 +137,10 @@ def position_lines(report: AcceptanceReport) -> list[Figure]:
             if cell.temperature == temperature
         }
         title = f"Conditional acceptance by draft position, T={temperature:g}"
-        figures.append(lines(title, curves, "draft position k", (0, 1.02)))
+        figure = lines(title, curves, "draft position k")
+        figure.axes[0].set_ylim(0, 1.02)
+        figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+        figures.append(figure)
     return figures
 
 
@@ -159,38 +151,28 @@ def held_out_line(report: AcceptanceReport) -> Figure | None:
     curve: dict[int, float | None] = {
         point.supervised_tokens: point.acceptance_length for point in report.training.held_out
     }
-    title = "Expected acceptance length, held out"
-    return lines(title, {"τ": curve}, "tokens with a loss", (1, None), log=True)
+    figure = lines("Expected acceptance length, held out", {"τ": curve}, "tokens with a loss")
+    figure.axes[0].set_ylim(1, None)
+    figure.axes[0].set_xscale("log", base=2)
+    figure.axes[0].xaxis.set_major_formatter(EngFormatter(places=0))
+    return figure
 
 
-def lines(
-    title: str,
-    curves: Mapping[str, Mapping[int, float | None]],
-    x_label: str,
-    limits: tuple[float | None, float | None],
-    log: bool = False,
-) -> Figure:
-    """Curves by name, x -> y of each; `all` is drawn in ink. `log`: x is logarithmic."""
-
-    def draw(axes: Axes) -> None:
-        for index, (name, curve) in enumerate(curves.items()):
-            points = {x: y for x, y in curve.items() if y is not None}
-            bold = name == ALL_WORKLOADS
-            axes.plot(
-                list(points),
-                list(points.values()),
-                label=name,
-                color=INK if bold else PALETTE[index % len(PALETTE)],
-                marker="osD^vPX*"[index % 8] if len(points) < 40 else None,
-                markersize=4,
-                linewidth=2.4 if bold else 1.4,
-            )
-        axes.set_ylim(*limits)
-        if log:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(EngFormatter(places=0))
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel(x_label)
-
-    return _figure(title, 3.0, draw)
+def lines(title: str, curves: Mapping[str, Mapping[int, float | None]], x_label: str) -> Figure:
+    """Curves by name, x -> y of each; `all` is drawn in ink."""
+    figure = Figure(figsize=(WIDTH, 3.0), label=title)
+    axes = figure.subplots()
+    for index, (name, curve) in enumerate(curves.items()):
+        points = {x: y for x, y in curve.items() if y is not None}
+        bold = name == ALL_WORKLOADS
+        axes.plot(
+            list(points),
+            list(points.values()),
+            label=name,
+            color=INK if bold else PALETTE[index % len(PALETTE)],
+            marker="osD^vPX*"[index % 8] if len(points) < 40 else None,
+            markersize=4,
+            linewidth=2.4 if bold else 1.4,
+        )
+    axes.set_xlabel(x_label)
+    return figure

@@ -21,12 +21,10 @@ from draftsmith.speculators.export.serving_commands import draftsmith_snippet
 from draftsmith.speculators.export.serving_commands import serving as serving_commands
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
-TASK = "text-generation"
 METRICS = {
     "acceptance_length": "acceptance length (tokens per verification)",
     "speedup": "speedup over the same engine without drafting",
 }
-DIGITS = 4  # after the point, of results in the metadata
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
         license=facts.license,
         datasets=list(facts.datasets) or None,
         library_name="draftsmith",
-        pipeline_tag=TASK,
+        pipeline_tag="text-generation",
         tags=["speculative-decoding", "draft-model", facts.config.family, "draftsmith", *engines],
         model_name=facts.repository.partition("/")[2] if report else None,
         eval_results=evaluation_results(report) if report else None,
@@ -98,14 +96,14 @@ def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
             metrics["speedup"] = cell.speedup_vs_autoregressive.value
         results += [
             EvalResult(
-                task_type=TASK,
+                task_type="text-generation",
                 dataset_type=cell.label,
                 dataset_name=f"{cell.label}, temperature {cell.temperature:g}",
                 dataset_config=f"temperature {cell.temperature:g}",
                 dataset_args={"temperature": cell.temperature, "prompts": cell.prompts},
                 metric_type=name,
                 metric_name=METRICS[name],
-                metric_value=round(value, DIGITS),
+                metric_value=round(value, 4),
             )
             for name, value in metrics.items()
         ]

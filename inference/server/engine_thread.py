@@ -22,7 +22,6 @@ from functools import partial
 
 from starlette.exceptions import HTTPException
 
-from draftsmith.inference.console import progress_bar
 from draftsmith.inference.engine.round_trace import RoundTracer
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
@@ -131,8 +130,8 @@ class EngineThread:
 
     def warm_up(self) -> None:
         """Compiles all shapes of a round (minutes; without compiled rounds nothing is done)."""
-        with progress_bar("compiling") as report:
-            self._thread.submit(self.llm.warm_up, report, WARM_UP_LIMIT_S).result()
+        logger.info("compiling, where rounds are compiled")
+        self._thread.submit(self.llm.warm_up, lambda *_: None, WARM_UP_LIMIT_S).result()
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""

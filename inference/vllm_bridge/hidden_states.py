@@ -96,17 +96,13 @@ class HiddenStates:
         tensors = load(file.read_bytes())
         file.unlink()
         states: Tensor = tensors["hidden_states"]
-        if tensors["token_ids"].tolist() != list(text) or states.shape[:2] != (
-            len(text),
-            len(self.layers),
-        ):
+        expected = (len(text), len(self.layers))
+        if tensors["token_ids"].tolist() != list(text) or states.shape[:2] != expected:
             raise VllmError(
-                f"left hidden states {tuple(states.shape)} of {len(tensors['token_ids'])}"
-                f" tokens; expected those of {len(self.layers)} layers and {len(text)} tokens",
+                f"left hidden states {tuple(states.shape)} of another text than asked for;"
+                f" expected those of {expected[1]} layers and {expected[0]} tokens",
                 where="vLLM",
             )
         if not torch.isfinite(states).all():
-            raise VllmError(
-                f"hidden states of a text of {len(text)} tokens are not finite", where="vLLM"
-            )
+            raise VllmError(f"hidden states of {len(text)} tokens are not finite", where="vLLM")
         return states
