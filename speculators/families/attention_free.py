@@ -84,12 +84,6 @@ class SlotwiseDrafter(Drafter):
 
     # -------------------------------------------------------------- inference
 
-    def step(self, state: Tensor, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """State before `depth` [b, S] and the tokens before it [b] -> its state, and its draft
-        logits [b, V]."""
-        state = self.advance(state, token_ids, depth)
-        return state, self.head(self.read(state, depth), depth)
-
     def append(self, inputs: DraftInput) -> None:
         """See `Drafter.append`: such a cache holds lengths alone."""
         inputs.cache.reserve(inputs.start, inputs.stop, inputs.token_ids.shape[1])
@@ -99,13 +93,10 @@ class SlotwiseDrafter(Drafter):
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`."""
         self.append(inputs)
-        yield from self.chain(*self._newest(inputs), k)
-
-    def chain(self, state: Tensor, token_ids: Tensor | None, k: int) -> DraftSteps:
-        """The steps after a state before depth 0 [b, S] and the newest token [b] of each row."""
+        state, token_ids = self._newest(inputs)
         for depth in range(k):
-            state, logits = self.step(state, token_ids, depth)
-            token_ids = yield DraftLogits(logits)
+            state = self.advance(state, token_ids, depth)
+            token_ids = yield DraftLogits(self.head(self.read(state, depth), depth))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""

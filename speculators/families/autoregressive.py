@@ -64,13 +64,6 @@ class ChainDrafter(Drafter):
         table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
         return table(token_ids)
 
-    def rotary(self, position_ids: Tensor, like: Tensor, length: int | None = None) -> Rotary:
-        """position_ids [B, T] -> cosines and sines [B, T, d]; `length`: all positions are below
-        it."""
-        if length is None:
-            return self.positions(like, position_ids)
-        return self.positions.lookup(position_ids, length, like)
-
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
@@ -166,7 +159,7 @@ class ChainDrafter(Drafter):
         self, tokens: Tensor, places: Tensor, state: Tensor, attends: Attends, queries: Asked
     ) -> Tensor:
         embeds = self.embed(tokens, places)
-        return self.run(embeds, state, self.rotary(places, state), attends, queries)
+        return self.run(embeds, state, self.positions(state, places), attends, queries)
 
     # -------------------------------------------------------------- inference
 
@@ -241,7 +234,7 @@ class ChainDrafter(Drafter):
             lengths = None if placed or cache.static else cache.lengths[start:stop]
             mask, first = self._in_window(lengths, position_ids, mask)
         attends = cached_attends(cache.view(*rows), mask, M, self.attention_layers, first)
-        rotary = self.rotary(position_ids, state, cache.capacity)
+        rotary = self.positions.lookup(position_ids, cache.capacity, state)
         return self.run(self.embed(token_ids, position_ids), state, rotary, attends, queries)
 
     def _in_window(

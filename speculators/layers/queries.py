@@ -7,35 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftsmith.speculators.precision import on_host, to_device
-
-
-class Queries(Protocol):
-    """What attention.py asks of queries [B, M]."""
-
-    @property
-    def width(self) -> int:
-        """Queries of a block."""
-        ...
-
-    def span(self, queries: slice) -> slice:
-        """Slots outside of which these queries see none. Waits for no device."""
-        ...
-
-    def hidden(self, queries: slice, keys: slice) -> Tensor:
-        """bool [B, c, S], True where a query does not see a slot."""
-        ...
-
-    @property
-    def own_hidden(self) -> Tensor | None:
-        """bool [width, width], True where a query does not see a key of its block; None: it sees
-        all."""
-        ...
 
 
 def in_window(places: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -67,7 +43,7 @@ class PackedQueries:
     chosen: Tensor | None = None
     window: int | None = None
     width = 1
-    own_hidden = None
+    own_hidden = None  # it sees all keys of its block, which are its own
 
     def within(self, window: int | None) -> PackedQueries:
         """The same queries with a window."""
@@ -89,10 +65,12 @@ class PackedQueries:
         return first if self.window is None else first.maximum(slots - self.window + 1)
 
     def span(self, queries: slice) -> slice:
+        """Slots outside of which these queries see none. Waits for no device."""
         last = on_host(self.slots)[:, queries].max()
         return slice(int(self._first[:, queries].min()), int(last) + 1)
 
     def hidden(self, queries: slice, keys: slice) -> Tensor:
+        """bool [B, c, S], True where a query does not see a slot."""
         slots, segment_ids = self.slots[:, queries], self.segment_ids
         own = segment_ids.gather(1, slots)[:, :, None]
         places = torch.arange(segment_ids.shape[1], device=slots.device)[keys]
@@ -132,12 +110,14 @@ class Blocks:
         return first_slots(self.segment_ids).gather(1, on_host(self.last_context).clamp_min(0))
 
     def span(self, queries: slice) -> slice:
+        """As `PackedQueries.span`."""
         blocks = slice(queries.start // self.width, queries.stop // self.width)
         last = on_host(self.last_context)[:, blocks]
         first = self._first[:, blocks].masked_fill(last < 0, self.segment_ids.shape[1] - 1)
         return slice(int(first.min()), max(int(last.max()), int(first.min())) + 1)
 
     def hidden(self, queries: slice, keys: slice) -> Tensor:
+        """As `PackedQueries.hidden`."""
         Q = self.width
         blocks = slice(queries.start // Q, queries.stop // Q)
         last = self.last_context[:, blocks, None]
@@ -151,6 +131,10 @@ class Blocks:
 
     @property
     def own_hidden(self) -> Tensor:
+        """bool [width, width], True where a query does not see a key of its block."""
         every = torch.ones(self.width, self.width, dtype=torch.bool, device=self.places.device)
         hidden = every.triu(1) if self.causal else torch.zeros_like(every)
         return hidden if self.window is None else hidden | every.tril(-self.window)
+
+
+Queries = PackedQueries | Blocks

@@ -91,7 +91,6 @@ class FrozenTarget(nn.Module):
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
         self.head_to_logits, self.vocab_size = probe.confirm_logits(parts)
-        self._passes_gradients = probe.confirm_gradient(parts)
         probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
@@ -229,14 +228,8 @@ class FrozenTarget(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, H] of the output head, float32; of a quantised one as its products with unit vectors
-        say."""
-        if probe.has_plain_weight(self.lm_head):
-            return self.lm_head.weight.float()  # type: ignore[operator,return-value]
-        with torch.no_grad():
-            units = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-            bias = self.lm_head(torch.zeros_like(units[:1]))
-            return (self.lm_head(units) - bias).T.float().contiguous()
+        """[V, H] of the output head, float32."""
+        return self.lm_head.weight.float()  # type: ignore[operator,return-value]
 
     @property
     def final_norm_weight(self) -> Tensor | None:
@@ -306,12 +299,6 @@ class FrozenTarget(nn.Module):
     def logits(self, last_hidden: Tensor) -> Tensor:
         """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft
         cap."""
-        if not self._passes_gradients and last_hidden.requires_grad and torch.is_grad_enabled():
-            raise self._parts.refusal(
-                f"no gradient passes through its quantised output head"
-                f" ({type(self.lm_head).__name__}), which this drafter shares; train a family with"
-                " a head of its own (eagle3, medusa)"
-            )
         return self.head_to_logits(self._parts.lm_head(last_hidden))  # scaled and capped
 
     def final_norm(self, residual: Tensor) -> Tensor:

@@ -150,7 +150,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
 
 def _unsuitable(model: PreTrainedModel, config: PretrainedConfig) -> str:
     """Why it is no causal LM that can be asked for features; empty: it is one."""
-    embed_tokens, attention = model.get_input_embeddings(), config._attn_implementation
+    embed_tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+    attention = config._attn_implementation
     if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
         return "an encoder-decoder model; a decoder-only causal LM is needed"
     if attention not in ATTENTION:
@@ -163,13 +164,14 @@ def _unsuitable(model: PreTrainedModel, config: PretrainedConfig) -> str:
             f"attn_logit_softcapping={config.attn_logit_softcapping} is silently left out by"
             f" {attention!r} attention; load it with attn_implementation='eager'"
         )
-    if embed_tokens is None or model.get_output_embeddings() is None:
+    if embed_tokens is None or head is None:
         return "no input embedding or no output head; a causal LM is needed"
-    if not has_plain_weight(embed_tokens):
-        return (
-            f"its input embedding is quantised ({type(embed_tokens).__name__}), which heads share;"
-            " use a checkpoint whose embedding is not"
-        )
+    for name, module in (("input embedding", embed_tokens), ("output head", head)):
+        if not has_plain_weight(module):
+            return (
+                f"its {name} is quantised ({type(module).__name__}), which drafters share; use a"
+                " checkpoint whose own is not"
+            )
     return ""
 
 
@@ -229,23 +231,15 @@ class _ZeroPast(Cache):
         past = (0, 0, self.length, 0)
         return nn.functional.pad(key_states, past), nn.functional.pad(value_states, past)
 
-    def update_conv_state(self, conv_states: Tensor, *args, **kwargs) -> Tensor:
-        return conv_states
+    def _as_given(self, states: Tensor, *args, **kwargs) -> Tensor:
+        return states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, *args, **kwargs) -> Tensor:
-        return recurrent_states
-
-    def has_previous_state(self, *args, **kwargs) -> bool:
-        return False
-
-    def get_conv_state(self, *args, **kwargs) -> None:  # from transformers 5.20 on
+    def _nothing(self, *args, **kwargs) -> None:
         return None
 
-    def get_recurrent_state(self, *args, **kwargs) -> None:
-        return None
-
-    def is_recording_past(self, *args, **kwargs) -> bool:
-        return False
+    update_conv_state = update_recurrent_state = _as_given
+    has_previous_state = is_recording_past = _nothing  # type: ignore[assignment]
+    get_conv_state = get_recurrent_state = _nothing  # from transformers 5.20 on
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -428,20 +422,6 @@ def confirm_causal(parts: Parts) -> None:
         raise parts.refusal(
             "its states depend on later tokens, or are not one per token; a causal LM is needed"
         )
-
-
-def confirm_gradient(parts: Parts) -> bool:
-    """False if a quantised output head passes no gradient, or another than that of its own rows."""
-    if has_plain_weight(parts.lm_head):
-        return True
-    state = parts.embed_tokens(_probe_ids(parts, 2)).detach().requires_grad_()
-    generator = torch.Generator().manual_seed(0)
-    ways = torch.randn(32, state.shape[-1], generator=generator).to(state)  # along which it changes
-    with torch.enable_grad(), suppress(*_PROBE_ERRORS):
-        logits = parts.lm_head(state)
-        (gradient,) = torch.autograd.grad(logits.float().square().sum() / 2, state)
-        return bool((_error(gradient @ ways.T, logits @ parts.lm_head(ways).T) < 0.2).all())
-    return False
 
 
 def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:

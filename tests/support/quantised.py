@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers.integrations.bitnet import pack_weights
 
 
-def save_quantised(model: PreTrainedModel, folder: Path, scheme: str, head: bool = False) -> None:
+def save_quantised(model: PreTrainedModel, folder: Path, scheme: str) -> None:
     """`scheme` bitnet: packed ternary weights, which stay so; fp8: blocks with a scale, dequantised
-    on a CPU. The embedding is not quantised, nor is the output head without `head`."""
+    on a CPU. Embedding and output head are not quantised."""
     model.save_pretrained(folder)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or (name == "lm_head" and not head):
+        if not isinstance(module, nn.Linear) or name == "lm_head":
             continue
         weight = state[f"{name}.weight"]
         if scheme == "bitnet":
@@ -37,12 +37,9 @@ def save_quantised(model: PreTrainedModel, folder: Path, scheme: str, head: bool
         "bitnet": {},
         "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     }[scheme]
-    skipped = [
-        "embed_tokens" if head else "lm_head"
-    ]  # without names transformers leaves the head out by itself
     fields["quantization_config"] = {
         "quant_method": scheme,
-        "modules_to_not_convert": skipped,
+        "modules_to_not_convert": ["lm_head"],
         **of_scheme,
     }
     (folder / "config.json").write_text(json.dumps(fields))

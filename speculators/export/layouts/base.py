@@ -113,7 +113,6 @@ class Layout:
     bare: ClassVar[bool] = True  # no tensor of it begins with `model.`
     # What vLLM does without a tensor, by an ending of its name; the first that fits.
     without: ClassVar[Mapping[str, str]] = {"norm.weight": ONES, "": RANDOM}
-    stray: ClassVar[str] = REFUSES  # what vLLM does with a tensor that it has no module for
 
     # How engines serve the family; of the layout in vLLM's own format.
     vllm_method: ClassVar[Mapping[str, Any]] = {}  # where vLLM's method is not the family's name
@@ -214,7 +213,7 @@ class Layout:
 
     def unexpected(self, name: str) -> Fault:
         dropped = "vLLM drops it without a word, and drafts with another layer"
-        engines = dropped if name.endswith(".bias") else self.stray
+        engines = dropped if name.endswith(".bias") else REFUSES
         return Fault(name, f"{name} is unexpected", engines)
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:

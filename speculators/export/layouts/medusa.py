@@ -26,7 +26,6 @@ class MedusaLayout(Layout):
     architectures = ("MedusaModel",)
     bare = False
     without: ClassVar = {"": base.REFUSES}
-    stray = "vLLM does not read it"
     vllm_samples = False
     last_vllm = "0.32"
     vllm_note = "vLLM up to 0.32; 0.33 dropped Medusa, and this project's runtime serves it"
