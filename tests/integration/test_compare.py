@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.pipeline.compare import FILE, compare_recipes, rows
+from draftsmith.train.pipeline.compare import FILE, compare_recipes
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 
@@ -45,13 +45,11 @@ def test_compare_gives_every_recipe_its_time_and_its_row(
         ("eagle3", "eagle3"),
         ("medusa-2", "medusa"),
     ]
-    reports = [out / e["name"] / "acceptance.json" for e in entries]
-    for e, report in zip(entries, reports):
-        assert 1.2 <= e["training_seconds"] < 60 and e["training_steps"] >= 1
-        assert e["summary"] == json.loads(report.read_text())["summary"]
+    reports = [out / entry["name"] / "acceptance.json" for entry in entries]
+    for entry, report in zip(entries, reports):
+        assert 1.2 <= entry["training_seconds"] < 60 and entry["training_steps"] >= 1
+        assert entry["summary"] == json.loads(report.read_text())["summary"]
     assert json.loads((out / FILE).read_text())["entries"] == entries
-    heads, first, second = rows(entries)
-    assert len(heads) == len(first) == len(second) and second[0] == "medusa-2"
     resolved = yaml.safe_load((out / "medusa-2" / "recipe.yaml").read_text())
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
     stamps = [report.stat().st_mtime_ns for report in reports]

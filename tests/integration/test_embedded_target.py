@@ -36,18 +36,6 @@ def test_small_deep_narrow_and_bfloat16():
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_the_template_marks_what_the_assistant_says(llm):
-    for conversation in rows("test", 12):
-        out = llm.get_tokenizer().apply_chat_template(
-            conversation["messages"], return_assistant_tokens_mask=True, return_dict=True
-        )
-        said = [token for token, mark in zip(out["input_ids"], out["assistant_masks"]) if mark]
-        answers = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
-        assert llm.get_tokenizer().decode(said) == "".join(
-            f"{answer}<|im_end|>" for answer in answers
-        )
-
-
 @pytest.mark.slow
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     """Prompts that training has not seen. The card's rates are of more prompts; this is a floor."""

@@ -3,7 +3,6 @@ sharded."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -129,63 +128,4 @@ def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_pat
     sharded = (*given, "target.sharding=fsdp")
     said = finished(launch(short_recipe, tmp_path / "two", "cpu_ddp.yaml", overrides=sharded))
     assert "waits in the host's memory" in said
-    assert_same(tmp_path / "one", tmp_path / "two")
-
-
-STAND_IN = """#!{python}
-'''In place of an interpreter that has vLLM: the answers of vllm_bridge/worker.py.'''
-import json, os, sys
-if sys.argv[1] == "-c":  # whether it has vLLM
-    sys.exit(0)
-sys.path.insert(0, {root!r})
-import torch
-from safetensors.torch import save_file
-from draftsmith.speculators.target.frozen_target import FrozenTarget
-
-question = json.loads(sys.stdin.readline())
-draft = question["speculative_config"]["draft_model_config"]["hf_config"]
-layers = draft["eagle_aux_hidden_state_layer_ids"]
-target = FrozenTarget.from_pretrained(question["model"], dtype=question["options"]["dtype"])
-with open({log!r}, "a") as log:
-    log.write(json.dumps(dict(os.environ)) + "\\n")
-versions = {{"version": "0", "torch_version": "0", "python_version": "0", "platform": "cpu"}}
-print(json.dumps(versions), flush=True)
-for number, line in enumerate(sys.stdin):
-    answers = []
-    for i, ids in enumerate(json.loads(line)["prompts"]):
-        with torch.no_grad():
-            states = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-            norm = target.model.model.norm
-            target.model.model.norm = torch.nn.Identity()
-            before = target.model.model(torch.tensor([ids])).last_hidden_state
-            target.model.model.norm = norm
-        rows = [before[0] if k == target.num_layers else states[k][0] for k in layers]
-        found = torch.stack(rows, dim=1)
-        path = os.path.join(question["hidden_states"]["folder"], f"{{number}}-{{i}}.safetensors")
-        save_file({{"hidden_states": found.contiguous(), "token_ids": torch.tensor(ids)}}, path)
-        answers.append({{"steps": [], "hidden_states": path}})
-    print(json.dumps({{"responses": answers}}), flush=True)
-"""
-
-
-@pytest.mark.integration
-def test_two_processes_share_one_engine_for_their_features(short_recipe, tmp_path):
-    """The documented command: vLLM is started once, without the launcher's variables, and both
-    train on its states."""
-    engine, log = tmp_path / "python", tmp_path / "started.jsonl"
-    engine.write_text(STAND_IN.format(python=sys.executable, root=str(ROOT), log=str(log)))
-    engine.chmod(0o755)
-    given = (
-        "regenerate.enabled=false",
-        "data.validation=[]",
-        "evaluation.prompts=[]",
-        "target.dtype=float32",
-    )
-    finished(alone(short_recipe, tmp_path / "one", *given))
-    cached = (*given, "features.mode=cache", "features.engine=vllm", "features.encoding=exact")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DRAFTSMITH_VLLM_PYTHON", str(engine))
-        finished(launch(short_recipe, tmp_path / "two", "cpu_ddp.yaml", overrides=cached))
-    (started,) = map(json.loads, log.read_text().splitlines())
-    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & started.keys()
     assert_same(tmp_path / "one", tmp_path / "two")

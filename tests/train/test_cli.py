@@ -205,23 +205,6 @@ def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
     assert plan.feature_bytes * 7 == measured
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gpt_oss"])
-def test_sketch_agrees_with_the_target(architecture, tiny_model, tmp_path):
-    tiny_model(architecture).save_pretrained(tmp_path)
-    sketch, target = (
-        load_target_section(tmp_path).sketch(),
-        FrozenTarget.from_pretrained(str(tmp_path)),
-    )
-    for name in ("hidden_size", "vocab_size", "num_layers", "dtype"):
-        assert getattr(sketch, name) == getattr(target, name), name
-
-
-def load_target_section(folder: Path):
-    from draftsmith.train.recipe.sections import TargetSection
-
-    return TargetSection(model=str(folder))
-
-
 def test_dry_run_refuses_what_the_run_would_refuse(recipe_file):
     assert "0..3" in refused("train", recipe_file, "drafter.tap_layers=[1, 9]", "--dry-run")
 
@@ -357,36 +340,6 @@ def test_inspect_of_methods_without_a_folder():
 
 
 # ------------------------------------------------------------------ evaluate and generate
-
-
-@pytest.mark.slow
-def test_evaluate_measures_any_exported_drafter(target_folder, drafter_folder, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": f"def f{i}(x):", "workload": "code"}) + "\n" for i in range(2)
-        )
-    )
-    small = (
-        "--max-tokens",
-        8,
-        "--prompts-per-workload",
-        2,
-        "-k",
-        2,
-        "--temperature",
-        0,
-        "--out",
-        tmp_path / "out",
-    )
-    code, output = call(
-        "evaluate", "--model", target_folder, "--drafter", drafter_folder, "--prompts", path, *small
-    )
-    assert code == 0, output
-    report = load_report(tmp_path / "out" / "acceptance.json")
-    assert report.summary["lossless_mismatches"] == 0
-    assert {cell.workload for cell in report.results} == {"code", "all"}
-    assert (tmp_path / "out" / "report.html").is_file()
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ forgotten shows."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import yaml
@@ -23,7 +21,6 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
 from tests.quickstart_data import source as quickstart
-from tests.support.tokenizers import chat_bytes
 from tests.train.test_cli import (  # noqa: F401 (fixtures)
     call,
     drafter_folder,
@@ -115,91 +112,8 @@ def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
     assert cached_folder(f"{HEAD}@v1") == cached_folder(HEAD, "v1")
 
 
-@pytest.mark.slow
-def test_a_module_of_the_target_is_that_of_its_revision(hub_cache, tiny_model, tmp_path):
-    model = tiny_model("llama", vocab_size=258, eos_token_id=256, pad_token_id=257)
-    chat_bytes().save_pretrained(tmp_path / "target")
-    model.save_pretrained(tmp_path / "target")
-    target = FrozenTarget(model)
-    module = family_class("mtp")(config_for_target(target, "mtp")).attach(target)
-    exported = export_drafter(module, tmp_path / "module", dtype=torch.float32)
-    (exported / "model.safetensors").rename(tmp_path / "target" / "model-mtp.safetensors")
-    hub_cache(TARGET, tmp_path / "target", "v1")
-    hub_cache(TARGET, exported)  # main
-    for name, revision in ((TARGET, "v1"), (f"{TARGET}@v1", None)):
-        llm = LLM(
-            name,
-            revision=revision,
-            speculative_config={"method": "mtp", "num_speculative_tokens": 2},
-        )
-        assert tokens(llm) == tokens(LLM(target, chat_bytes()))
-
-
-@pytest.mark.slow
-def test_draft_models_and_tokenizers_by_id(filled, target_folder):
-    speculative = {"method": "draft_model", "model": f"{TARGET}@v1", "num_speculative_tokens": 2}
-    llm = LLM(
-        str(target_folder),
-        tokenizer=f"{TARGET}@v1",
-        revision="of-the-target",
-        speculative_config=speculative,
-    )
-    assert tokens(llm) == tokens(LLM(str(target_folder)))
-    assert read_drafter_config(f"{TARGET}@v1", config_only=True).family == "draft_model"
-
-
 # ------------------------------------------------------------------------------------------------
 # commands
-
-
-@pytest.mark.slow
-def test_inspect_and_generate(filled):
-    code, output = call("inspect", f"{HEAD}@v1")
-    assert code == 0 and "every tensor is there" in output
-    options = json.dumps({"model": f"{HEAD}@v1", "num_speculative_tokens": 2})
-    code, output = call(
-        "generate",
-        "A word",
-        "--model",
-        f"{TARGET}@v1",
-        "--speculative-config",
-        options,
-        "--max-tokens",
-        "4",
-    )
-    assert code == 0 and "verifications" in output
-
-
-@pytest.mark.slow
-def test_evaluate(filled, tmp_path, drafter_folder):
-    """The report names what lies on the Hub, and its weights are those of the revision."""
-    (tmp_path / "prompts.jsonl").write_text(
-        json.dumps(
-            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]}
-        )
-        + "\n"
-    )
-    code, output = call(
-        "evaluate",
-        "--model",
-        f"{TARGET}@v1",
-        "--drafter",
-        f"{HEAD}@v1",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-        "--out",
-        tmp_path / "report",
-        "--max-tokens",
-        "6",
-        "-k",
-        "2",
-        "--temperature",
-        "0",
-    )
-    assert code == 0, output
-    provenance = load_report(tmp_path / "report" / "acceptance.json").provenance
-    assert (provenance.target_name, provenance.drafter_path) == (f"{TARGET}@v1", f"{HEAD}@v1")
-    assert provenance.drafter_config == json.loads((drafter_folder / "config.json").read_text())
 
 
 @pytest.mark.slow

@@ -381,23 +381,6 @@ def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(token
         rows_of(tokenizer, CHATML, example)
 
 
-def test_template_facts_with_another_template_or_mode_differ(tokenizer):
-    """They identify how the data was rendered: the template's hash and its variables."""
-    quiet = ConversationTokenizer(
-        tokenizer, chat_template=QWEN3, template_kwargs={"enable_thinking": False}
-    )
-    facts = quiet.template_facts()
-    assert (
-        facts["chat_template_kwargs"] == {"enable_thinking": False}
-        and len(facts["chat_template_sha256"]) == 64
-    )
-    assert ConversationTokenizer(tokenizer, chat_template=R1).template_facts() != facts
-    assert ConversationTokenizer(tokenizer).template_facts() == {
-        "chat_template_sha256": None,
-        "chat_template_kwargs": {},
-    }
-
-
 def test_tokenizer_without_template_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"no chat template; give one with data.chat_template"):
         ConversationTokenizer(tokenizer).rows(chat("a", "b"))

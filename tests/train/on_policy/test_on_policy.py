@@ -168,15 +168,6 @@ def test_which_steps_is_a_function_of_step_and_share(tiny_model, tmp_path) -> No
     assert expected[0] == [trainer.wants(step, 0) for step in range(500)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["medusa", "eagle", "dflash"])
-def test_every_kind_of_head_learns_from_its_texts(tiny_model, tmp_path, family) -> None:
-    always = {"share": 1.0, "refresh_every": 100}
-    trainer = make_trainer(tiny_model, tmp_path, make_recipe(family, always, steps=25))
-    losses = [record["loss"] for record in trainer.run().history]
-    assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
-
-
 def two_job(folder: Path) -> list:
     """What the processes of this world hold after a training."""
     recipe = make_recipe(on_policy={"share": 0.6}, steps=6)

@@ -164,13 +164,6 @@ def test_prompts_end_where_the_target_goes_on(world) -> None:
         workloads(long, settings_of(long))
 
 
-def test_settings_follow_the_recipe(world) -> None:
-    _, recipe = world
-    settings = settings_of(recipe(batch_size=4, lossless_check=False, top_k=9))
-    assert (settings.transformers, settings.lossless_prompts, settings.top_k) == (False, 0, 9)
-    assert settings.timed_prompts >= settings.batch_size == 4
-
-
 def test_without_prompts_or_an_export_nothing_is_measured(world, tmp_path) -> None:
     _, recipe = world
     assert accept(recipe(prompts=[]), stages=Stages(enabled=False)) == 0

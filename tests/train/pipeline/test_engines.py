@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.inference.vllm_bridge.engine import VllmOptions
+from draftsmith.inference.vllm_bridge.engine import VllmOptions, child_environment
 from draftsmith.inference.vllm_python import PYTHON
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -46,6 +46,16 @@ def test_without_vllm_a_run_is_measured_here_alone_unless_a_gate_needs_it(monkey
     with pytest.raises(ConfigError, match=PYTHON):
         run(written, [f"output_dir={tmp_path / 'run'}"])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_vllm_that_is_started_does_not_inherit_its_parents_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "FSDP_VERSION"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "somewhere")
+    environment = child_environment()
+    assert environment["HF_HOME"] == "somewhere"
+    prefixes = ("RANK", "WORLD_", "MASTER_", "TORCHELASTIC", "FSDP")
+    assert not [name for name in environment if name.startswith(prefixes)]
 
 
 def test_gates_without_a_temperature_hold_at_every_one_that_has_none_of_its_own() -> None:

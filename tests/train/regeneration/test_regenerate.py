@@ -18,7 +18,6 @@ from draftsmith.train.pipeline.data_stage import write_in_parts
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
 from tests.train.worlds import Scenario, in_worlds
 
@@ -62,38 +61,6 @@ def stored(folder: Path) -> list[str]:
     """The keys of all whole lines."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().split("\n")[:-1]]
     return [json.loads(line)["key"] for line in lines]
-
-
-KILLED = """
-import sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from tests.train.regeneration.test_regenerate import make_llm, write_with
-report = lambda done, total, note: print(done, flush=True) or (done > 4 and sys.stdin.readline())
-write_with(make_llm(), Path(sys.argv[1]), progress=report)
-"""
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_it_asks_for_the_rest_alone(write, llm, tmp_path, monkeypatch):
-    """What had ended is there after a kill -9, but for a line that was torn; nothing is asked for
-    that was answered, and the responses are those of a run that nothing stopped."""
-    whole = write(tmp_path / "whole")
-    process = PythonProcess("-c", KILLED, tmp_path / "killed")
-    while int(process.stdout.readline()) <= 4:
-        pass
-    process.kill()
-    process.wait()
-    kept = stored(tmp_path / "killed")
-    assert 4 < len(kept) < 40
-    (path,) = (tmp_path / "killed").iterdir()
-    path.write_text(path.read_text() + '{"key": "torn')
-    submit, asked = llm.submit, []
-    monkeypatch.setattr(llm, "submit", lambda *given: asked.append(1) or submit(*given))
-    assert write(tmp_path / "killed") == whole
-    assert len(asked) == len(set(stored(tmp_path / "whole"))) - len(kept)
-    assert sorted(stored(tmp_path / "killed")) == sorted(stored(tmp_path / "whole"))
 
 
 def chat(*turns: str) -> Example:

@@ -155,25 +155,3 @@ def test_a_killed_run_ends_with_the_same_weights(tiny_model, tmp_path):
         assert a.keys() == b.keys()
         for name in a:
             assert torch.equal(a[name], b[name]), name
-
-
-def test_the_adapter_is_drawn_from_the_seed_alone(tiny_model):
-    """Whatever was drawn before: an earlier stage, another process's rows, or less of a run that is
-    continued."""
-    tree = {
-        "name": "t",
-        "family": "medusa",
-        "target": {"model": "x"},
-        "data": {"train": [{"path": "chats.jsonl"}]},
-    }
-    section = recipe_class("medusa").model_validate({**tree, "joint": {"r": 4}}).joint
-
-    def drawn(before: int, seed: int) -> torch.Tensor:
-        torch.manual_seed(before)
-        joint = JointTarget(FrozenTarget(copy.deepcopy(tiny_model("qwen2"))), section, seed)
-        state = torch.get_rng_state()
-        torch.manual_seed(before)
-        assert torch.equal(state, torch.get_rng_state())  # what is drawn next does not notice
-        return torch.cat([p.detach().flatten() for p in joint.trainable_parameters()])
-
-    assert torch.equal(drawn(1, 0), drawn(2, 0)) and not torch.equal(drawn(1, 0), drawn(1, 1))
