@@ -312,17 +312,6 @@ def test_inspect_names_faults_and_what_vllm_does(drafter_folder, target_folder, 
     assert faults(drafter_folder, "--model", target_folder) == {"norm.weight"}
 
 
-def test_inspect_holds_a_drafter_to_the_target_that_it_names(drafter_folder, target_folder):
-    """Where that is a folder at hand; of a folder without a word on its training."""
-    fields = json.loads((drafter_folder / "config.json").read_text())
-    del fields["draftsmith"]["target"]
-    (drafter_folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 5000}))
-    assert not faults(drafter_folder)
-    fields["draftsmith"]["target"] = {"name_or_path": str(target_folder)}
-    (drafter_folder / "config.json").write_text(json.dumps(fields | {"vocab_size": 5000}))
-    assert faults(drafter_folder) == {"vocab_size"}
-
-
 def test_inspect_holds_a_mask_token_to_the_targets_tokenizer(target_folder, tmp_path):
     target = FrozenTarget.from_pretrained(str(target_folder))
     config = config_for_target(target, "dflash", tap_layers=(1, 2), block_size=4, mask_token_id=100)
@@ -387,13 +376,6 @@ def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tm
     assert "expected names of spec_bench" in refused(*of[:-1], "spec")
 
 
-def test_a_recipe_names_its_suites_itself(recipe_file, tmp_path):
-    assert "evaluation.suites" in refused("evaluate", recipe_file, "--suite", "gsm8k")
-    given = ("evaluation.suites={gsm8k: nowhere/gsm8k.jsonl}", "data.decontaminate=false")
-    assert "nowhere/gsm8k.jsonl" in refused("prepare", recipe_file, given[0])
-    assert "nowhere/gsm8k.jsonl" in refused("train", recipe_file, *given)
-
-
 @pytest.mark.slow
 def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_folder, tmp_path):
     assert "no export to evaluate" in refused("evaluate", recipe_file)
@@ -410,13 +392,6 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
     assert code == 1, output  # an untrained head misses the gate
     assert "missed: t0.acceptance_length" in output
     assert load_report(tmp_path / "run" / "acceptance.json").passed is False
-
-
-def test_evaluate_wants_a_recipe_or_two_folders(recipe_file):
-    assert "give a recipe, or --model and --drafter" in refused("evaluate")
-    assert "give a recipe, or --model and --drafter" in refused(
-        "evaluate", recipe_file, "--model", "x"
-    )
 
 
 def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):
@@ -441,13 +416,6 @@ def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder)
         assert "12 tokens" in output
         if config.get("method") != "ngram":  # which may find nothing to draft
             assert ("acceptance length" in output) == bool(config)
-
-
-def test_generate_refuses_what_it_cannot_use(target_folder):
-    ask = ("generate", "Hi", "--model", target_folder, "--speculative-config")
-    assert "not JSON" in refused(*ask, "{method: ngram}")
-    assert "expected a JSON object" in refused(*ask, "[1]")
-    assert "model is missing" in refused(*ask, '{"method": "eagle3"}')
 
 
 def test_help_lists_the_commands_in_order_and_is_readable_at_80_columns():

@@ -20,12 +20,10 @@ from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import (
     TokenRow,
     collate,
-    conversation_tokenizer,
     pack,
     prepare_rows,
 )
 from draftsmith.train.data.sources import Example, parse_row
-from draftsmith.train.recipe.data_sections import DataSection
 
 SPECIAL = [
     "<|im_start|>",
@@ -422,16 +420,6 @@ def test_cutting_keeps_masks_right_and_is_counted(tokenizer):
     assert statistics.supervised == sum(int(row.loss_mask.sum()) for row in rows)
     with pytest.raises(DataError, match="no row is left of 1 examples"):
         prepare_rows(examples[2:], converter, max_length=60, bad=BadRows())
-
-
-def test_section_reads_its_template_file(tokenizer, tmp_path):
-    (tmp_path / "t.jinja").write_text(CHATML)
-    section = {"train": [{"path": "chats.jsonl"}], "chat_template": str(tmp_path / "t.jinja")}
-    converter = conversation_tokenizer(DataSection.model_validate(section), tokenizer)
-    assert supervised(tokenizer, converter.rows(chat("a", "b"))[0]) == ["b<|im_end|>"]
-    elsewhere = DataSection.model_validate({**section, "chat_template": "nowhere.jinja"})
-    with pytest.raises(DataError, match=r"data.chat_template: no such file"):
-        conversation_tokenizer(elsewhere, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------ packing

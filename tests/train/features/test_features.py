@@ -7,7 +7,6 @@ import torch
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features import prefetch as features_ahead
-from draftsmith.train.features.prefetch import FeaturesAhead
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.trainer.trainer import Interrupted
 from tests.train.trainer.test_loop import (
@@ -111,12 +110,6 @@ def test_a_run_goes_on_after_its_forward_was_begun(tiny_model, tmp_path, monkeyp
     resumed = make_trainer(tiny_model, tmp_path / "b", make_recipe())
     resumed.run()
     assert_equal(weights(straight), weights(resumed))
-
-
-def test_what_was_begun_under_another_name_is_not_taken(target):
-    features, ahead = RowFeatures(target, make_rows()), FeaturesAhead(torch.device("cpu"))
-    ahead.begin("a", lambda: features.of([0]))
-    assert ahead.take("b") is None and ahead.take("a") is None
 
 
 @pytest.mark.parametrize("change", ["sharded", "device"])

@@ -17,7 +17,7 @@ from draftsmith.train.on_policy.refresh import FOLDER, OnPolicy
 from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
-from tests.train.trainer.test_loop import assert_equal, make_rows, weights
+from tests.train.trainer.test_loop import assert_equal, cut_off, make_rows, weights
 from tests.train.worlds import Scenario, in_worlds
 
 SHAPES = {
@@ -99,14 +99,7 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
     """Also where texts were written after the last checkpoint: those are written again."""
     whole = make_trainer(tiny_model, tmp_path / "whole", make_recipe(on_policy={}))
     whole.run()
-    broken = make_trainer(tiny_model, tmp_path / "broken", make_recipe(on_policy={}))
-
-    def die(share, note):
-        if broken.state.step == stop_after:
-            raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        broken.run(die)
+    cut_off(make_trainer(tiny_model, tmp_path / "broken", make_recipe(on_policy={})), stop_after)
     folder = tmp_path / "broken" / FOLDER
     (folder / ".step-00000000.json.4711").write_text("torn")
     for path in folder.glob("step-????????.json"):

@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
-import yaml
 
 from draftsmith.inference import LLM
 from draftsmith.inference.bench.load import measure as bench
@@ -15,10 +13,6 @@ from draftsmith.inference.bench.load import prepare
 from draftsmith.inference.bench.options import BenchOptions
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, DataError
-from draftsmith.speculators.export import export_drafter
-from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.registry import config_for_target
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.acceptance_stage import (
     accept,
     measure,
@@ -27,53 +21,20 @@ from draftsmith.train.pipeline.acceptance_stage import (
     workloads,
 )
 from draftsmith.train.pipeline.progress import Stages
-from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import make_recipe
+from tests.support.runs import tiny_run
 from tests.support.tokenizers import chat_bytes
 
 
 @pytest.fixture(scope="module")
 def world(tiny_model, tmp_path_factory):
-    """A target folder, an exported head, a file of prompts in two workloads; and recipes over
-    them."""
+    """The folder of a run that is done, and recipes over it."""
     root = tmp_path_factory.mktemp("acceptance")
-    model = tiny_model(
-        "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
-    )
-    model.save_pretrained(root / "target")
-    chat_bytes().save_pretrained(root / "target")
-    target = FrozenTarget(model, [1, 2, 3])
-    torch.manual_seed(1)
-    drafter = Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3])).attach(target)
-    drafter.initialise_from(target)
-    export_drafter(drafter, root / "run" / "export", dtype=torch.float32)
-    rows = []
-    for i in range(4):
-        for name in ("sums", "talk"):
-            said = (("user", f"{name} {i}"), ("assistant", "x"))
-            messages = [{"role": role, "content": text} for role, text in said]
-            rows.append({"workload": name, "messages": messages})
-    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = tiny_run(tiny_model, root / "target", root / "run")
 
     def recipe(gates: dict | None = None, **evaluation):
-        section = {
-            "prompts": [{"path": str(root / "prompts.jsonl")}],
-            "num_speculative_tokens": 2,
-            "max_tokens": 6,
-            "repeats": 1,
-            "prompts_per_workload": 2,
-            "baseline_transformers": False,
-            **evaluation,
-        }
-        tree = {
-            "name": "tiny",
-            "output_dir": str(root / "run"),
-            "target": {"model": str(root / "target")},
-            "data": {"train": [{"path": str(root / "prompts.jsonl")}]},
-            "evaluation": section,
-            "gates": gates or {},
-        }
-        (root / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-        return load_recipe(root / "recipe.yaml")
+        changed = {"evaluation": tree["evaluation"] | evaluation, "gates": gates or {}}
+        return make_recipe(tree | changed)
 
     return root, recipe
 

@@ -22,9 +22,6 @@ from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, ConfigError, HubError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.upload import Destination
-from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.registry import config_for_target
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.acceptance_stage import accept
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
@@ -34,7 +31,7 @@ from tests.speculators.families.draft_model.test_draft_model_vocabulary import (
     drafting,
     target_folder,
 )
-from tests.support.tokenizers import chat_bytes
+from tests.support.runs import tiny_run
 from tests.train.test_cli import call
 
 REPO = "org/head"
@@ -84,43 +81,9 @@ def run(tiny_model, tmp_path_factory) -> Path:
 
 
 def made_run(tiny_model, root: Path, folder: Path) -> None:
-    model = tiny_model(
-        "llama", vocab_size=258, eos_token_id=256, pad_token_id=257, initializer_range=0.1
-    )
-    model.save_pretrained(folder)
-    chat_bytes().save_pretrained(folder)
-    target = FrozenTarget(model, [1, 2, 3])
-    torch.manual_seed(1)
-    drafter = (
-        Eagle3(config_for_target(target, "eagle3", tap_layers=[1, 2, 3]))
-        .attach(target)
-        .initialise_from(target)
-    )
-    provenance = {"recipe": "tiny", "step": 3, "target": {"name_or_path": str(folder)}}
-    export_drafter(drafter, root / "export", dtype=torch.float32, provenance=provenance)
-    turns = [
-        [{"role": "user", "content": f"sums {i}"}, {"role": "assistant", "content": "x"}]
-        for i in range(4)
-    ]
-    rows = [{"workload": "sums", "messages": messages} for messages in turns]
-    prompts = root.parent / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"path": str(prompts)}
-    recipe = {
-        "name": "tiny",
-        "output_dir": str(root),
-        "target": {"model": str(folder)},
-        "data": {"train": [source, {"name": "org/conversations"}]},
-        "evaluation": {
-            "prompts": [source],
-            "num_speculative_tokens": 2,
-            "max_tokens": 6,
-            "repeats": 1,
-            "prompts_per_workload": 2,
-            "baseline_transformers": False,
-        },
-        "gates": {"lossless_mismatches": {"max": 0}},
-    }
+    recipe = tiny_run(tiny_model, folder, root)
+    recipe["data"]["train"].append({"name": "org/conversations"})
+    recipe["gates"] = {"lossless_mismatches": {"max": 0}}
     (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(enabled=False)) == 0
 
