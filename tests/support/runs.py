@@ -1,4 +1,4 @@
-"""A run that is done, as far as evaluation and upload need it: a target, a head's export, prompts."""
+"""A run that is done, as far as evaluation and upload need it: target, export, prompts."""
 
 from __future__ import annotations
 

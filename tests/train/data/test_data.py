@@ -324,15 +324,6 @@ HERMES = (
     " %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{% endif %}<|im_end|>\n{%"
     " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Llama 3's way: calls under another key, results of a role of their own, thoughts before the answer
-# without a tag.
-IPYTHON = (
-    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role =="
-    " 'tool' else m.role }}<|end_header_id|>\n\n{% if m.reasoning %}({{ m.reasoning }}) {% endif"
-    ' %}{{ m.content | trim }}{% for c in m.tool_calls %}{"name": "{{ c.function.name }}",'
-    ' "parameters": {{ c.function.arguments | tojson }}}{% endfor %}<|eot_id|>{% endfor %}{% if'
-    " add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 TOOL_TALK = {
     "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
     "messages": [
@@ -353,24 +344,17 @@ TOOL_TALK = {
         {"role": "assistant", "content": "It is 3.", "reasoning_content": "easy"},
     ],
 }
-ANSWERS = {
-    HERMES: [
-        '<think>ask</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
-        "<think>easy</think>It is 3.<|im_end|>",
-    ],
-    IPYTHON: [
-        '(ask) {"name": "add", "parameters": {"a": 1}}<|eot_id|>',
-        "(easy) It is 3.<|eot_id|>",
-    ],
-}
+ANSWERS = [
+    '<think>ask</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>',
+    "<think>easy</think>It is 3.<|im_end|>",
+]
 
 
-@pytest.mark.parametrize("template", ANSWERS, ids=["hermes", "ipython"])
-def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(tokenizer, template):
+def test_tool_calls_and_reasoning_are_supervised_and_their_results_are_not(tokenizer):
     example = parse_row(TOOL_TALK, origin="x")
-    (row,) = rows_of(tokenizer, template, example)
-    assert supervised(tokenizer, row) == ANSWERS[template]
-    prompt = ConversationTokenizer(tokenizer, chat_template=template).prompt_ids(example)
+    (row,) = rows_of(tokenizer, HERMES, example)
+    assert supervised(tokenizer, row) == ANSWERS
+    prompt = ConversationTokenizer(tokenizer, chat_template=HERMES).prompt_ids(example)
     assert row.input_ids[: len(prompt)].tolist() == prompt, (
         "serving sends the calls and their results"
     )

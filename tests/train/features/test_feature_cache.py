@@ -31,11 +31,7 @@ from draftsmith.train.features.row_features import RowFeatures
 from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
 from tests.train.trainer.test_loop import (
-    assert_equal,
-    make_recipe,
     make_rows,
-    make_trainer,
-    weights,
 )
 
 TAPS = (1, 2, 3)
@@ -97,22 +93,6 @@ def test_exact_features_are_those_of_a_run_without_a_cache(target, rows, tmp_pat
         and writer.bytes == tokens * cache.bytes_per_token == tokens * 4 * 32 * 4
     )
     assert writer.error == {"taps": 0, "last_hidden": 0}
-
-
-def test_training_from_an_exact_cache_is_training(target, rows, tmp_path):
-    """To the bit like a run that keeps its features in memory."""
-    write(FeatureCache(tmp_path / "cache", make_key()), rows, target)
-    trained = []
-    for name in ("kept", "cached"):
-        trainer = make_trainer(make_tiny_model, tmp_path / name, make_recipe())
-        cache = FeatureCache(tmp_path / "cache", make_key()).scan() if name == "cached" else None
-        trainer.features = RowFeatures(trainer.target, rows, keep_bytes=1e9, cache=cache)
-        if cache is not None:
-            trainer.target.features = None  # the target is not asked
-        trainer.run()
-        trained.append((weights(trainer), [record["loss"] for record in trainer.state.history]))
-    assert_equal(trained[0][0], trained[1][0])
-    assert trained[0][1] == trained[1][1]
 
 
 @pytest.mark.parametrize(("encoding", "dtype"), [("rotated", "float32"), ("bf16", "bfloat16")])

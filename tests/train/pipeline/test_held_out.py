@@ -3,15 +3,12 @@ the figure is."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.train.data.sources import Example
 from draftsmith.train.pipeline import data_stage as run_data
 from draftsmith.train.pipeline.data_stage import DataStage, workloads_in_turn
@@ -116,32 +113,3 @@ def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:
     assert Counter(e.workload for e in chosen) == {"a": 4, "b": 2, "c": 1}
     assert [e.workload for e in chosen] == sorted(e.workload for e in chosen)  # in their order
     assert workloads_in_turn(examples, 99) == examples
-
-
-@pytest.mark.slow
-def test_the_standard_error_is_that_of_repeated_draws() -> None:
-    """Prompts are easy or hard at both temperatures, so that the mean over them is less sure than
-    if they were not."""
-    rng = np.random.default_rng(0)
-
-    def draw(n: int = 40):
-        ease = rng.beta(2, 2, n)
-        samples = []
-        for _ in range(2):
-            rounds = rng.integers(5, 40, n)
-            samples.append(
-                {i: ReplayResult(float(r), [float(r * ease[i])]) for i, r in enumerate(rounds)}
-            )
-        return samples
-
-    drawn = [draw() for _ in range(600)]
-    means = [
-        sum(sum(s.values(), ReplayResult()).expected_acceptance_length for s in samples) / 2
-        for samples in drawn
-    ]
-    said = [standard_error(samples) for samples in drawn]
-    assert np.mean(said) == pytest.approx(np.std(means), rel=0.1)
-    apart = [
-        math.hypot(*(standard_error([s]) for s in samples)) / 2 for samples in drawn
-    ]  # as if independent
-    assert np.mean(apart) < 0.8 * np.mean(said)

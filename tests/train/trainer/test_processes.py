@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.families.medusa import Medusa
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
@@ -32,7 +30,7 @@ from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
 from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
 from tests.train.on_policy.test_on_policy import make_trainer as on_policy_trainer
-from tests.train.trainer.test_loop import make_rows
+from tests.train.trainer.test_loop import assert_equal, make_rows
 from tests.train.worlds import Scenario, in_worlds
 
 FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
@@ -43,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
     "mtp": {"unroll_steps": 2},
     "draft_model": {"from_target": {"last": 2}},
 }
+JOINT = {"r": 4, "heads_schedule": "constant"}
 FIGURES = (
     "loss",
     "grad_norm",
@@ -60,7 +59,9 @@ class PowerCut(Exception):
     pass
 
 
-def make_trainer(folder: Path, family: str, sharding: str = "none", **training) -> Trainer:
+def make_trainer(
+    folder: Path, family: str, sharding: str = "none", joint: bool = False, **training
+) -> Trainer:
     defaults = {
         "steps": 4,
         "global_batch_size": 8,
@@ -74,6 +75,7 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
         "target": {"model": "tiny"},
         "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
         "drafter": FAMILIES[family],
+        "joint": JOINT if joint else None,
         "training": {
             **defaults,
             "save_every": 2,
@@ -83,9 +85,8 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
         },
     }
     recipe = make_recipe(tree)
-    target = FrozenTarget(
-        make_tiny_model("llama", initializer_range=0.1), FAMILIES[family].get("tap_layers", ())
-    )
+    model = copy.deepcopy(make_tiny_model("llama", initializer_range=0.1))
+    target = FrozenTarget(model, FAMILIES[family].get("tap_layers", ()))
     made = family_class(family)
     shape = recipe.drafter.shape(made.config_class.model_fields, target)
     accelerator = Accelerator(cpu=True)
@@ -93,6 +94,7 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
     drafter = made(config_for_target(target, family, **shape)).attach(target)
     drafter.initialise_from(target, recipe.drafter)
     shard_over_processes(accelerator, target, sharding)
+    seed = accelerator.process_index
     trainer = Trainer(
         recipe,
         target,
@@ -101,6 +103,7 @@ def make_trainer(folder: Path, family: str, sharding: str = "none", **training) 
         accelerator=accelerator,
         folder=folder,
         evaluate=size_of,
+        joint=JointTarget(target, recipe.joint, seed) if recipe.joint else None,
     )
     several = accelerator.num_processes > 1
     assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (
@@ -121,88 +124,18 @@ def size_of(drafter: Drafter) -> dict[str, float]:
     }
 
 
-def make_staged(folder: Path, **training) -> Iterator[Trainer]:
-    """Medusa-2: heads alone, then with the target, as a run makes the stages.
-    `stop_after` ends the second."""
-    tree = {
-        "name": "t",
-        "family": "medusa",
-        "target": {"model": "tiny"},
-        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-        "drafter": {"num_heads": 2},
-        "joint": {"r": 4, "heads_schedule": "constant"},
-        "training": {
-            "global_batch_size": 8,
-            "batch_size": 4,
-            "learning_rate": 1e-2,
-            "mixed_precision": "no",
-        },
-        "stages": [
-            {"name": "heads", "training": {"steps": 2}},
-            {"name": "joint", "training": {"steps": 3, **training}},
-        ],
-    }
-    recipe = make_recipe(tree)
-    target = FrozenTarget(copy.deepcopy(make_tiny_model("qwen2")))
-    drafter = (
-        Medusa(config_for_target(target, "medusa", num_heads=2))
-        .attach(target)
-        .initialise_from(target)
-    )
-    accelerator = Accelerator(cpu=True)
-    for name, part in recipe.training_stages():
-        seed = (
-            part.training.seed + accelerator.process_index
-        )  # the first process's weights are everybody's
-        joint = JointTarget(target, part.joint, seed) if part.joint else None
-        yield Trainer(
-            part,
-            target,
-            drafter,
-            make_rows(),
-            accelerator=accelerator,
-            folder=folder / name,
-            fingerprint=name,
-            joint=joint,
-        )
-
-
-def train_staged(
-    folder: Path, run: str, stop_after: int | None = None, draws: int = 0
-) -> dict[str, np.ndarray]:
-    """Everything that trained, heads and adapter; nothing if the joint stage ends after
-    `stop_after` of its steps. `draws`: of random numbers beforehand, which no weight may depend
-    on."""
-
-    def advance(share: float, note: str) -> None:
-        if trainer.joint is not None and trainer.state.step == stop_after:
-            raise PowerCut
-
-    torch.rand(draws)
-    try:
-        for trainer in make_staged(folder / run, save_every=100):
-            trainer.run(advance)
-    except PowerCut:
-        return {}
-    return {
-        name: p.detach().numpy().copy()
-        for name, p in trainer.modules().named_parameters()
-        if p.requires_grad
-    }
-
-
 def train(
     folder: Path,
     family: str,
     run: str,
     stop_after: int | None = None,
     on_policy: bool = False,
+    draws: int = 0,
     **training,
 ):
     """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power
-    cut."""
-    if family == "medusa-2":
-        return train_staged(folder, run, stop_after, **training)
+    cut. `draws`: of random numbers beforehand, on which nothing may depend."""
+    torch.rand(draws)
     if on_policy:
         sizes = {"steps": 6, "global_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}
         recipe = on_policy_recipe(family, {"share": 0.6, "refresh_every": 2}, **sizes, **training)
@@ -219,6 +152,9 @@ def train(
     except PowerCut:
         return [], {}
     weights = {name: tensor.numpy() for name, tensor in trainer.drafter.state_dict().items()}
+    if trainer.joint is not None:
+        adapter = trainer.joint.state_dict()
+        weights |= {name: p.detach().numpy().copy() for name, p in adapter.items()}
     return [
         {name: np.asarray(record[name]) for name in FIGURES if name in record} for record in history
     ], weights
@@ -282,10 +218,10 @@ def found(tmp_path_factory):
     for world in ((1, False), (2, True)):
         scenarios.append(scenario("eagle3", *world, optimizer="muon"))
         scenarios.append(scenario("eagle3", *world, on_policy=True))
-    scenarios += [scenario("medusa-2", processes) for processes in (1, 2)]
-    cut = {"run": "medusa-2-cut"}
-    scenarios.append(scenario("medusa-2", 1, **cut, stop_after=1))  # before its first checkpoint
-    scenarios.append(scenario("medusa-2", 1, **cut, draws=7))
+    scenarios += [scenario("medusa", processes, joint=True) for processes in (1, 2)]
+    cut = {"run": "joint-cut", "joint": True}
+    scenarios.append(scenario("medusa", 1, **cut, stop_after=1))  # before its first checkpoint
+    scenarios.append(scenario("medusa", 1, **cut, draws=7))
     return in_worlds(train, scenarios, tmp_path_factory.mktemp("worlds"), seconds=900)
 
 
@@ -293,13 +229,11 @@ def assert_same(
     one: tuple[list, dict], other: tuple[list, dict], what: str, atol: float = 1e-5
 ) -> None:
     assert len(one[0]) == len(other[0]) > 0, what
-    for step, (wanted, got) in enumerate(zip(one[0], other[0]), 1):
-        assert wanted.keys() == got.keys()
-        for name in wanted:
-            message = f"{what}: {name} of step {step}"
-            np.testing.assert_allclose(
-                got[name], wanted[name], atol=atol, rtol=atol, err_msg=message
-            )
+    for step, (expected, record) in enumerate(zip(one[0], other[0]), 1):
+        assert expected.keys() == record.keys()
+        for name, value in expected.items():
+            text = f"{what}: {name} of step {step}"
+            np.testing.assert_allclose(record[name], value, atol=atol, rtol=atol, err_msg=text)
     for name, tensor in one[1].items():
         np.testing.assert_allclose(other[1][name], tensor, atol=1e-4, err_msg=f"{what}: {name}")
 
@@ -336,22 +270,13 @@ def test_a_sharded_target_says_the_same(found):
 
 @pytest.mark.slow
 def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
-    """The adapter as well as the heads, after a stage that has drawn other numbers in every
-    process."""
-    one, two = found["medusa-2, 1 whole"], found["medusa-2, 2 whole"]
-    assert any("lora_A" in name for name in one) and one.keys() == two.keys()
-    for name, tensor in one.items():
-        np.testing.assert_allclose(two[name], tensor, atol=1e-4, err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_joint_stage_killed_before_its_first_checkpoint_ends_the_same(found):
-    one, again = (
-        found["medusa-2, 1 whole"],
-        found[scenario("medusa-2", 1, run="medusa-2-cut", draws=7).name],
-    )
-    for name, tensor in one.items():
-        np.testing.assert_array_equal(again[name], tensor, err_msg=name)
+    """The adapter as well as the heads; also if killed before the first checkpoint."""
+    one = found["medusa, 1 whole, joint=True"]
+    assert any("lora_A" in name for name in one[1])
+    assert_same(one, found["medusa, 2 whole, joint=True"], "joint")
+    again = found[scenario("medusa", 1, run="joint-cut", joint=True, draws=7).name]
+    for name, tensor in one[1].items():
+        np.testing.assert_array_equal(again[1][name], tensor, err_msg=name)
 
 
 def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path):
@@ -365,21 +290,16 @@ def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path)
             "training": {"seed": 3},
         }
     )
-    made = []
+    states = []
     for before in (0, 1):
         model = make_tiny_model("llama")
         config = drafter_config(recipe, FrozenTarget(model))
         target = FrozenTarget(model, config.tap_layers)
         torch.manual_seed(before)
-        made.append(
-            make_drafter(
-                recipe, config, target, RowFeatures(target, make_rows()), Stages(), tmp_path
-            )
-        )
-    one, other = (drafter.state_dict() for drafter in made)
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+        features = RowFeatures(target, make_rows())
+        drafter = make_drafter(recipe, config, target, features, Stages(), tmp_path)
+        states.append(drafter.state_dict())
+    assert_equal(*states)
 
 
 @pytest.mark.slow
