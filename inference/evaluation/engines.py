@@ -6,7 +6,7 @@ no rate."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -184,11 +184,6 @@ class MeasuredEngine(ABC):
         """Output tokens of `transformers.generate` on the same model object."""
         raise NotImplementedError
 
-    # (most have nothing to do)
-    def compile(self, report: Callable[[int, int], None]) -> None:  # noqa: B027
-        """Compiles what is compiled before anything is timed. `report`: called with steps done and
-        in all."""
-
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
         """Frees everything but `models`. No further responses are asked for."""
 
@@ -232,8 +227,8 @@ class RuntimeEngine(MeasuredEngine):
         sampled = "probabilistic" if self.drafting.drafter is not None else None
         return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
 
-    def compile(self, report: Callable[[int, int], None]) -> None:
-        self.llm.warm_up(report, WARM_UP_LIMIT_S)
+    def prepare(self, prompts: Prompts, max_tokens: int) -> None:
+        self.llm.warm_up(limit_s=WARM_UP_LIMIT_S)  # nothing is compiled while it is timed
 
     def in_float32(self, rows: int) -> RuntimeEngine:
         return RuntimeEngine(self.drafting.in_float32(rows))

@@ -42,10 +42,6 @@ from draftsmith.speculators.hub import cached_folder
 SHORT = 8  # tokens that warm an engine up
 
 
-def _no_turn(answers: Sequence[str]) -> Sequence[int]:
-    raise AssertionError("a prompt without later turns is not continued")
-
-
 @dataclass(frozen=True)
 class Chat:
     """A conversation whose later turns are asked once the answers to those before them are written.
@@ -58,7 +54,7 @@ class Chat:
 
     prompt: Sequence[int]
     later: Sequence[str] = ()
-    ask: Callable[[Sequence[str]], Sequence[int]] = _no_turn
+    ask: Callable[[Sequence[str]], Sequence[int]] = lambda answers: ()
     longest: int = 0
 
 
@@ -279,6 +275,7 @@ class _Evaluation:
         chats = [chat for cell in self.cells for chat in cell.chats]
         prompts = [chat.prompt for chat in chats]
         prompts += [[0] * chat.longest for chat in chats if chat.later]  # of turns not yet written
+        self._note("warming up")
         self.engine.prepare(prompts, s.max_tokens)
         self._warm_up(prompts[:1])
         for temperature in temperatures:
@@ -303,8 +300,6 @@ class _Evaluation:
     def _warm_up(self, prompts: Prompts) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the
         others."""
-        self.engine.compile(lambda done, most: self._note(f"compiling {done} of {most}"))
-        self._note("warming up")
         short = replace(self.settings.sampling(0.0, [0])[0], max_tokens=SHORT)
         for speculate in (True, False) if self.engine.drafting_off else (True,):
             self.engine.write(prompts, [short], speculate=speculate, batch=1)

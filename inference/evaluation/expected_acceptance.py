@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.inference.sampling.sampler import argmax, probabilities
+from draftsmith.inference.sampling.sampler import probabilities
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.replay import ReplayResult, replay
 from draftsmith.speculators.drafter import Drafter
@@ -26,9 +26,7 @@ from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 Head = Callable[[Tensor], Tensor]
 Text = tuple[Sequence[int], Sequence[int]]  # (prompt_token_ids, output_token_ids)
 
-BATCH_TOKENS = (
-    2048  # of one teacher-forced forward, padding included: a CPU gains nothing from more
-)
+BATCH_TOKENS = 2048  # of one forward, padding included: a CPU gains nothing from more
 CHUNK_BYTES = 4 << 20  # of one chunk's float32 logits
 SMALLEST_CHUNK = 128  # rows
 
@@ -86,39 +84,25 @@ def accept_probabilities(
     taken after temperature, top_p and top_k of `params`, as the runtime takes them; q is 0 outside
     the draft vocabulary. temperature 0: 1 where the drafter's argmax is x, else 0. NaN where the
     drafter's logits are NaN."""
-    exact = hidden.dtype if hidden.dtype == torch.float64 else torch.float32
-    accept = torch.zeros(hidden.shape[0], dtype=exact, device=hidden.device)
-    if hidden.shape[0] == 0:
+    accept = torch.zeros(hidden.shape[0], device=hidden.device)
+    if not len(accept):
         return accept
     vocab_size = target_logits(target_hidden[:1]).shape[-1]
     chunk_size = max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))  # rows with logits at once
-    draft_labels = to_draft_ids(labels, draft_to_target)
-    for start in range(0, hidden.shape[0], chunk_size):
+    draft_labels = to_draft_ids(labels, draft_to_target)[:, None]  # below 0: outside
+    for start in range(0, len(accept), chunk_size):
         rows = slice(start, start + chunk_size)
-        draft_logits = head(hidden[rows]).to(exact)  # [n, V_draft]
+        draft_logits = head(hidden[rows])  # [n, V_draft]
+        q = probabilities(draft_logits, params).gather(-1, draft_labels[rows].clamp_min(0))
+        q = torch.where(draft_labels[rows] >= 0, q, 0.0)[:, 0]
         if params.greedy:
-            chosen = (argmax(draft_logits) == draft_labels[rows]).to(exact)
-            accept[rows] = chosen.where(~draft_logits.amax(-1).isnan(), math.nan)
-        else:
-            logits = target_logits(target_hidden[rows]).to(exact)  # [n, V]
-            accept[rows] = _ratio(draft_logits, logits, draft_labels[rows], labels[rows], params)
+            accept[rows] = q.where(~draft_logits.amax(-1).isnan(), math.nan)
+            continue
+        target_p = probabilities(target_logits(target_hidden[rows]), params)  # [n, V]
+        p = target_p.gather(-1, labels[rows, None])[:, 0]
+        # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
+        accept[rows] = torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q))
     return accept
-
-
-def _ratio(
-    draft_logits: Tensor,
-    logits: Tensor,
-    draft_labels: Tensor,
-    labels: Tensor,
-    params: SamplingParams,
-) -> Tensor:
-    """min(1, q(x) / p(x)) of one chunk: [n, V_draft], [n, V], x in either numbering [n] -> [n]."""
-    inside = draft_labels >= 0
-    q = probabilities(draft_logits, params).gather(-1, draft_labels.clamp_min(0)[:, None])[:, 0]
-    p = probabilities(logits, params).gather(-1, labels[:, None])[:, 0]
-    q = torch.where(inside, q, 0.0)
-    # p(x) = 0 cannot be of a token that was drawn, but for rounding at the edge of a filter
-    return torch.where(p > 0, (q / p).clamp_max(1.0), (q > 0).to(q)).to(draft_logits.dtype)
 
 
 def batches_of(lengths: Sequence[int]) -> list[list[int]]:
@@ -147,9 +131,8 @@ def accept_tables(
     B, T = features.input_ids.shape
     table = torch.zeros(k, B * T, device=target.device)
     rows = torch.arange(B * T, device=target.device) // T
-    first = torch.tensor(
-        [len(prompt) - 1 for prompt, _ in texts], device=target.device
-    )  # slot of anchor 0
+    # slot of anchor 0
+    first = torch.tensor([len(prompt) - 1 for prompt, _ in texts], device=target.device)
     is_anchor = (torch.arange(B * T, device=target.device) % T) >= first[rows]
     ids, states = features.input_ids.flatten(), features.last_hidden.flatten(0, 1)
     for step in drafter.unroll(features, k):

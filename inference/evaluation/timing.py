@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.inference.entrypoints.llm import LLM
@@ -66,35 +67,29 @@ def transformers_generate(
 ) -> int:
     """`model.generate` with a key-value cache and the same sampling, on all prompts as one batch
     (left-padded). Returns the output tokens written, up to and with the end of each response."""
-    width, pad = max(map(len, prompts)), eos_token_ids[0] if eos_token_ids else 0
-    ids = torch.tensor(
-        [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device
-    )
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
-    mask = (torch.arange(width, device=model.device) >= width - lengths[:, None]).long()
-    sampling: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": max(params.top_k, 0),
-    }
+    pad = eos_token_ids[0] if eos_token_ids else 0
+    rows = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
     config = GenerationConfig(
         do_sample=not params.greedy,
         max_new_tokens=params.max_tokens,
-        use_cache=True,
         pad_token_id=pad,
         eos_token_id=list(eos_token_ids) or None,
         bos_token_id=getattr(model.config, "bos_token_id", None),
-        **({} if params.greedy else sampling),
     )
-    with seeded(seed, model.device):
-        written = model.generate(  # type: ignore[operator]
-            ids, attention_mask=mask, generation_config=config
+    if not params.greedy:
+        config.update(
+            temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0)
         )
-    return sum(_length(row, eos_token_ids) for row in written[:, width:].tolist())
-
-
-def _length(row: Sequence[int], eos_token_ids: Sequence[int]) -> int:
-    return next((i for i, token in enumerate(row, 1) if token in eos_token_ids), len(row))
+    generate: Any = model.generate
+    with seeded(seed, model.device):
+        written = generate(ids, attention_mask=mask, generation_config=config)
+    ends = set(eos_token_ids)
+    return sum(
+        next((i for i, token in enumerate(row, 1) if token in ends), len(row))
+        for row in written[:, ids.shape[1] :].tolist()
+    )
 
 
 class IsolatedCosts:

@@ -131,7 +131,7 @@ class EngineThread:
     def warm_up(self) -> None:
         """Compiles all shapes of a round (minutes; without compiled rounds nothing is done)."""
         logger.info("compiling, where rounds are compiled")
-        self._thread.submit(self.llm.warm_up, lambda *_: None, WARM_UP_LIMIT_S).result()
+        self._thread.submit(self.llm.warm_up, limit_s=WARM_UP_LIMIT_S).result()
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""
