@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import openai
@@ -44,11 +45,8 @@ class Completions:
     """One server. DraftsmithError if it does not answer, or without log-probabilities."""
 
     def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
-        self.client, self.model = client, ""
+        self.client, self.model = client, ""  # until it is asked
         self._slots = asyncio.Semaphore(concurrency)
-
-    async def connect(self) -> None:
-        self.model = (await served_card(self.client)).id
 
     async def complete(self, prompt: str, max_tokens: int, **fields: Any) -> Text:
         fields = {"max_tokens": max_tokens, "logprobs": LEADING, **fields}
@@ -71,12 +69,9 @@ class Completions:
     async def sample(self, prompt: str, count: int, first_seed: int) -> list[Counter[str]]:
         """Counts of the tokens at each of SAMPLED_TOKENS positions, of `count` samples at
         temperature 1; "" behind the end of a text."""
+        complete = partial(self.complete, prompt, SAMPLED_TOKENS, temperature=1, top_p=1)
         seeds = range(first_seed, first_seed + count)
-        requests = (
-            self.complete(prompt, SAMPLED_TOKENS, temperature=1, top_p=1, seed=seed)
-            for seed in seeds
-        )
-        texts = await asyncio.gather(*requests)
+        texts = await asyncio.gather(*(complete(seed=seed) for seed in seeds))
         rows = ((*text.tokens, *[""] * SAMPLED_TOKENS)[:SAMPLED_TOKENS] for text in texts)
         return [Counter(position) for position in zip(*rows)]
 
@@ -96,8 +91,8 @@ async def certify(
     "lossy": a greedy mismatch, or samples of another distribution. "undecided": none, but nothing
     shows that the server drafted; `assume_drafting`: it does, and has no counters. "lossless"
     speaks of temperature 0 alone where no test of samples has a degree of freedom (`tested`)."""
-    await server.connect()
-    await baseline.connect()
+    for one in (server, baseline):
+        one.model = (await served_card(one.client)).id
     before = await drafting_counters(server.client)
     if await drafting_counters(baseline.client) is not None:
         raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")

@@ -44,10 +44,9 @@ def build_report(
     """One cell per measurement, then one `all` per temperature, method, engine and suite, and the
     summary."""
     groups: dict[tuple[Any, ...], list[Measurement]] = {}
-    for one in measurements:
-        key = (one.temperature, one.method, one.engine, one.suite)
-        groups.setdefault(key, []).append(one)
-    cells = [one.cell() for one in measurements]
+    for m in measurements:
+        groups.setdefault((m.temperature, m.method, m.engine, m.suite), []).append(m)
+    cells = [measurement.cell() for measurement in measurements]
     cells += [make_cell(group, ALL_WORKLOADS) for group in groups.values()]
     report = AcceptanceReport(provenance=provenance, summary={}, suites=list(suites), results=cells)
     report.summary = summarise(report.pooled())

@@ -62,21 +62,14 @@ def certify(
 
 def _print(certificate: dict[str, Any], console: Console) -> None:
     greedy, sampled = certificate["greedy"], certificate["sampled"]
-    console.print(f"{certificate['server']} against {certificate['baseline']}")
-    console.print(
-        f"greedy: {greedy['prompts']} prompts, {greedy['tokens']} tokens, {greedy['mismatches']}"
-        f" mismatches, {greedy['ties']} ties"
-    )
+    counts = {name: greedy[name] for name in ("prompts", "tokens", "mismatches", "ties")}
+    console.print(f"{certificate['server']} against {certificate['baseline']}; greedy: {counts}")
     for difference in greedy["differences"]:
         if not difference["tie"]:
             console.print(f"  {json.dumps(difference, ensure_ascii=False)}", markup=False)
-    if sampled["tests"]:
-        count, smallest = len(sampled["tests"]), sampled["smallest_p_value"]
-        console.print(f"sampled: {count} χ² tests, smallest p-value {smallest:.2g}")
-    length = certificate["acceptance_length"]
-    reported = "no drafts reported" if length is None else f"acceptance length {length:.2f}"
-    console.print(f"drafting: {reported}")
-    style = {"lossless": "green", "lossy": "red", "undecided": "yellow"}[certificate["verdict"]]
+    count, smallest = len(sampled["tests"]), sampled["smallest_p_value"]
+    console.print(f"sampled: {count} χ² tests, smallest p-value {smallest:.2g}")
+    console.print(f"drafting: acceptance length {certificate['acceptance_length']}")
     alone = certificate["verdict"] == "lossless" and not sampled["tested"]
     scope = " at temperature 0; no test of samples had a degree of freedom" if alone else ""
-    console.print(certificate["verdict"] + scope, style=style)
+    console.print(certificate["verdict"] + scope, style="bold")

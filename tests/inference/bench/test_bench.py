@@ -200,9 +200,9 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 1.0
 
 
 def test_random_prompts_have_their_length(byte_tokenizer):
-    asked = BenchOptions(dataset_name="random", model="m", num_prompts=5, random_input_len=9)
-    questions = load_questions(asked, byte_tokenizer)
-    assert questions == load_questions(asked, byte_tokenizer)
+    options = BenchOptions(dataset_name="random", model="m", num_prompts=5, random_input_len=9)
+    questions = load_questions(options, byte_tokenizer)
+    assert questions == load_questions(options, byte_tokenizer)
     assert {(len(q.prompt), q.output_len) for q in questions} == {(9, 128)}
     assert not {*byte_tokenizer.all_special_ids}.intersection(*(q.prompt for q in questions))
 
@@ -215,8 +215,8 @@ def test_files_are_texts_or_conversations_and_repeat(tmp_path):
     turns.write_text('{"category": "writing", "turns": ["first", "more"]}')
 
     def texts(name, path, seed=0):
-        asked = BenchOptions(dataset_name=name, dataset_path=str(path), num_prompts=3, seed=seed)
-        return "".join(question.prompt[-1]["content"] for question in load_questions(asked))
+        options = BenchOptions(dataset_name=name, dataset_path=str(path), num_prompts=3, seed=seed)
+        return "".join(question.prompt[-1]["content"] for question in load_questions(options))
 
     assert {texts("custom", custom, seed) for seed in range(9)} == {"aba", "bab"}
     assert texts("mt_bench", turns) == 3 * "first"

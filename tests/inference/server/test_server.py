@@ -78,12 +78,12 @@ def test_a_streaming_chat(client, offline, byte_tokenizer):
     options = {"chat_template": TEMPLATE, "add_generation_prompt": True}
     (prompt,) = chat_prompts(CHAT, byte_tokenizer, options)
     expected = output_of(offline, {"prompt_token_ids": prompt.token_ids}, max_tokens=24).text
-    asked = GREEDY | {"messages": CHAT, "max_completion_tokens": 24}
-    whole = client.chat.completions.create(**asked)
+    request = GREEDY | {"messages": CHAT, "max_completion_tokens": 24}
+    whole = client.chat.completions.create(**request)
     message = whole.choices[0].message
     assert (message.content, message.role) == (expected, "assistant")
     *chunks, last = client.chat.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
+        **request, stream=True, stream_options={"include_usage": True}
     )
     assert "".join(c.choices[0].delta.content for c in chunks) == expected
     assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
@@ -96,14 +96,14 @@ def test_prompts_in_every_shape(client, offline, byte_tokenizer):
     ids = [byte_tokenizer(text).input_ids for text in ("first", "second one")]
     texts = [output_of(offline, {"prompt_token_ids": tokens}).text for tokens in ids]
     for prompt, expected in (("first", texts[:1]), (ids[0], texts[:1]), (ids, texts)):
-        asked = GREEDY | {"prompt": prompt, "n": 2}
-        answer = client.completions.create(**asked)
+        request = GREEDY | {"prompt": prompt, "n": 2}
+        answer = client.completions.create(**request)
         assert [c.index for c in answer.choices] == list(range(2 * len(expected)))
         assert [c.text for c in answer.choices] == [text for text in expected for _ in range(2)]
         assert answer.usage.prompt_tokens == sum(map(len, ids[: len(expected)]))
         assert answer.usage.completion_tokens == 32 * len(expected)
         pieces = [""] * len(answer.choices)
-        for chunk in client.completions.create(**asked, stream=True):
+        for chunk in client.completions.create(**request, stream=True):
             pieces[chunk.choices[0].index] += chunk.choices[0].text
         assert pieces == [c.text for c in answer.choices]
 
@@ -112,8 +112,8 @@ def test_prompts_in_every_shape(client, offline, byte_tokenizer):
 def test_logprobs(client, offline, stream):
     """Those of the offline runtime, at offsets that count characters; a chat has the best first."""
     output = output_of(offline, "once", max_tokens=6, logprobs=2)
-    asked = GREEDY | {"prompt": "once", "max_tokens": 6, "logprobs": 2}
-    parts = client.completions.create(**asked, stream=stream)
+    request = GREEDY | {"prompt": "once", "max_tokens": 6, "logprobs": 2}
+    parts = client.completions.create(**request, stream=stream)
     choices = [choice for part in (parts if stream else [parts]) for choice in part.choices]
     joined = {
         name: [x for choice in choices for x in getattr(choice.logprobs, name)]
@@ -153,11 +153,11 @@ def test_stop_strings(client, offline, byte_tokenizer):
     letters = {"seed": 4, "allowed_token_ids": byte_tokenizer("abcdefgh").input_ids}
     whole = output_of(offline, "stop here", max_tokens=40, temperature=1.0, **letters).text
     stop = whole[20:23]
-    asked = dict(model="tiny", prompt="stop here", max_tokens=40, stop=[stop], extra_body=letters)
-    choice = client.completions.create(**asked).choices[0]
+    request = dict(model="tiny", prompt="stop here", max_tokens=40, stop=[stop], extra_body=letters)
+    choice = client.completions.create(**request).choices[0]
     assert (choice.text, choice.finish_reason) == (whole[: whole.find(stop)], "stop")
     assert choice.stop_reason == stop
-    chunks = client.completions.create(**asked, stream=True)
+    chunks = client.completions.create(**request, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
@@ -229,11 +229,11 @@ def test_acceptance_of_each_response(url, client, serving, stream):
     """In vLLM's fields, when asked for, with drafting off and on beside each other: the same text,
     and each response's own acceptance. None for several responses, whose rounds nobody could tell
     apart."""
-    asked = GREEDY | {"prompt": "abababababab", "max_tokens": 40, "stream": stream}
+    request = GREEDY | {"prompt": "abababababab", "max_tokens": 40, "stream": stream}
     detailed = {"per_request_spec_decode_metrics": "detailed", "allowed_token_ids": [97, 98]}
 
     def ask(extra, **more):
-        answer = client.completions.create(**asked, **more, extra_body=extra)
+        answer = client.completions.create(**request, **more, extra_body=extra)
         parts = list(answer) if stream else [answer]
         text = "".join(choice.text for part in parts for choice in part.choices)
         return text, (getattr(parts[-1], "metrics", None) or {}).get("speculative_decoding")
@@ -243,18 +243,18 @@ def test_acceptance_of_each_response(url, client, serving, stream):
         requests = [detailed | {"num_speculative_tokens": most} for most in limits]
         answers = dict(zip(limits, pool.map(ask, requests), strict=True))
     assert len({text for text, _ in answers.values()}) == 1
-    for most, (_, found) in answers.items():
+    for most, (_, acceptance) in answers.items():
         longest = 3 if most in (None, 9) else most
-        histogram, accepted = found["acceptance_histogram"], found["per_step_accepted"]
-        assert found["num_spec_tokens"] == longest == len(histogram) - 1
-        assert max(found["per_step_drafted"], default=0) == longest
-        assert sum(histogram) == found["num_spec_steps"] == len(accepted)
+        histogram, accepted = acceptance["acceptance_histogram"], acceptance["per_step_accepted"]
+        assert acceptance["num_spec_tokens"] == longest == len(histogram) - 1
+        assert max(acceptance["per_step_drafted"], default=0) == longest
+        assert sum(histogram) == acceptance["num_spec_steps"] == len(accepted)
         counted = sum(j * count for j, count in enumerate(histogram))
-        assert counted == found["num_accepted_draft_tokens"] == sum(accepted)
-        assert sum(found["per_step_drafted"]) == found["num_draft_tokens"]
-        length = acceptance_length(counted, found["num_spec_steps"])
-        assert found["mean_acceptance_length"] == pytest.approx(length)
-    drafts = sum(found["num_spec_steps"] for _, found in answers.values())
+        assert counted == acceptance["num_accepted_draft_tokens"] == sum(accepted)
+        assert sum(acceptance["per_step_drafted"]) == acceptance["num_draft_tokens"]
+        length = acceptance_length(counted, acceptance["num_spec_steps"])
+        assert acceptance["mean_acceptance_length"] == pytest.approx(length)
+    drafts = sum(acceptance["num_spec_steps"] for _, acceptance in answers.values())
     assert serving.server(url).llm.get_metrics().num_drafts - before == drafts > 0
     summary = ask(detailed | {"per_request_spec_decode_metrics": "summary"})[1]
     assert summary["per_step_accepted"] is None

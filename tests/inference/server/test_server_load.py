@@ -127,16 +127,18 @@ def test_a_client_that_hangs_up_gives_its_row_back(serving, drafting_llm, model,
 
 def test_a_full_queue_refuses(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model, max_num_seqs=1), max_num_queued_reqs=1)
-    server, asked = serving.server(url), LONG | {"max_tokens": 60}
+    server, request = serving.server(url), LONG | {"max_tokens": 60}
     with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(CLIENT.post, f"{url}/v1/completions", json=asked) for _ in range(2)]
+        answers = [
+            pool.submit(CLIENT.post, f"{url}/v1/completions", json=request) for _ in range(2)
+        ]
         wait_until(lambda: server.engine.in_flight == 2)
-        refused = CLIENT.post(f"{url}/v1/completions", json=asked)
+        refused = CLIENT.post(f"{url}/v1/completions", json=request)
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
         assert int(refused.headers["Retry-After"]) >= 1
         assert metric(url, "num_requests_waiting{.*}") == 1
         assert [answer.result().status_code for answer in answers] == [200, 200]
-    assert CLIENT.post(f"{url}/v1/completions", json=asked).status_code == 200
+    assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 200
 
 
 @pytest.mark.slow
@@ -157,8 +159,8 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
         return works(*given)
 
     monkeypatch.setattr(owner, method, fails_once)
-    asked = LONG | {"stream": stream, "max_tokens": 100}
-    post = lambda _: CLIENT.post(f"{url}/v1/completions", json=asked)
+    request = LONG | {"stream": stream, "max_tokens": 100}
+    post = lambda _: CLIENT.post(f"{url}/v1/completions", json=request)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(post, range(4)))
     failed = [answer for answer in answers if "RuntimeError" in answer.text]
@@ -167,8 +169,8 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
         error = events(answer)[-1]["error"] if stream else answer.json()["error"]
         assert error["code"] == 500 and "CUDA out of memory: 3 GiB" in error["message"]
         assert answer.status_code == (200 if stream else 500)
-    asked = {"prompt": "x", "max_tokens": 20, "temperature": 0}
-    assert [ask(url, asked)] == offline_texts(drafting_llm("off", model), [asked])
+    request = {"prompt": "x", "max_tokens": 20, "temperature": 0}
+    assert [ask(url, request)] == offline_texts(drafting_llm("off", model), [request])
     assert "CUDA out of memory: 3 GiB" in caplog.text
     assert CLIENT.get(f"{url}/health").status_code == 200
     count = metric(url, 'request_success_total{engine="0",finished_reason="error".*}')

@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 CLIENT = httpx2.Client(timeout=60)
-ASKED = {"prompt": "again and again and again", "max_tokens": 60, "temperature": 0}
-ASKED["return_token_ids"] = True
+REQUEST = {"prompt": "again and again and again", "max_tokens": 60, "temperature": 0}
+REQUEST["return_token_ids"] = True
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def model(tiny_model, byte_tokenizer):
 
 
 def choices(url: str, request: dict, path: str = "/v1/completions") -> list[dict]:
-    asked = {"return_rounds": True, **request, "stream": True}
-    with CLIENT.stream("POST", url + path, json=asked) as answer:
+    request = {"return_rounds": True, **request, "stream": True}
+    with CLIENT.stream("POST", url + path, json=request) as answer:
         assert answer.status_code == 200
         *lines, last = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert last == "[DONE]"
@@ -38,8 +38,8 @@ def test_rounds_are_what_was_written_and_counted(kind, temperature, serving, dra
     """Their tokens are the response's, their texts its text, and their totals those of its
     metrics."""
     sampling = {"temperature": temperature, "seed": 3, "stop_token_ids": [7, 9]}
-    asked = ASKED | sampling | {"per_request_spec_decode_metrics": "detailed"}
-    *parts, last = choices(serving(drafting_llm(kind, model)), asked)
+    request = REQUEST | sampling | {"per_request_spec_decode_metrics": "detailed"}
+    *parts, last = choices(serving(drafting_llm(kind, model)), request)
     if kind == "off":  # nothing is counted at the end
         parts.append(last)
     rounds = [judged for choice in parts for judged in choice["rounds"]]
@@ -70,16 +70,16 @@ def test_texts_of_rounds_are_those_of_the_answers(serving, drafting_llm, model, 
     letters = {"allowed_token_ids": byte_tokenizer("ä").input_ids, "temperature": 1, "seed": 5}
     several = {"prompt": ["first", "second"], "n": 2, "temperature": 1, "seed": 1, "max_tokens": 20}
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
-    for asked, path in ((ASKED | letters, "completions"), (several, "completions")):
+    for request, path in ((REQUEST | letters, "completions"), (several, "completions")):
         answers, rounds, pieces = {}, {}, set()
-        for choice in choices(url, asked, f"/v1/{path}"):
+        for choice in choices(url, request, f"/v1/{path}"):
             texts = [token["text"] for judged in choice["rounds"] for token in judged["tokens"]]
             index = choice["index"]
             answers[index] = answers.get(index, "") + choice["text"]
             rounds[index] = rounds.get(index, "") + "".join(texts)
             pieces |= set(texts)
         assert answers == rounds and len(set(answers.values())) == len(answers)
-        assert asked is several or {"", "ä"} <= pieces
+        assert request is several or {"", "ä"} <= pieces
     parts = choices(url, chat, "/v1/chat/completions")
     texts = [t["text"] for c in parts for r in c.get("rounds", ()) for t in r["tokens"]]
     assert "".join(texts) == "".join(c["delta"].get("content") or "" for c in parts) != ""
@@ -88,10 +88,10 @@ def test_texts_of_rounds_are_those_of_the_answers(serving, drafting_llm, model, 
 def test_nobody_gets_them_unasked(serving, drafting_llm, model):
     """An answer is the same with them and without, and only what asked is listened to."""
     url = serving(drafting_llm("ngram", model))
-    with_rounds, without = (choices(url, ASKED | {"return_rounds": on}) for on in (True, False))
+    with_rounds, without = (choices(url, REQUEST | {"return_rounds": on}) for on in (True, False))
     assert all("rounds" not in choice for choice in without)
     for choice in (*with_rounds, *without):
         choice.pop("rounds", None), choice.pop("more")
     assert with_rounds == without and serving.server(url).engine._tracer.watched == 0
-    answer = CLIENT.post(f"{url}/v1/completions", json=ASKED | {"return_rounds": True})
+    answer = CLIENT.post(f"{url}/v1/completions", json=REQUEST | {"return_rounds": True})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "return_rounds"
