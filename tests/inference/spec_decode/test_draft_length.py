@@ -249,7 +249,7 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
     def rehearsing(requests, limits):
         for depth in (0, 1, K):
             llm.engine.proposer.rehearse(requests, depth)
-            llm.engine._rehearse(len(requests), depth + 1)
+            llm.engine.rehearse(len(requests), depth + 1)
         return propose(requests, limits)
 
     monkeypatch.setattr(llm.engine.proposer, "propose", rehearsing)
