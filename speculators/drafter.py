@@ -240,11 +240,7 @@ class Drafter(nn.Module):
     def require_depth(self, tokens: int, where: str) -> None:
         """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets
         the number."""
-        if self.max_depth is not None and tokens > self.max_depth:
-            raise ConfigError(
-                f"{where} is {tokens}, but this drafter of family {self.config.family} was made to"
-                f" draft {self.max_depth} tokens in a round; ask for {self.max_depth} or fewer"
-            )
+        self._require_at_most(self.max_depth, tokens, "tokens in a round", where)
 
     @property
     def max_length(self) -> int | None:
@@ -254,10 +250,13 @@ class Drafter(nn.Module):
     def require_length(self, tokens: int, where: str) -> None:
         """Raises ConfigError if it cannot draft in texts of `tokens` tokens; `where` names the
         option that sets it."""
-        if self.max_length is not None and tokens > self.max_length:
+        self._require_at_most(self.max_length, tokens, "positions", where)
+
+    def _require_at_most(self, most: int | None, tokens: int, what: str, where: str) -> None:
+        if most is not None and tokens > most:
             raise ConfigError(
                 f"{where} is {tokens}, but this drafter of family {self.config.family} was made for"
-                f" {self.max_length} positions; set {where} to {self.max_length} or less"
+                f" {most} {what}; ask for no more"
             )
 
     def cache_length(self, slots: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -84,15 +84,6 @@ class DecoderOptions(DrafterOptions):
         None, description="positions that a slot reads, its own included; null: all"
     )
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> DecoderOptions:
-        heads, kv = self.num_attention_heads, self.num_key_value_heads
-        if heads and kv and heads % kv:
-            raise ValueError(
-                f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv})"
-            )
-        return self
-
 
 class TapOptions(Section):
     """Options of a head that reads hidden states of the target."""
@@ -102,13 +93,3 @@ class TapOptions(Section):
         min_length=1,
         description="states read (0: embedding, i: output of layer i); null: [2, n//2, n-3]",
     )
-
-    @field_validator("tap_layers")
-    @classmethod
-    def _sorted_unique(cls, taps: list[int] | None) -> list[int] | None:
-        if taps is not None and taps != sorted(set(taps)):
-            raise ValueError(
-                f"expected layer numbers in rising order, each once, got {taps}; write"
-                f" {sorted(set(taps))}"
-            )
-        return taps

@@ -53,12 +53,6 @@ def convert(
             f"{out} is the folder that is read; name another one to write", where="export"
         )
     config = read_drafter_config(folder, num_target_layers)
-    if getattr(config, "other_tokenizer", False):
-        raise ConfigError(
-            f"other_tokenizer: {folder} drafts by a map to its target's tokens, which no"
-            " other format has",
-            where="export",
-        )
     drafter = family_class(config.family)(config)
     load_weights(drafter, folder)
     own = read_fields(folder).get("draftsmith") or {}

@@ -38,19 +38,11 @@ class EagleConfig(DecoderConfig):
     )
 
     @model_validator(mode="after")
-    def _as_the_target(self) -> Self:
-        for name, theirs in (
-            ("draft_vocab_size", self.vocab_size),
-            ("hidden_size", self.target_hidden_size),
-        ):
-            if (found := getattr(self, name)) != theirs:
-                raise ValueError(f"{name} {found}: the head's is the target's, {theirs}")
+    def _no_window(self) -> Self:
         if self.sliding_window is not None:
             raise ValueError(
                 "sliding_window: engines give an EAGLE-1 head no window; train an eagle3 head"
             )
-        if self.qk_norm:
-            raise ValueError("qk_norm: this format has no norms of queries and keys")
         return self
 
     def describe(self) -> str:

@@ -59,8 +59,7 @@ class Eagle3Config(Eagle3Switches, DecoderConfig):
     """The decoder layer, and EAGLE-3's switches."""
 
     def describe(self) -> str:
-        switches = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "qk_norm")
-        named = ", ".join(switch for switch in switches if getattr(self, switch))
+        named = ", ".join(name for name in Eagle3Switches.model_fields if getattr(self, name))
         return super().describe() + (f"; {named}" if named else "")
 
 

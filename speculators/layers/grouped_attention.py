@@ -129,10 +129,5 @@ def shares_keys(queries: int, device: torch.device) -> bool:
     return queries <= MOST_QUERIES or device.type == "cuda"
 
 
-def worthwhile(device: torch.device, past_key_values: object | None) -> bool:
-    """True on a CPU and on CUDA, over a cache."""
-    return device.type in ("cpu", "cuda") and past_key_values is not None
-
-
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

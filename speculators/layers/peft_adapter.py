@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +14,6 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.hub import split_revision
 
 CONFIG = "adapter_config.json"
-# what peft puts around a module it changes
-_WRAPPER = re.compile(r"(?<=\.)(base_layer|modules_to_save\.default)\.")
-_REPLACED = ".original_module."  # a module that is trained whole, as it was
 
 
 class Adapter:
@@ -42,12 +38,10 @@ class Adapter:
         """Copies of the model's own tensors under their own names, with the adapter added."""
         self.peft.merge_adapter()
         try:
-            state = self.peft.get_base_model().state_dict()
-            not_its_own = (self.peft.base_model.prefix, _REPLACED)  # peft's tensors
             own = {
-                _WRAPPER.sub("", name): tensor
-                for name, tensor in state.items()
-                if not any(part in name for part in not_its_own)
+                name.replace(".base_layer.", "."): tensor
+                for name, tensor in self.peft.get_base_model().state_dict().items()
+                if self.peft.base_model.prefix not in name  # of peft's tensors
             }
             copies = {x.data_ptr(): x.detach().clone() for x in own.values()}  # tied ones stay tied
             return {name: copies[tensor.data_ptr()] for name, tensor in own.items()}

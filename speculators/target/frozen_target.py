@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.hub import one_line, split_revision
-from draftsmith.speculators.layers.grouped_attention import decoding, worthwhile
+from draftsmith.speculators.layers.grouped_attention import decoding
 from draftsmith.speculators.precision import (
     as_dtype,
     on_host,
@@ -393,8 +393,8 @@ class FrozenTarget(nn.Module):
         if self.recurrent is not None and past_key_values is not None:
             with past_key_values.recurrent(self.recurrent):
                 return self._decode(input_ids, position_ids, masks, past_key_values)
-        grouped = self._attends_by_name and worthwhile(self._device, past_key_values)
-        with decoding(self.config, grouped):
+        cached = past_key_values is not None and self._device.type in ("cpu", "cuda")
+        with decoding(self.config, self._attends_by_name and cached):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
     def _decode(

@@ -292,7 +292,10 @@ def confirm_masks(parts: Parts) -> bool:
         except _PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        if all(kind == STATES or _same_memory(mask, ready[kind]) for kind, mask in seen):
+        pointers = [
+            (kind, mask.data_ptr() if isinstance(mask, Tensor) else 0) for kind, mask in seen
+        ]
+        if all(kind == STATES or seen_at == ready[kind].data_ptr() for kind, seen_at in pointers):
             return by_kind
     raise parts.refusal(
         f"a mask prepared outside does not reach its layers unchanged ({reason}); rows of different"
@@ -336,10 +339,6 @@ def _masks_seen(
         for handle in handles:
             handle.remove()
     return [seen.get(layer) for layer in parts.layers]
-
-
-def _same_memory(a: Tensor | None, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 def _try(parts: Parts, what: str, call: Callable):

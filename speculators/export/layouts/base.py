@@ -296,14 +296,6 @@ class Layout:
 FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
 
 
-def window_fields(config: Any) -> dict[str, Any]:
-    """The fields of config.json for a window, as vLLM's layers read them; none without one."""
-    if config.sliding_window is None:
-        return {}
-    window = {"sliding_window": config.sliding_window, "use_sliding_window": True}
-    return {"layer_types": [SLIDING] * config.num_layers, **window}
-
-
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:
     """The window of all layers; CheckpointError where only some have one, or its size is not
     said."""

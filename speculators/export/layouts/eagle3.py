@@ -49,6 +49,7 @@ class Eagle3Layout(Layout):
         return name.replace("layers.0", "midlayer", 1) if one else name
 
     def to_config(self, config: Any) -> dict[str, Any]:
+        window = config.sliding_window
         return {
             "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
             "model_type": "qwen3" if config.qk_norm else "llama",
@@ -56,7 +57,8 @@ class Eagle3Layout(Layout):
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
             **config.llama_fields(),
-            **base.window_fields(config),
+            **({} if window is None else {"sliding_window": window, "use_sliding_window": True}),
+            **({} if window is None else {"layer_types": [base.SLIDING] * config.num_layers}),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,

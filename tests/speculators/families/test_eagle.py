@@ -8,12 +8,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.families.eagle import Eagle, EagleOptions
 from draftsmith.speculators.registry import config_for_target
@@ -78,18 +76,6 @@ def test_depth_0_is_transformers_layer_without_its_first_norm(tiny_model):
     (step,) = drafter.unroll(f, 1)
     torch.testing.assert_close(step.hidden, expected[:, :-1].flatten(0, 1), atol=1e-5, rtol=1e-4)
     assert torch.equal(drafter.head(step.hidden), model.lm_head(step.hidden))
-
-
-@pytest.mark.parametrize(
-    "shape, field",
-    [
-        ({"draft_vocab_size": 40}, "draft_vocab_size"),
-        ({"qk_norm": True}, "qk_norm"),
-    ],
-)
-def test_shapes_that_the_format_has_not_are_refused(tiny_model, shape, field):
-    with pytest.raises(ConfigError, match=field):
-        make(tiny_model("llama"), **shape)
 
 
 # ---------------------------------------------------------------------- how it is trained

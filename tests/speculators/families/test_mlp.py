@@ -169,7 +169,7 @@ def test_one_head_cannot_be_tied(tiny_model) -> None:
 def test_more_drafts_than_heads_are_refused(make) -> None:
     """Where an LLM is put together, and before a run generates anything."""
     target, drafter = make(n_predict=2)
-    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, .* draft 2 tokens"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 3, .* 2 tokens in a round"):
         make_llm(target, drafter=drafter, num_speculative_tokens=3)
     recipe = recipe_of("mlp", drafter={"n_predict": 2})
     with pytest.raises(ConfigError, match="evaluation.num_speculative_tokens is 3"):
