@@ -27,7 +27,6 @@ from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import pack
-from draftsmith.train.features.prefetch import STREAMS
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer import parallel
@@ -111,19 +110,6 @@ def test_training_step_losses_are_finite(shapes, device, tmp_path, report) -> No
     assert all(math.isfinite(loss) for loss in losses)
 
 
-def test_overlapped_target_forward_gives_the_same_losses(shapes, device, tmp_path, report) -> None:
-    if device.type not in STREAMS:
-        pytest.skip(f"a {device.type} has no streams")
-    trainer = make_trainer(shapes, device, tmp_path)
-    assert trainer.ahead is not None
-    overlapped, losses = timed_steps(trainer, shapes.steps)
-    del trainer
-    free_memory()
-    trainer = make_trainer(shapes, device, tmp_path)
-    trainer.ahead = None
-    plain, expected = timed_steps(trainer, shapes.steps)
-    report(gain=plain / overlapped)
-    assert losses == pytest.approx(expected, rel=2e-2)
 
 
 def test_sharded_parameters_give_the_same_losses(

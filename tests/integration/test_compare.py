@@ -62,5 +62,5 @@ def test_compare_refuses_what_cannot_be_compared(recipes, tmp_path) -> None:
         compare_recipes([recipes[0], recipes[0]], 1.0, tmp_path)
     text = recipes[1].read_text()
     recipes[1].write_text(text.replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))
-    with pytest.raises(ConfigError, match="evaluation.num_speculative_tokens"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens"):
         compare_recipes(recipes, 1.0, tmp_path)

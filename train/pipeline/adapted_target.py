@@ -4,21 +4,19 @@ loads."""
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from draftsmith.inference.provenance import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.export import replace_folder, resolve
+from draftsmith.speculators.export import resolve
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.probe import is_quantised, refuse_incomplete
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import TARGET
+from draftsmith.train.recipe.run_folder import TARGET, whole_folder
 
 MERGED = "merged_adapter.json"  # what it was merged from
 
@@ -75,14 +73,8 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
             where="target.adapter",
         )
     model = merge_saved_adapter(model, adapter, "target.adapter")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as fresh:
         model.save_pretrained(fresh)
         t.load_tokenizer().save_pretrained(fresh)
         (fresh / MERGED).write_text(json.dumps(source))
-        fresh.chmod(0o755)
-        replace_folder(fresh, folder)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return folder

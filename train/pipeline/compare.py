@@ -31,19 +31,15 @@ def compare_recipes(
 
     ConfigError if two have the same file name, or measure other numbers of drafts or temperatures;
     DraftsmithError names a run that failed."""
-    names = [path.stem for path in paths]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"recipes need different file names, got {', '.join(names)}", where="compare"
-        )
+    if len({path.stem for path in paths}) < len(paths):
+        raise ConfigError("recipes need different file names", where="compare")
     changes = [budget(path, minutes, out, overrides) for path in paths]
     recipes = [load_recipe(path, change) for path, change in zip(paths, changes, strict=True)]
     sections = [recipe.evaluation for recipe in recipes]
     if len({(e.num_speculative_tokens, tuple(e.temperatures)) for e in sections}) > 1:
         raise ConfigError(
-            "evaluation.num_speculative_tokens and evaluation.temperatures must be the"
-            " same in all recipes; give them with --set",
-            where="compare",
+            "num_speculative_tokens and temperatures must be the same in all recipes (--set)",
+            where="evaluation",
         )
     for path, change, recipe in zip(paths, changes, recipes, strict=True):
         if not is_done(recipe):

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ from torch import Tensor, nn
 from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import UnsupportedTarget
-from draftsmith.speculators.export import replace_folder
 from draftsmith.speculators.layers.peft_adapter import Adapter
 from draftsmith.speculators.precision import in_dtype, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.probe import is_quantised
 from draftsmith.train.losses.objective import chunked_objective
+from draftsmith.train.recipe.run_folder import whole_folder
 from draftsmith.train.recipe.sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
@@ -111,19 +109,13 @@ class JointTarget(nn.Module):
 
     def export(self, folder: Path, tokenizer: Any, change: dict[str, float]) -> Path:
         """Writes the adapted target to `folder` as transformers loads it, whole or not at all."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with whole_folder(folder) as fresh:
             if self.section.export == "adapter":
                 self.adapter.save(fresh)
             else:
                 self._save_merged(fresh)
             tokenizer.save_pretrained(fresh)
             (fresh / CHANGE).write_text(json.dumps(change, indent=2) + "\n")
-            fresh.chmod(0o755)
-            replace_folder(fresh, folder)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
         return folder
 
     def _save_merged(self, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Costs of training steps: tokens per second, time by phase, memory.
 
-Phases on a GPU are timed by its own events, so that nothing waits for it in between; one that is
-under way on another stream when the steps are read counts in the next ones."""
+Phases on a GPU are timed by its own events, so that nothing waits for it in between."""
 
 from __future__ import annotations
 
@@ -46,14 +45,13 @@ class Telemetry:
 
     def finish(self, tokens: Sequence[float], steps: int) -> dict[str, float]:
         """Seconds per step; tokens per second, of `tokens` (those that are no padding, those with a
-        loss, of all processes and steps); the share of the time by phase (a target that runs beside
-        the drafter can make them more than 1); GiB at the peak, on a CPU now."""
+        loss, of all processes and steps); the share of the time by phase; GiB at the peak (on a
+        CPU: now)."""
         if self._events:
             torch.cuda.current_stream(self.device).synchronize()
-            done = [event for event in self._events if event[2].query()]
-            for name, start, end in done:
+            for name, start, end in self._events:
                 self._spent[name] += start.elapsed_time(end) / 1000
-            self._events = [event for event in self._events if event not in done]
+            self._events = []
         seconds = max(time.perf_counter() - self._began, 1e-9)
         memory = psutil.Process().memory_info().rss
         if self.device.type == "cuda":

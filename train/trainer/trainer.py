@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.train.data.packing import PackedRow, Shuffled
-from draftsmith.train.features.prefetch import FeaturesAhead, looks_ahead
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.losses.objective import (
     Loss,
@@ -139,9 +137,6 @@ class Trainer:
         drafter.prepare_training(recipe.drafter)
         drafter.checkpoint_activations(t.activation_checkpointing)
         self.joint, self.on_policy = joint, on_policy
-        self.ahead = None
-        if looks_ahead(recipe, accelerator.device.type):
-            self.ahead = FeaturesAhead(accelerator.device)
         others = joint.trainable_parameters() if joint else []
         self.replica = spread(accelerator, self.drafter, others)
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
@@ -247,9 +242,9 @@ class Trainer:
         measured = []
         for micro, (source, rows), batch, own in zip(micro_steps, sources, batches, seeds):
             self.step_rows.seed_everything(micro.places)
-            features = replace(self._features(source, rows, batch), seeds=own)
-            if self.ahead is not None and (coming := self._coming(len(measured) + 1)):
-                self.ahead.begin(coming, partial(self._timed, self.features.of, coming))
+            with self.telemetry.phase("target"):
+                features = self.joint.features(batch) if self.joint else source.of(rows, batch)
+            features = replace(features, seeds=own)
             last = micro is micro_steps[-1]
             measured.append(self._micro_step(features, row_weights, supervised, last=last))
         with self.telemetry.phase("optimizer"):
@@ -271,26 +266,6 @@ class Trainer:
         if self.on_policy is not None:
             known |= self._on_policy_record()
         return Unread(known, torch.cat([part.double() for part in (sums, counts, norm[None])]))
-
-    def _features(
-        self, source: RowFeatures, rows: list[int], batch: dict[str, Tensor]
-    ) -> TargetFeatures:
-        if self.joint is not None:
-            return self._timed(self.joint.features, batch)
-        begun = self.ahead.take(rows) if self.ahead is not None else None
-        return begun or self._timed(source.of, rows, batch)
-
-    def _timed(self, features: Callable[..., TargetFeatures], *given: Any) -> TargetFeatures:
-        with self.telemetry.phase("target"):
-            return features(*given)
-
-    def _coming(self, number: int) -> list[int]:
-        """The rows of this step's micro-step `number`, of the next one's first after the last; none
-        after the end."""
-        step = self.state.step
-        if number == self.step_rows.micro_steps:
-            step, number = step + 1, 0
-        return self.chosen(self.step_rows.of(step)[number]) if step != self.total_steps else []
 
     def _micro_step(
         self,
