@@ -110,8 +110,6 @@ def test_training_step_losses_are_finite(shapes, device, tmp_path, report) -> No
     assert all(math.isfinite(loss) for loss in losses)
 
 
-
-
 def test_sharded_parameters_give_the_same_losses(
     shapes, device, tmp_path, monkeypatch, report
 ) -> None:

@@ -116,11 +116,10 @@ class DataStage:
         self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}
         self.record = None if self.folder is None else Record(self.folder, facts)
-        batch = recipe.regenerate.batch_size
-        writes = target is not None and target.supports_rollback
-        writes = writes and not waits_on_host(recipe, accelerator)
+        batch, self.llm = recipe.regenerate.batch_size, None
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
-        self.llm = LLM(target, tokenizer, **limits) if writes else None
+        if target and target.supports_rollback and not waits_on_host(recipe, accelerator):
+            self.llm = LLM(target, tokenizer, **limits)
         self.facts = facts_of(recipe, tokenizer)
 
     def training_rows(self) -> list[PackedRow]:
@@ -153,10 +152,7 @@ class DataStage:
         room = min(self.recipe.data.max_length, self.llm.engine.max_model_len) - 2
         prompts = [tuple(self.tokenizer.prompt_ids(example)) for example in self._prompted]
         if not (fitting := [prompt for prompt in prompts if len(prompt) <= room]):
-            raise DataError(
-                f"all {len(prompts)} prompts exceed {room} tokens; raise data.max_length",
-                where="on_policy",
-            )
+            raise DataError(f"all prompts exceed {room} tokens", where="data.max_length")
         if left_out := len(prompts) - len(fitting):
             self._say(f"{left_out} of {len(prompts)} on-policy prompts are left out: {TOO_LONG}")
         return fitting

@@ -137,27 +137,24 @@ class Stage:
         drafted = 6.0 * tokens * self.depths * trained
         return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
 
-    def seconds(self, device: Device) -> float | None:
-        """None if neither steps nor minutes bound the training."""
+    def seconds(self, device: Device) -> float:
+        """Infinite if neither steps nor minutes bound the training."""
+        *writing, features, drafting = (phase.seconds(device, self.count) for phase in self.phases)
+        training = math.inf if self.steps is None else features + drafting
         minutes = self.recipe.training.max_minutes
-        times = [phase.seconds(device, self.count) for phase in self.phases]
-        training = sum(times[-2:])
-        if self.steps is None:
-            if minutes is None:
-                return None
-            training = math.inf
-        if minutes is not None:
-            training = min(training, 60 * minutes)
-        return sum(times[:-2]) + training
+        return sum(writing) + min(training, 60 * minutes if minutes else math.inf)
 
     @property
     def held(self) -> Parts:
         """Bytes of one device that are exact: weights, gradients and optimizer states."""
         whole = self.target.num_parameters * self.target.dtype.itemsize
         sharded = self.recipe.target.sharding != "none"
+        state = self.head.state_dict().values()  # in float32
         return {
             "target's weights": whole // self.count if sharded else whole,
-            "drafter's weights": state_bytes(self.head),
+            "drafter's weights": sum(
+                t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state
+            ),
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
         }
@@ -204,9 +201,8 @@ class Plan:
         """None without a device, or if nothing bounds the training."""
         if self.device is None:
             return None
-        times = [stage.seconds(self.device) for stage in self.stages]
-        known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if len(known) == len(times) else None
+        seconds = sum(stage.seconds(self.device) for stage in self.stages)
+        return seconds if math.isfinite(seconds) else None
 
     @property
     def memory(self) -> Parts:
@@ -225,9 +221,7 @@ class Plan:
         return [
             *(f"{s.label}: {s.note}" for s in self.stages[0].sources if s.note),
             f"{SHARE_OF_PEAK:.0%} of the peak rates; not measured, often 25 to 55 %",
-            "responses as long as those in the data; every source whole, whatever its share",
-            "not counted: loading, held-out evaluations, the final measurement, and traffic between"
-            " devices",
+            "no loading, no evaluations, no traffic between devices",
         ]
 
 
@@ -280,11 +274,3 @@ def forward_flops(target: TargetSketch, length: int) -> float:
     heads = getattr(config, "num_attention_heads", 1)
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * active_parameters(target) + 2 * length * target.num_layers * width
-
-
-def state_bytes(drafter: Drafter) -> int:
-    """Bytes of its tensors as training holds and saves them, in float32."""
-    return sum(
-        t.numel() * (4 if t.is_floating_point() else t.element_size())
-        for t in drafter.state_dict().values()
-    )
