@@ -35,11 +35,12 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Ask:
-    """One response to be written."""
+    """One response to be written. `example`: the conversation up to the response."""
 
     key: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    example: Example
 
 
 @dataclass
@@ -129,16 +130,16 @@ class Conversation:
     def ask(self) -> Ask | None:
         """The next response to be written; the same one until it is added or left out."""
         if self._pending is None and self._next < len(self._turns):
-            prompt = self._prompt(self._turns[self._next])
+            so_far, prompt = self._prompt(self._turns[self._next])
             if self._rules.section.turns == "last":
-                prompt = self._fitting(prompt)
+                so_far, prompt = self._fitting(so_far, prompt)
             if len(prompt) > self._rules.room:
                 self.leave_out(TOO_LONG)
                 return None
-            self._pending = self._make_ask(prompt)
+            self._pending = self._make_ask(so_far, prompt)
         return self._pending
 
-    def _make_ask(self, prompt: tuple[int, ...]) -> Ask:
+    def _make_ask(self, so_far: Example, prompt: tuple[int, ...]) -> Ask:
         section = self._rules.section
         text = f"{SEED}/{self.number}" + (f"/{self._next}" if self._next else "")
         params = SamplingParams(
@@ -152,25 +153,27 @@ class Conversation:
         identity = [list(prompt), self.temperature, self.number if self.temperature else 0]
         if params.max_tokens != section.max_new_tokens:
             identity.append(params.max_tokens)
-        return Ask(digest(identity, 24), prompt, params)
+        return Ask(digest(identity, 24), prompt, params, so_far)
 
-    def _prompt(self, turn: int) -> tuple[int, ...]:
-        """The tokens of the conversation before message `turn`."""
+    def _prompt(self, turn: int) -> tuple[Example, tuple[int, ...]]:
+        """The conversation before message `turn`, and its tokens."""
         so_far = self.example
         if so_far.prompt is None:
             so_far = replace(so_far, messages=tuple(self._messages[:turn]))
-        return tuple(self._rules.tokenizer.prompt_ids(so_far))
+        return so_far, tuple(self._rules.tokenizer.prompt_ids(so_far))
 
-    def _fitting(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """That of the last turn that leaves room for a response; the given one if none does."""
+    def _fitting(self, so_far: Example, prompt: tuple[int, ...]) -> tuple[Example, tuple[int, ...]]:
+        """The last turn whose prompt leaves room for a response; the given one if none does."""
         rules = self._rules
         longest = rules.room + 2 - min(rules.section.max_new_tokens, LEAST_RESPONSE)
-        if len(prompt) > longest and self.example.prompt is None:
-            for turn in reversed(_written_turns(self.example, "all")[:-1]):
-                if len(earlier := self._prompt(turn)) <= longest:
-                    rules.account.earlier += 1
-                    return earlier
-        return prompt
+        if len(prompt) <= longest or self.example.prompt is not None:
+            return so_far, prompt
+        for turn in reversed(_written_turns(self.example, "all")[:-1]):
+            earlier = self._prompt(turn)
+            if len(earlier[1]) <= longest:
+                rules.account.earlier += 1
+                return earlier
+        return so_far, prompt
 
     def add_response(self, token_ids: Sequence[int]) -> None:
         """The response that was asked for. One that was cut ends the conversation."""

@@ -1,8 +1,9 @@
-"""Responses written by servers that speak OpenAI's protocol with vLLM's `return_token_ids`, such as
-vLLM and `draftsmith serve`: prompts and responses are exchanged as token ids.
+"""Responses written by servers that speak OpenAI's protocol, such as vLLM and `draftsmith serve`.
 
-The client of the `openai` package repeats a request that fails. A server that goes on failing is
-dropped, its requests go to the others, and the run stops when none is left."""
+Prompts and responses are exchanged as token ids where a server knows vLLM's `return_token_ids`;
+elsewhere as text, which is tokenised again. The client of the `openai` package repeats a request
+that fails. A server that goes on failing is dropped, its requests go to the others, and the run
+stops when none is left."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class EndpointError(DraftsmithError):
 
 class Server:
     """One server, and what it says of itself: `model` is the target's name there, `engine` what
-    runs it. Known once `check` returned."""
+    runs it, and `by_tokens` tells whether it exchanges token ids. Known once `check` returned."""
 
     def __init__(self, section: EndpointSection, rules: ConversationRules) -> None:
         self.section, self.facts, self.tokenizer = section, rules.facts, rules.tokenizer
@@ -48,7 +49,7 @@ class Server:
         self.client = openai.AsyncOpenAI(
             base_url=self.url, api_key=key, timeout=timeout, max_retries=RETRIES
         )
-        self.model, self.engine, self.in_flight = "", "", 0
+        self.model, self.engine, self.by_tokens, self.in_flight = "", "", True, 0
         self._slots = asyncio.Semaphore(section.max_concurrency)
 
     async def check(self) -> None:
@@ -61,7 +62,16 @@ class Server:
             served = ", ".join(card.id for card in cards)
             raise EndpointError(f"serves {served}; which of them is {name}?", where=self.url)
         self.model, self.engine = fitting[0].id, fitting[0].owned_by
-        await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
+        try:
+            choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
+        except (openai.NotFoundError, openai.BadRequestError):  # it may know chats alone
+            self.by_tokens = False
+            return
+        self.by_tokens = getattr(choice, "token_ids", None) is not None
+        tokenize = self.tokenizer.tokenizer
+        ids = [list(tokenize(PROBE_TEXT, add_special_tokens=i).input_ids) for i in (True, False)]
+        if getattr(choice, "prompt_token_ids", None) not in (None, *ids):
+            raise EndpointError("has another tokenizer than the target", where=self.url)
 
     async def compare(self, asks: Sequence[Ask], reference: Sequence[Sequence[int]]) -> None:
         """EndpointError if it continues prompts otherwise than the target: what counts is the share
@@ -82,29 +92,53 @@ class Server:
         self.in_flight += 1
         try:
             async with self._slots:
-                fields = sampling_fields(ask.params, self.facts.end)
-                return await self._complete(list(ask.prompt_ids), fields)
+                return await (self._by_tokens(ask) if self.by_tokens else self._by_text(ask))
         finally:
             self.in_flight -= 1
 
-    async def _complete(self, prompt: str | list[int], fields: dict[str, Any]) -> tuple[int, ...]:
-        """The tokens of the one choice of an answer of /v1/completions."""
+    async def _complete(self, prompt: str | list[int], fields: dict[str, Any]) -> Any:
+        """The one choice of an answer of /v1/completions."""
+        more = {"return_token_ids": True, **fields}
         answer = await self.client.completions.create(
-            model=self.model, prompt=prompt, extra_body={"return_token_ids": True, **fields}
+            model=self.model, prompt=prompt, extra_body=more
         )
+        return self._choice(answer)
+
+    def _choice(self, answer: Any) -> Any:
         reasons = [choice.finish_reason for choice in answer.choices or ()]
         if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
             raise EndpointError(f"expected a whole response, got {reasons}", where=self.url)
-        choice, known = answer.choices[0], range(self.facts.vocab_size)
-        ids = getattr(choice, "token_ids", None)
+        return answer.choices[0]
+
+    async def _by_tokens(self, ask: Ask) -> tuple[int, ...]:
+        fields = sampling_fields(ask.params, self.facts.end)
+        choice = await self._complete(list(ask.prompt_ids), fields)
+        ids, known = getattr(choice, "token_ids", None), range(self.facts.vocab_size)
         if not isinstance(ids, list) or not all(i in known for i in ids):
-            raise EndpointError(f"expected token_ids (vLLM), got {str(ids)[:80]}", where=self.url)
-        if prompt == PROBE_TEXT:
-            tokenize = self.tokenizer.tokenizer
-            own = [list(tokenize(prompt, add_special_tokens=i).input_ids) for i in (True, False)]
-            if getattr(choice, "prompt_token_ids", None) not in (None, *own):
-                raise EndpointError("has another tokenizer than the target", where=self.url)
+            raise EndpointError(f"expected token_ids, got {str(ids)[:80]}", where=self.url)
         return tuple(ids)
+
+    async def _by_text(self, ask: Ask) -> tuple[int, ...]:
+        params, tokenizer = ask.params, self.tokenizer.tokenizer
+        names = ("max_tokens", "temperature", "top_p", "seed")
+        fields: dict[str, Any] = {name: getattr(params, name) for name in names}
+        if ask.example.prompt is not None:
+            choice = await self._complete(ask.example.prompt, fields)
+            text = choice.text
+        else:
+            messages = [dict(message) for message in ask.example.messages]
+            if messages[-1]["role"] == "assistant":  # the response that is to be replaced
+                messages.pop()
+            if kwargs := self.tokenizer.template_kwargs:
+                fields["chat_template_kwargs"] = kwargs
+            create: Any = self.client.chat.completions.create
+            choice = self._choice(
+                await create(model=self.model, messages=messages, extra_body=fields)
+            )
+            text = choice.message.content or ""
+        ids = list(tokenizer(text, add_special_tokens=False).input_ids) if text else []
+        stopped = choice.finish_reason == "stop" and tokenizer.eos_token_id is not None
+        return (*ids, tokenizer.eos_token_id) if stopped else tuple(ids)
 
 
 class ServerWriter:
@@ -130,6 +164,14 @@ class ServerWriter:
             except openai.APIError as error:
                 self._drop(server, error)
         self._require_server()
+        for server in self.servers:
+            if not server.by_tokens and self.section.top_k:
+                raise EndpointError("may not know top_k; set regenerate.top_k: 0", where=server.url)
+            if not server.by_tokens:
+                self.say(
+                    f"      warning: {server.url} returns no token ids (vLLM does): its texts, by"
+                    " its own chat template, are tokenised again, perhaps not as it wrote them"
+                )
         params = SamplingParams(temperature=0, max_tokens=PROBE_TOKENS)
         asks = [replace(ask, params=params) for ask in probes]
         reference: list[tuple[int, ...]] | None = None
@@ -155,6 +197,8 @@ class ServerWriter:
             self._require_server()
             self.servers.append(self.servers.pop(0))  # in turn, where loads are equal
             server = min(self.servers, key=lambda s: s.in_flight / s.section.max_concurrency)
+            if ask.example.tools and not server.by_tokens:
+                return Written(ask, None, reason="a server without token ids takes no tools")
             try:
                 return Written(ask, await server.write(ask), server.engine)
             except (openai.APIError, EndpointError) as error:

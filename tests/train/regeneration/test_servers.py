@@ -57,8 +57,8 @@ def continuation(prompt: list[int], fields: dict, model: str = "") -> list[int]:
 class FakeServer:
     """Answers as vLLM does. `fail(request, body)` may answer in its place; `prompts`: all asked."""
 
-    def __init__(self, tokenizer, model: str = "") -> None:
-        self.tokenizer, self.model = tokenizer, model
+    def __init__(self, tokenizer, model: str = "", by_tokens: bool = True) -> None:
+        self.tokenizer, self.model, self.by_tokens = tokenizer, model, by_tokens
         self.prompts, self.reads = [], None
         self.fail = lambda request, body: None
 
@@ -69,13 +69,17 @@ class FakeServer:
         if request.url.path == "/v1/models":
             card = {"id": "target", "object": "model", "created": 0, "owned_by": "fake"}
             return httpx.Response(200, json={"object": "list", "data": [card]})
-        prompt = body["prompt"]
+        prompt = body.get("prompt", body.get("messages"))
         self.prompts.append(prompt)
-        ids = prompt if isinstance(prompt, list) else self.tokenizer(prompt).input_ids
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        ids = prompt if isinstance(body.get("prompt"), list) else self.tokenizer(text).input_ids
         written = continuation(ids, body, self.model)
-        reason = "stop" if written[-1] in ENDS else "length"
-        choice = {"index": 0, "finish_reason": reason, "text": self.tokenizer.decode(written)}
-        choice |= {"token_ids": written, "prompt_token_ids": self.reads or ids}
+        stopped = written[-1] in ENDS
+        choice = {"index": 0, "finish_reason": "stop" if stopped else "length"}
+        shown = self.tokenizer.decode(written[: len(written) - stopped])
+        choice |= {"text": shown, "message": {"role": "assistant", "content": shown}}
+        if self.by_tokens:
+            choice |= {"token_ids": written, "prompt_token_ids": self.reads or ids}
         answer = {"id": "1", "object": "x", "created": 0, "model": "target", "choices": [choice]}
         return httpx.Response(200, json=answer)
 
@@ -211,6 +215,19 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
         write(A)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         write(endpoints=[{"url": A, "api_key_env": "NO_SUCH_KEY"}])
+
+
+def test_without_token_ids_text_is_tokenised_again_with_a_warning(write, fakes, tokenizer):
+    fakes[A].by_tokens = False
+    responses = write(A, temperatures={0.0: 1.0})
+    assert "warning: http://a/v1 returns no token ids" in "".join(write.lines)
+    response = responses[-1]  # of a text prompt
+    text = EXAMPLES[-1].prompt
+    ids = continuation(tokenizer(text).input_ids, {"max_tokens": 12, "seed": None} | {"seed": 0})
+    assert len(responses) == 36 and response.prompt_ids == tuple(tokenizer(text).input_ids)
+    assert ids and any(isinstance(prompt[0], dict) for prompt in fakes[A].prompts)
+    with pytest.raises(EndpointError, match="top_k"):
+        write(A, top_k=5)
 
 
 def test_each_turn_follows_those_written_before_it(write, fakes, tokenizer):
