@@ -66,6 +66,8 @@ def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:
     assert native["vLLM"].options and "--format sglang" in native["SGLang"].note
     assert sglang["SGLang"].options["speculative-num-draft-tokens"] == 6
     assert sglang["vLLM"].note and sglang["vLLM"].options is None
+    files = ways("dflash", format="transformers")
+    assert not files["vLLM"].command and not files["SGLang"].command
     for family in ("eagle3", "dflash"):
         named = ways(family, folder="d", format="speculators")
         assert named["vLLM"].command == "vllm serve d" and "--format sglang" in named["SGLang"].note

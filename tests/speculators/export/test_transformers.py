@@ -9,9 +9,7 @@ import torch
 from transformers import AutoModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
-from draftsmith.speculators.export.serving_commands import serving
 from tests.support.cases import Case, make
 from tests.support.contract import draft_logits
 
@@ -63,25 +61,3 @@ def test_an_export_in_transformers_drafts_as_the_runtime(
         forced = torch.tensor([*drafted, *[0] * drafts][:drafts])
         own = draft_logits(world, torch.tensor(prefix), len(prefix) - 2, drafts, forced)
         assert own.argmax(-1)[: len(drafted)].tolist() == drafted
-
-
-@pytest.mark.parametrize(
-    ("shape", "taps", "named"),
-    [
-        ({**BLOCK, "draft_vocab_size": 40}, (1, 2), "vocabulary"),
-        (BLOCK, (1, 4), "tap_layers"),
-    ],
-)
-def test_a_head_that_transformers_would_run_otherwise_is_refused(
-    tiny_model, tmp_path, shape, taps, named
-) -> None:
-    _, drafter = make(Case("dflash", shape, taps=taps), tiny_model("llama", num_hidden_layers=4))
-    with pytest.raises(ConfigError, match=f"export format transformers: .*{named}"):
-        export_drafter(drafter, tmp_path / "head", dtype=torch.float32, format="transformers")
-
-
-def test_engines_are_not_given_a_folder_of_transformers(tiny_model) -> None:
-    _, drafter = make(Case("dflash", BLOCK, taps=(1, 2)), tiny_model("llama"))
-    vllm, sglang, _ = serving("dflash", config=drafter.config, format="transformers")
-    assert not vllm.command and "--format vllm" in vllm.note
-    assert not sglang.command and "--format sglang" in sglang.note

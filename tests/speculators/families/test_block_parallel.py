@@ -1,13 +1,13 @@
 """Block drafters against a plain reference, and what is theirs alone: anchors, kept chains, whole
 blocks.
 
-The reference is written from the published description, slot by slot and head by head, over the
+The reference is written from the published description, for one document and one anchor, over the
 exported tensors under their names in the file; it shares no code with the families."""
 
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,136 +36,94 @@ WHOLE = [
 ]
 
 
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
-
-
-def rotated(x: Tensor, position: int, theta: float) -> Tensor:
-    half = len(x) // 2
-    angle = torch.tensor([position * theta ** (-2 * i / len(x)) for i in range(half)])
-    a, b = x[:half], x[half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
-
-
 class Reference:
-    """One document, one anchor, one slot after the other."""
+    """A block drafter by its tensors; x [n, H] are states of n slots."""
 
     def __init__(self, folder: Path, target: FrozenTarget, config) -> None:
         self.w, self.t, self.c = load_file(folder / "model.safetensors"), target, config
 
-    def block(self, taps: Tensor, anchor_id: int, k: int) -> list[Tensor]:
-        """taps [a, n·H] of the positions before the anchor -> normed states of the predicting
-        slots, k x [H]."""
-        c, w, a = self.c, self.w, len(taps)
-        context = [rms(w["fc.weight"] @ g, w["hidden_norm.weight"], c.rms_norm_eps) for g in taps]
-        Q = k + (0 if c.sample_from_anchor else 1)
-        ids = [anchor_id] + [c.mask_token_id] * (Q - 1)
-        x = [self.t.embed_tokens(torch.tensor([i]))[0] for i in ids]
+    def block(self, taps: Tensor, anchor_id: int, k: int) -> Tensor:
+        """taps [a, n·H] of the positions before the anchor -> normed states of the k predicting
+        slots."""
+        c = self.c
+        context = self.norm(taps @ self.w["fc.weight"].T, "hidden_norm.weight")
+        ids = [anchor_id] + [c.mask_token_id] * (k - c.sample_from_anchor)
+        x = self.t.embed_tokens(torch.tensor(ids))
         for layer in range(c.num_layers):
             p = f"layers.{layer}."
-            u = [rms(s, w[p + "input_layernorm.weight"], c.rms_norm_eps) for s in x]
-            x = self.around(
-                p + "attention_conv", x, u, lambda u, p=p: self.attend(p, context, u, a)
-            )
-            u = [rms(s, w[p + "post_attention_layernorm.weight"], c.rms_norm_eps) for s in x]
-            x = self.around(p + "mlp_conv", x, u, lambda u, p=p: [self.mlp(p, s) for s in u])
-        x = [rms(s, w["norm.weight"], c.rms_norm_eps) for s in x]
-        return x[-k:]
+            u = self.norm(x, p + "input_layernorm.weight")
+            x = x + self.mixed(p + "attention_conv", u, lambda z, p=p: self.attend(p, context, z))
+            u = self.norm(x, p + "post_attention_layernorm.weight")
+            x = x + self.mixed(p + "mlp_conv", u, lambda z, p=p: self.mlp(p, z))
+        return self.norm(x, "norm.weight")[-k:]
 
-    def around(self, name: str, x: list[Tensor], u: list[Tensor], part) -> list[Tensor]:
-        """x + part(u), with DFlash 2's convolutions before and after the part."""
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.c.rms_norm_eps).rsqrt() * self.w[name]
+
+    def mixed(self, name: str, u: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """part(u), with DFlash 2's convolutions before and after it."""
         if name + ".base_kernel" not in self.w:
-            return [s + y for s, y in zip(x, part(u), strict=True)]
-        taps, group = self.c.conv_kernel_size, self.c.conv_group_size
-        base, H = self.w[name + ".base_kernel"], self.c.hidden_size
-        d = [(self.w[name + ".kernel_projection.weight"] @ s).view(2, taps, H // group) for s in u]
+            return part(u)
+        base, taps = self.w[name + ".base_kernel"], self.c.conv_kernel_size
+        dynamic = (u @ self.w[name + ".kernel_projection.weight"].T).unflatten(-1, (2, taps, -1))
+        kernels = base + dynamic.repeat_interleave(self.c.conv_group_size, -1)  # [n, 2, taps, H]
 
-        def conv(z: list[Tensor], side: int) -> list[Tensor]:
-            out = []
-            for t in range(len(z)):
-                total = torch.zeros(H)
-                for tau in range(taps):
-                    if t - tau >= 0:
-                        for channel in range(H):
-                            kernel = base[side, tau, channel] + d[t][side, tau, channel // group]
-                            total[channel] += kernel * z[t - tau][channel]
-                out.append(total)
-            return out
-
-        return [s + y for s, y in zip(x, conv(part(conv(u, 0)), 1), strict=True)]
-
-    def attend(self, p: str, context: list[Tensor], u: list[Tensor], a: int) -> list[Tensor]:
-        c, w, d = self.c, self.w, self.c.head_dim
-        theta = c.rope_parameters["rope_theta"]
-
-        def project(name: str, s: Tensor, heads: int) -> Tensor:
-            return (w[f"{p}self_attn.{name}_proj.weight"] @ s).view(heads, d)
-
-        def key(s: Tensor, position: int) -> Tensor:
-            k = rms(
-                project("k", s, c.num_key_value_heads),
-                w[p + "self_attn.k_norm.weight"],
-                c.rms_norm_eps,
+        def conv(z: Tensor, side: int) -> Tensor:
+            before = torch.cat([z.new_zeros(taps - 1, z.shape[1]), z])
+            return sum(
+                kernels[:, side, tau] * before[taps - 1 - tau :][: len(z)] for tau in range(taps)
             )
-            return torch.stack([rotated(head, position, theta) for head in k])
 
-        sources = [*context, *u]  # at positions 0 .. a - 1, a ..
-        keys = [key(s, i) for i, s in enumerate(sources)]
-        values = [project("v", s, c.num_key_value_heads) for s in sources]
-        out = []
-        for j, s in enumerate(u):
-            q = rms(
-                project("q", s, c.num_attention_heads),
-                w[p + "self_attn.q_norm.weight"],
-                c.rms_norm_eps,
-            )
-            seen = [
-                i
-                for i in range(len(sources))
-                if (i < a or not c.is_causal or i <= a + j)
-                and (c.sliding_window is None or a + j - i < c.sliding_window)
-            ]
-            heads = []
-            for h in range(c.num_attention_heads):
-                g = h // (c.num_attention_heads // c.num_key_value_heads)
-                turned = rotated(q[h], a + j, theta)
-                scores = torch.tensor(
-                    [float(turned @ keys[i][g]) / math.sqrt(d) for i in seen]
-                ).softmax(0)
-                heads.append(sum(scores[n] * values[i][g] for n, i in enumerate(seen)))
-            out.append(w[p + "self_attn.o_proj.weight"] @ torch.cat(heads))
-        return out
+        return conv(part(conv(u, 0)), 1)
 
-    def mlp(self, p: str, s: Tensor) -> Tensor:
-        gate = torch.nn.functional.silu(self.w[p + "mlp.gate_proj.weight"] @ s)
-        return self.w[p + "mlp.down_proj.weight"] @ (gate * (self.w[p + "mlp.up_proj.weight"] @ s))
+    def heads(self, x: Tensor, name: str, positions: Tensor | None = None) -> Tensor:
+        """Of a projection [h, n, d]; normed and rotated if positions are given."""
+        d = self.c.head_dim
+        y = (x @ self.w[f"{name}_proj.weight"].T).unflatten(-1, (-1, d)).transpose(0, 1)
+        if positions is None:
+            return y
+        theta = self.c.rope_parameters["rope_theta"]
+        angles = positions[:, None] * theta ** (-2 * torch.arange(d // 2) / d)
+        a, b = self.norm(y, f"{name}_norm.weight").chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def base(self, h: Tensor) -> Tensor:
-        return self.w["lm_head.weight"] @ h if "lm_head.weight" in self.w else self.t.logits(h)
+    def attend(self, p: str, context: Tensor, u: Tensor) -> Tensor:
+        a, both, p = len(context), torch.cat([context, u]), p + "self_attn."
+        keys = torch.arange(len(both))
+        queries = keys[a:, None]
+        seen = (keys < a) | (keys <= queries) | torch.tensor(not self.c.is_causal)
+        if self.c.sliding_window is not None:
+            seen = seen & (queries - keys < self.c.sliding_window)
+        q = self.heads(u, p + "q", keys[a:])
+        shared = len(q) // self.c.num_key_value_heads
+        k, v = self.heads(both, p + "k", keys), self.heads(both, p + "v")
+        scores = q @ k.repeat_interleave(shared, 0).mT * self.c.head_dim**-0.5
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        attended = (weights @ v.repeat_interleave(shared, 0)).transpose(0, 1).flatten(1)
+        return attended @ self.w[p + "o_proj.weight"].T
 
-    def q(self, states: list[Tensor], anchor_id: int, forced: list[int]) -> list[Tensor]:
+    def mlp(self, p: str, u: Tensor) -> Tensor:
+        gate, up, down = (self.w[f"{p}mlp.{part}_proj.weight"].T for part in ("gate", "up", "down"))
+        return (torch.nn.functional.silu(u @ gate) * (u @ up)) @ down
+
+    def q(self, states: Tensor, anchor_id: int, forced: list[int]) -> Tensor:
         """Distributions of the drafts at temperature 1, when `forced` are the tokens drafted."""
-        c, w, before, found = self.c, self.w, [anchor_id, *forced], []
-        for j, h in enumerate(states):
-            logits, y = self.base(h), before[j]
-            if c.family == "dspark":
-                e = w["markov_head.markov_w1.weight"][y]
-                logits = logits + w["markov_head.markov_w2.weight"] @ e
-            elif c.family == "dflash2":
-                scores = {}
-                for token in logits.argsort(descending=True)[: c.selector_top_k].tolist():
-                    s = "candidate_selector."
-                    left = w[s + "predecessor_codebook"][y] * (
-                        w[s + "hidden_projection.weight"] @ h
-                    )
-                    scores[token] = float(logits[token]) + float(
-                        left @ w[s + "successor_codebook"][token]
-                    )
-                logits = torch.tensor(
-                    [scores.get(token, -math.inf) for token in range(len(logits))]
-                )
-            found.append(logits.softmax(-1))
-        return found
+        w, before = self.w, torch.tensor([anchor_id, *forced])[: len(states)]
+        head = w.get("lm_head.weight")
+        logits = self.t.logits(states) if head is None else states @ head.T
+        if self.c.family == "dspark":
+            bias = w["markov_head.markov_w1.weight"][before]
+            logits = logits + bias @ w["markov_head.markov_w2.weight"].T
+        elif self.c.family == "dflash2":
+            s = "candidate_selector."
+            read = w[s + "predecessor_codebook"][before]
+            read = read * (states @ w[s + "hidden_projection.weight"].T)
+            scores = logits + read @ w[s + "successor_codebook"].T
+            best = logits.topk(self.c.selector_top_k).indices
+            logits = torch.full_like(logits, float("-inf"))
+            logits = logits.scatter(-1, best, scores.gather(-1, best))
+        return logits.softmax(-1)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -185,7 +143,7 @@ def test_drafts_are_those_of_a_plain_reference(
     states = reference.block(taps[0], int(ids[10]), depth)
     forced = torch.randint(3, 100, (depth,), generator=torch.Generator().manual_seed(6))
     got = draft_logits((target, drafter.freeze()), ids, 9, depth, forced).softmax(-1)
-    expected = torch.stack(reference.q(states, int(ids[10]), forced.tolist()))
+    expected = reference.q(states, int(ids[10]), forced.tolist())
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
     greedy: list[int] = []
     to_target = drafter.draft_to_target

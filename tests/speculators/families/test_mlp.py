@@ -20,8 +20,6 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
-from draftsmith.speculators.registry import config_for_target
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
@@ -156,11 +154,6 @@ def test_published_fields_are_understood(make, tmp_path: Path) -> None:
     assert read_drafter_config(folder, target.num_layers) == drafter.config
     with pytest.raises(CheckpointError, match="number of target layers"):
         read_drafter_config(folder)
-
-
-def test_one_head_cannot_be_tied(tiny_model) -> None:
-    with pytest.raises(ConfigError, match="n_predict is 1"):
-        config_for_target(FrozenTarget(tiny_model("llama")), "mlp", n_predict=1, tie_weights=True)
 
 
 # ---------------------------------------------------------------------- no more drafts than heads

@@ -70,26 +70,8 @@ def test_taps_last_hidden_and_logits_are_the_models_own(tiny_model, any_architec
     assert not taps.requires_grad and not any(p.requires_grad for p in target.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_an_explicit_causal_mask_changes_nothing(tiny_model, any_architecture, ids, attention):
-    if any_architecture in ("gpt_oss", "gemma2") and attention == "sdpa":
-        pytest.skip("attention sinks and soft caps: eager only")
-    model = tiny_model(any_architecture)
-    _, last, _ = reference(model, ids)
-    model.set_attn_implementation(attention)
-    target = FrozenTarget(model)
-    positions = torch.arange(11).expand(2, 11)
-    mask = positions[:, None, None, :] <= positions[:, None, :, None]  # [2, 1, 11, 11]
-    for explicit in (mask, None):
-        taps, last_hidden = target(ids, positions, explicit)
-        assert taps is None
-        close(last_hidden, last)
-
-
 def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
-    """None as mask is enough for rows of equal length, in chunks and token by token, beyond the
-    sliding window."""
+    """Rows of equal length without a mask, in chunks and token by token, beyond the window."""
     model = tiny_model(any_architecture)
     _, last, _ = reference(model, ids)
     target, cache, start = FrozenTarget(model), DynamicCache(), 0
@@ -136,16 +118,6 @@ def test_features_ignore_autocast(tiny_model, ids):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = target.features(ids, positions, zeros, zeros)
     assert torch.equal(plain.last_hidden, inside.last_hidden)
-
-
-@pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_bfloat16(tiny_model, name, ids):
-    target = FrozenTarget(tiny_model(name).to(torch.bfloat16), tap_layers=[1])
-    with torch.no_grad():
-        logits = target.model(ids, use_cache=False).logits
-    taps, last_hidden = target(ids)
-    assert taps.dtype == target.dtype == torch.bfloat16
-    assert torch.equal(target.logits(last_hidden), logits)
 
 
 def test_the_model_is_left_as_it_was(tiny_model, ids):
