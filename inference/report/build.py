@@ -18,7 +18,6 @@ from draftsmith.inference.report.schema import (
     Cell,
     Estimate,
     Gate,
-    HeldOutPoint,
     Provenance,
     SuiteFacts,
     TrainingProgress,
@@ -134,23 +133,22 @@ def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]
 
 def training_progress(history: History) -> TrainingProgress | None:
     """The progress of a training loop's records, one per step; None if there are none."""
-    tokens = 0
-    points = []
+    tokens, held_out = 0, dict[int, float]()
     for record in history:
         tokens += record.get("supervised_tokens", 0)
         if (length := record.get("expected_acceptance_length")) is not None:
-            points.append(HeldOutPoint(supervised_tokens=tokens, acceptance_length=length))
+            held_out[tokens] = length
     if not tokens:
         return None
-    late = [point for point in points if point.supervised_tokens * 2**DOUBLINGS >= tokens]
+    late = {seen: length for seen, length in held_out.items() if seen * 2**DOUBLINGS >= tokens}
     gain = error = None
     if len(late) > 2:
-        x = np.log2([point.supervised_tokens for point in late])
-        line, covariance = np.polyfit(x, [point.acceptance_length for point in late], 1, cov=True)
+        x, y = np.log2(list(late)), list(late.values())
+        line, covariance = np.polyfit(x, y, 1, cov=True)
         gain, error = float(line[0]), math.sqrt(covariance[0, 0])
     return TrainingProgress(
         supervised_tokens=tokens,
-        held_out=points,
+        held_out=held_out,
         gain_per_doubling=gain,
         gain_standard_error=error,
     )

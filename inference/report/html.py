@@ -148,17 +148,17 @@ def held_out_line(report: AcceptanceReport) -> Figure | None:
     """The held-out acceptance length by tokens seen, if the drafter was trained."""
     if report.training is None or len(report.training.held_out) < 2:
         return None
-    curve: dict[int, float | None] = {
-        point.supervised_tokens: point.acceptance_length for point in report.training.held_out
-    }
-    figure = lines("Expected acceptance length, held out", {"τ": curve}, "tokens with a loss")
+    curves = {"τ": report.training.held_out}
+    figure = lines("Expected acceptance length, held out", curves, "tokens with a loss")
     figure.axes[0].set_ylim(1, None)
     figure.axes[0].set_xscale("log", base=2)
     figure.axes[0].xaxis.set_major_formatter(EngFormatter(places=0))
     return figure
 
 
-def lines(title: str, curves: Mapping[str, Mapping[int, float | None]], x_label: str) -> Figure:
+def lines(
+    title: str, curves: Mapping[str, Mapping[int, float | None] | Mapping[int, float]], x_label: str
+) -> Figure:
     """Curves by name, x -> y of each; `all` is drawn in ink."""
     figure = Figure(figsize=(WIDTH, 3.0), label=title)
     axes = figure.subplots()

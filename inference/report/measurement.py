@@ -180,7 +180,6 @@ def position_bins(requests: Iterable[RequestOutput]) -> list[PositionBin]:
     return [
         PositionBin(
             start=1 << power,
-            stop=2 << power,
             rounds=len(counts),
             num_accepted_tokens=sum(counts),
             acceptance_length=acceptance_length(sum(counts), len(counts)),

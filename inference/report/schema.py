@@ -6,12 +6,11 @@ docs/evaluate.md of them."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
@@ -70,8 +69,7 @@ class TokenDifference(Record):
     top_two_gap: float | None = None
     """The target's top-two logit gap there, teacher-forced on the common prefix."""
     noise: float | None = None
-    """Largest change of the gap between two leading logits when the same position is run at another
-    batch shape."""
+    """Largest change of the gap between two leading logits at another batch shape."""
     tie: bool
     """True if the gap is below the noise: arithmetic, not drafting, decided."""
 
@@ -131,29 +129,23 @@ class Estimate(Record):
 
 
 class ExpectedAcceptance(Record):
-    """The acceptance length that training's replay expects on the very text that drafting wrote,
-    where only the accept decisions are left to chance."""
+    """What training's replay expects on the very text that drafting wrote."""
 
     acceptance_length: float
     """`expected_acceptance_length` by replay."""
     relative_difference: float
     """(measured − expected) ÷ expected, measured = `acceptance_length`."""
     standard_error: float
-    """Standard error of `relative_difference` from the spread over requests; a difference of more
-    than about three of these is not chance."""
+    """Of `relative_difference`, from the spread over requests."""
 
 
 class PositionBin(Record):
-    """Acceptance of the rounds with a draft that start in one stretch of the text, prompt
-    included."""
+    """Acceptance of the rounds that start in one stretch of the text, prompt included."""
 
     start: int
-    """First position of the bin: a power of two; 0 is the prompt's first token."""
-    stop: int
-    """One past the last position of the bin, twice `start`."""
+    """First position of the bin, a power of two; the next one is at twice that."""
     rounds: int
-    """Rounds with a draft whose anchor (the last committed token when they began) lies in the
-    bin."""
+    """Rounds with a draft whose anchor, the last token before them, lies in the bin."""
     num_accepted_tokens: int
     """Drafts accepted in them."""
     acceptance_length: float
@@ -172,8 +164,7 @@ class Cell(Record):
     engine: str = OUR_ENGINE
     """Engine that ran it: `draftsmith` or `vllm`."""
     suite: str | None = None
-    """Suite of which the workload is a category, and `all` all of them; null: the evaluation's own
-    prompts."""
+    """Suite of which the workload is a category; null: the evaluation's own prompts."""
     prompts: int
     """Prompts in the cell; of a suite, every turn of a conversation is one."""
     output_tokens: int
@@ -189,27 +180,21 @@ class Cell(Record):
     num_accepted_tokens_per_pos: list[int]
     """Accepted tokens by draft position 1…K."""
     acceptance_length: float
-    """τ, micro: 1 + num_accepted_tokens ÷ num_drafts, over all rounds with a draft (vLLM's
-    definition)."""
+    """τ, as in vLLM: 1 + num_accepted_tokens ÷ num_drafts."""
     acceptance_length_macro: float
-    """τ, macro: mean over requests of each request's own acceptance length (requests without a
-    draft are left out)."""
+    """Mean of the acceptance lengths of requests that have a draft."""
     tokens_per_forward: float
-    """1 + num_accepted_tokens ÷ num_rounds: over all rounds, those without a draft too. It is what
-    the speedup goes by, and equals τ for drafters that always draft."""
+    """1 + num_accepted_tokens ÷ num_rounds, which is what the speedup goes by."""
     joint_acceptance_per_position: list[float | None]
     """P(first k drafts all accepted), k = 1…K; null without rounds."""
     conditional_acceptance_per_position: list[float | None]
     """P(k-th draft accepted given the first k−1 were), k = 1…K; null where those never were."""
     acceptance_by_position: list[PositionBin] = []
-    """Acceptance length by absolute position, prompt included, to show decay in long texts; empty
-    where an engine does not say what each round drafted."""
+    """Acceptance length by position; empty where an engine does not say what rounds drafted."""
     passes: dict[str, list[TimedPass]] = {}
-    """Every timed pass, by kind: `speculative`, `autoregressive`, `transformers_generate`; the same
-    prompts in every repeat."""
+    """Every timed pass, by kind: `speculative`, `autoregressive`, `transformers_generate`."""
     tokens_per_second: dict[str, Estimate] = {}
-    """By kind of pass: Σ tokens ÷ Σ seconds over workloads, each with the median seconds per token
-    of its repeats."""
+    """By kind: Σ tokens ÷ Σ seconds over workloads, seconds by the median of the repeats."""
     speedup_vs_autoregressive: Estimate | None = None
     """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
     speedup_vs_transformers: Estimate | None = None
@@ -219,8 +204,7 @@ class Cell(Record):
     limit_speedup: float | None = None
     """τ · V(1) / (V(K+1) + D(K)), τ of the timed passes (of all, if none was timed)."""
     efficiency: float | None = None
-    """`speedup_vs_autoregressive.value` ÷ `limit_speedup`: what sampling, scheduling, committing
-    and prefill leave of the limit."""
+    """`speedup_vs_autoregressive.value` ÷ `limit_speedup`."""
     expected: ExpectedAcceptance | None = None
     """Acceptance that replay expects."""
     lossless: list[LosslessCheck] = []
@@ -257,8 +241,7 @@ class EngineFacts(Record):
     torch_version: str | None = None
     """Its PyTorch; null: not known, or this one."""
     draft_sample_method: str | None = None
-    """How drafts are chosen at temperatures above 0: `probabilistic`, sampled from q, or `greedy`;
-    null: the method has no q, or it is not known."""
+    """How drafts are chosen above temperature 0: `probabilistic` or `greedy`; null: not known."""
     url: str | None = None
     """Server that was asked; null: started for the evaluation."""
 
@@ -293,8 +276,7 @@ class Provenance(Record):
     target_name: str
     """Target as the recipe names it."""
     target_change: dict[str, float] | None = None
-    """Of a target that was trained jointly with its drafter: nats per token of held-out
-    `responses`, `before` and `after`; null: the target is as it was."""
+    """Of a jointly trained target: nats per token `before` and `after` on held-out `responses`."""
     target_weights_sha256: str
     """Hash over the target's weight files, in name order."""
     drafter_method: str
@@ -319,27 +301,16 @@ class Provenance(Record):
     """How long the evaluation took."""
 
 
-class HeldOutPoint(Record):
-    """A held-out evaluation in training."""
-
-    supervised_tokens: int
-    """Tokens with a loss seen before it, repeats counted."""
-    acceptance_length: float
-    """Expected τ by replay, mean over the temperatures."""
-
-
 class TrainingProgress(Record):
-    """How far the drafter is trained: the held-out acceptance against the tokens seen, and its
-    trend."""
+    """How far the drafter is trained."""
 
     supervised_tokens: int
     """Tokens with a loss, repeats counted."""
-    held_out: list[HeldOutPoint]
-    """Every held-out evaluation, in their order."""
+    held_out: dict[int, float]
+    """Expected τ, mean over the temperatures, by the tokens with a loss seen before."""
     gain_per_doubling: float | None
-    """Change of the expected τ with each doubling of the tokens: the slope of a straight line in
-    log2(tokens), least squares over the evaluations in the last two doublings; null with fewer than
-    three."""
+    """Slope of the expected τ in log2(tokens), by least squares over the evaluations in the last
+    two doublings; null with fewer than three."""
     gain_standard_error: float | None
     """Standard error of the slope, from the residuals of the line; null as above."""
 
@@ -381,8 +352,7 @@ class AcceptanceReport(Record):
     suites: list[SuiteFacts] = []
     """The suites that were measured; their cells name them."""
     results: list[Cell]
-    """One cell per workload, temperature and engine, and `all`, the workloads together; of each
-    suite alike, whose workloads are its categories."""
+    """A cell per workload, temperature and engine, and `all`; of suites by category."""
     training: TrainingProgress | None = None
     """Held-out acceptance during training; null if the drafter was not trained in this run."""
 
@@ -393,8 +363,7 @@ class AcceptanceReport(Record):
 
     @property
     def headline(self) -> list[Cell]:
-        """The cells that summary, gates and results speak of: those of the evaluation's own
-        prompts, or of the first suite if there are no others."""
+        """The cells of the evaluation's own prompts, or of the first suite if there are none."""
         suites = [cell.suite for cell in self.results]
         first = None if None in suites or not suites else suites[0]
         return [cell for cell in self.results if cell.suite == first]
@@ -447,19 +416,8 @@ def save_report(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
 
 
 def load_report(path: str | os.PathLike[str]) -> AcceptanceReport:
-    """Read `acceptance.json`; DataError naming the file and the field if it is not a report of this
-    version."""
+    """Read `acceptance.json`; DataError if it is not a report of this version."""
     try:
-        return AcceptanceReport.model_validate(json.loads(Path(path).read_text(encoding="utf-8")))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{field}: {first['msg']}, {error.error_count()} problem(s) in all; evaluate"
-            " again with this version",
-            where=f"{path}",
-        ) from error
+        return AcceptanceReport.model_validate_json(Path(path).read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot be read as JSON ({error}); expected an acceptance.json", where=f"{path}"
-        ) from error
+        raise DataError(f"no acceptance.json of this version: {error}", where=f"{path}") from error

@@ -111,7 +111,7 @@ def notes(report: AcceptanceReport) -> list[str]:
             )
         if len(cell.acceptance_by_position) > 1:
             bins = ", ".join(
-                f"{b.start:,} to {b.stop - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
+                f"{b.start:,} to {2 * b.start - 1:,} {b.acceptance_length:.2f} ({b.rounds:,})"
                 for b in cell.acceptance_by_position
             )
             lines.append(f"τ by position in the text at {at} (rounds): {bins}")
