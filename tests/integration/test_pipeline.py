@@ -232,7 +232,7 @@ def test_stages_go_on_from_one_another(recipe, tmp_path):
     folders = [out / "checkpoints" / stage["name"] for stage in stages]
     states = [checkpoint.read_state(checkpoint.latest(folder)) for folder in folders]
     assert [state.step for state in states] == [4, 2, 2]
-    assert [record["on_policy_share"] for record in states[2].history] == [1.0] * 2
+    assert [record["on_policy"] for record in states[2].history] == [1.0] * 2
     assert [(folder / "on_policy").exists() for folder in folders] == [False, False, True]
     heads = [load_file(folder / "best" / "drafter.safetensors") for folder in folders]
     for name, tensor in heads[0].items():

@@ -21,7 +21,6 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="Make the repository public; private otherwise.")
     ] = False,
-    commit_message: Annotated[str, typer.Option(help="Message of the commit.")] = "",
     base_model: Annotated[
         str, typer.Option(metavar="ORG/NAME", help="The target's id, for the card.")
     ] = "",
@@ -31,17 +30,9 @@ def push(
     report: Annotated[
         Path | None, typer.Option(help="acceptance.json; default: the one beside the drafter.")
     ] = None,
-    target_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the target, for heads that do not say which they tap."),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be sent and print the card.")
     ] = False,
-    token: Annotated[
-        str,
-        typer.Option(help="Better: HF_TOKEN, or `hf auth login`; others may read command lines."),
-    ] = "",
 ) -> None:
     """Upload a drafter with a card written from its acceptance report; again, it sends only what is
     missing."""
@@ -49,10 +40,10 @@ def push(
     from draftsmith.train.pipeline.publish import CARD, PushOptions, stage
     from draftsmith.train.pipeline.publish import push as upload
 
-    options = PushOptions(base_model or None, license_ or None, report, target_layers)
-    to = Destination(repository, not public, token or None)
+    options = PushOptions(base_model or None, license_ or None, report)
+    to = Destination(repository, not public)
     if not dry_run:
-        url = upload(folder, to, options, message=commit_message, say=_note)
+        url = upload(folder, to, options, say=_note)
         typer.echo(f"{to}: {url}")
         return
     with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:

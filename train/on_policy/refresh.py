@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from draftsmith.inference.metrics import acceptance_length
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
@@ -37,10 +36,9 @@ STEPS, PROMPTS, ROWS = range(3)  # what random numbers are for
 
 @dataclass(frozen=True)
 class Refresh:
-    """The texts that were written at one step, and the seconds it took."""
+    """The texts that were written at one step."""
 
     step: int
-    seconds: float
     rollouts: tuple[Rollout, ...]
 
 
@@ -89,15 +87,14 @@ class OnPolicy:
         return features, [order[place - refresh.step * rows_per_step] for place in places]
 
     def figures(self, step: int) -> dict[str, float]:
-        """The age in steps of the texts that `step` has read, how fast they were written, and where
-        drafts were verified their acceptance length."""
+        """The age in steps of the texts that `step` has read, and where drafts were verified their
+        acceptance length."""
         if self.current is None:
             return {}
         refresh = self.current[0]
         drafts = sum(rollout.num_drafts for rollout in refresh.rollouts)
         accepted = sum(rollout.num_accepted for rollout in refresh.rollouts)
-        speed = sum(len(rollout.output_ids) for rollout in refresh.rollouts) / refresh.seconds
-        record = {"text_age": step - refresh.step, "writing_tokens_per_second": speed}
+        record: dict[str, float] = {"text_age": step - refresh.step}
         if drafts:
             record["rollout_acceptance_length"] = acceptance_length(accepted, drafts)
         return record
@@ -109,15 +106,14 @@ class OnPolicy:
         self.current = None
         if self.accelerator.process_index:
             return
-        for path in [*self.folder.glob(f"{FOLDER}/.step-*"), *self._files()]:
-            if path.name.startswith(".") or _step_of(path) >= step:
+        for path in self._files():
+            if _step_of(path) >= step:
                 path.unlink()
 
     def renew(self, step: int, drafter: Drafter) -> None:
         """Reads or writes the texts of the period of `step`; all processes come together."""
-        files = [
-            path for path in self._files() if self._period(_step_of(path)) == self._period(step)
-        ]
+        period = self._period(step)
+        files = [path for path in self._files() if self._period(_step_of(path)) == period]
         refresh = _read(files[0]) if files else self._write(step, drafter)
         texts = [
             TokenRow.from_response(rollout.prompt_ids, rollout.output_ids, WORKLOAD)
@@ -127,11 +123,10 @@ class OnPolicy:
         self.current = refresh, RowFeatures(self.target, rows, pad_token_id=self.pad_token_id)
 
     def _write(self, step: int, drafter: Drafter) -> Refresh:
-        began, count = time.monotonic(), self.section.prompts
+        count = self.section.prompts
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        numbers = range(
-            self._period(step) * count, (self._period(step) + 1) * count
-        )  # counted over the whole stage
+        first = self._period(step) * count  # counted over the whole stage
+        numbers = range(first, first + count)
         order = Shuffled([self.seed, PROMPTS], len(self.prompts))
         prompts = [self.prompts[order[number]] for number in numbers]
         digests = [
@@ -143,13 +138,9 @@ class OnPolicy:
         if processes > 1:
             parts = gather_object(parts)
         rollouts = tuple(parts[i % processes][i // processes] for i in range(count))
-        refresh = Refresh(step, time.monotonic() - began, rollouts)
+        refresh = Refresh(step, rollouts)
         if process == 0:
-            path = self.folder / FOLDER / f"step-{step:08d}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_name(f".{path.name}.{os.getpid()}")
-            fresh.write_text(json.dumps(asdict(refresh)))
-            os.replace(fresh, path)
+            write_whole(self.folder / FOLDER / f"step-{step:08d}.json", json.dumps(asdict(refresh)))
             self._prune()
         return refresh
 
@@ -175,6 +166,4 @@ def _step_of(path: Path) -> int:
 
 def _read(path: Path) -> Refresh:
     tree = json.loads(path.read_text())
-    return Refresh(
-        tree["step"], tree["seconds"], tuple(Rollout(**entry) for entry in tree["rollouts"])
-    )
+    return Refresh(tree["step"], tuple(Rollout(**entry) for entry in tree["rollouts"]))

@@ -59,7 +59,6 @@ class PushOptions:
     base_model: str | None = None  # the target's id; None: as recipe or config.json name it
     license: str | None = None
     report: Path | None = None  # acceptance.json; None: the one beside the drafter
-    target_layers: int | None = None  # for heads that do not say which layers they tap
 
 
 def push(
@@ -102,7 +101,7 @@ def stage(
         if not is_repository_id(name):
             raise ConfigError(f"expected org/name, got {name!r}", where="push")
     export = Path(folder) if (Path(folder) / "config.json").is_file() else Path(folder) / EXPORT
-    config = _load_strictly(export, options.target_layers)
+    config = _load_strictly(export)
     fields, run = read_fields(export), export.absolute().parent
     recipe = None
     if export.name == EXPORT and (run / RECIPE).is_file():
@@ -156,10 +155,10 @@ def stage(
     return out
 
 
-def _load_strictly(export: Path, target_layers: int | None) -> DrafterConfig:
+def _load_strictly(export: Path) -> DrafterConfig:
     """The drafter's config, once every tensor has its place."""
     try:
-        config = read_drafter_config(export, target_layers)
+        config = read_drafter_config(export)
         loaded = config
         if getattr(config, "other_tokenizer", False):  # its map can be read only beside the target
             if not (export / TOKEN_MAP).is_file():

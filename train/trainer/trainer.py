@@ -440,9 +440,6 @@ class Trainer:
         began, history = time.monotonic(), self.state.history
         results = [step.read(len(self.depth_weights)) for step in self.unread]
         for record, _ in results:
-            if "on_policy" in record:
-                before = history[-1]["on_policy_share"] if history else 0.0
-                record["on_policy_share"] = before + (record["on_policy"] - before) / record["step"]
             history.append(record)
             self._count_skipped(record)
         tokens = [sum(column) for column in zip(*(tokens for _, tokens in results))]

@@ -101,24 +101,16 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, stop_a
     whole.run()
     cut_off(make_trainer(tiny_model, tmp_path / "broken", make_recipe(on_policy={})), stop_after)
     folder = tmp_path / "broken" / FOLDER
-    (folder / ".step-00000000.json.4711").write_text("torn")
     for path in folder.glob("step-????????.json"):
         if int(path.name[5:13]) >= stop_after // 2 * 2:  # what the run that goes on must not read
             path.write_text("{}")
     again = make_trainer(tiny_model, tmp_path / "broken", make_recipe(on_policy={}))
     state = again.run()
     assert_equal(weights(whole), weights(again))
-    for key in (
-        "loss",
-        "on_policy",
-        "on_policy_share",
-        "text_age",
-        "rollout_acceptance_length",
-    ):
+    for key in ("loss", "on_policy", "text_age", "rollout_acceptance_length"):
         assert [r.get(key) for r in state.history] == [r.get(key) for r in whole.state.history]
     kept = {path.name for path in folder.iterdir()}
     assert kept == {path.name for path in (tmp_path / "whole" / FOLDER).iterdir()}
-    assert all(name.count(".") == 1 for name in kept)
 
 
 def test_texts_are_written_when_a_step_needs_them_and_removed_when_none_can(
@@ -130,17 +122,11 @@ def test_texts_are_written_when_a_step_needs_them_and_removed_when_none_can(
         assert record["on_policy"] in (0, 1)
         assert ("text_age" in record) == bool(record["on_policy"])
         assert 0 <= record.get("text_age", 0) < 3
-        if record["on_policy"]:
-            assert (
-                record["writing_tokens_per_second"] > 0
-                and 1 <= record["rollout_acceptance_length"] <= 4
-            )
-    share = [record["on_policy"] for record in history]
-    assert history[-1]["on_policy_share"] == pytest.approx(np.mean(share)) and 0 < sum(share) < 14
+        assert not record["on_policy"] or 1 <= record["rollout_acceptance_length"] <= 4
+    assert 0 < sum(record["on_policy"] for record in history) < 14
     written = sorted(int(path.name[5:13]) for path in (tmp_path / FOLDER).iterdir())
-    assert (
-        written and written[0] >= 9
-    )  # the last checkpoint before the last writing was made after step 12 at most
+    # the last checkpoint before the last writing was made after step 12 at most
+    assert written and written[0] >= 9
     needed = [record["step"] - 1 for record in history if record["on_policy"]]
     assert written[-1] == next(step for step in needed if step // 3 == written[-1] // 3)
 
