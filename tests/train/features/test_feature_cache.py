@@ -30,7 +30,7 @@ from draftsmith.train.features.cache import (
 from draftsmith.train.features.row_features import RowFeatures
 from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
-from tests.train.trainer.test_loop import (
+from tests.support.training import (
     make_rows,
 )
 

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
-from tests.train.trainer.test_loop import (
+from tests.support.training import (
     make_rows,
 )
 

@@ -7,7 +7,7 @@ import pytest
 from draftsmith.inference import SamplingParams
 from draftsmith.train.on_policy.rollout import RolloutWriter
 from tests.support.engines import make_llm
-from tests.train.trainer.test_loop import make_recipe, make_trainer
+from tests.support.training import make_recipe, make_trainer
 
 PROMPTS = [[3 + (i * i) % 90 for i in range(n)] for n in (9, 1, 12, 5)]
 DRAFTS, WRITTEN = 3, 21

@@ -15,7 +15,7 @@ from draftsmith.train.pipeline import trackers
 from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.trainer.telemetry import PHASES
 from tests.support.reports import make_report
-from tests.train.trainer.test_loop import make_recipe, make_trainer
+from tests.support.training import make_recipe, make_trainer
 
 COSTS = {
     "step_seconds",

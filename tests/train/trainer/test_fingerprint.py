@@ -21,7 +21,7 @@ from draftsmith.train.trainer.checkpoint import (
     fingerprint,
     hash_rows,
 )
-from tests.train.trainer.test_loop import make_recipe, make_rows
+from tests.support.training import make_recipe, make_rows
 
 # Fields of the sections in the fingerprint that shape no training.
 EXCEPTIONS = {"regenerate.endpoints", "training.activation_checkpointing", "target.sharding"}

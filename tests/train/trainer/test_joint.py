@@ -8,55 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from draftsmith.speculators.families.medusa import Medusa
-from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.recipe.recipe import recipe_class
-from draftsmith.train.trainer.joint_target import JointTarget, cross_entropy
+from draftsmith.train.trainer.joint_target import cross_entropy
 from draftsmith.train.trainer.trainer import Trainer
-from tests.train.trainer.test_loop import assert_equal, cut_off, make_rows
+from tests.support.training import assert_equal, cut_off, make_recipe
+from tests.support.training import make_trainer as trainer_of
 
 TEXTS = [([5, 6, 7], [8, 9, 10, 11]), ([3, 4], [50, 60])]
 
 
 def make_trainer(tiny_model, folder: Path, target: FrozenTarget | None = None, **joint) -> Trainer:
-    recipe = recipe_class("medusa").model_validate(
-        {
-            "name": "t",
-            "family": "medusa",
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": {"num_heads": 2},
-            "joint": {"r": 4, **joint},
-            "training": {
-                "steps": 8,
-                "batch_size": 2,
-                "learning_rate": 1e-2,
-                "save_every": 2,
-                "mixed_precision": "no",
-            },
-        }
-    )
+    recipe = make_recipe("medusa", joint={"r": 4, **joint})
     target = target or FrozenTarget(copy.deepcopy(tiny_model("qwen2")))
-    torch.manual_seed(0)
-    drafter = (
-        Medusa(config_for_target(target, "medusa", num_heads=2))
-        .attach(target)
-        .initialise_from(target)
-    )
-    return Trainer(
-        recipe,
-        target,
-        drafter,
-        make_rows(),
-        accelerator=Accelerator(cpu=True),
-        folder=folder,
-        fingerprint="a",
-        joint=JointTarget(target, recipe.joint, recipe.training.seed),
-    )
+    return trainer_of(tiny_model, folder, recipe, target=target)
 
 
 class Tokenizer:

@@ -12,16 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from draftsmith.speculators.errors import CheckpointError
-from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.registry import config_for_target
-from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.data.loss_mask import TokenRow
-from draftsmith.train.data.packing import pack
-from draftsmith.train.recipe.recipe import Recipe, recipe_class
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import learning_rate, optimizers_in
 from draftsmith.train.trainer.trainer import (
@@ -32,84 +25,14 @@ from draftsmith.train.trainer.trainer import (
     Unread,
 )
 from tests.support.forked import PythonProcess
-
-
-def make_rows(count: int = 24, vocab: int = 100):
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(count):
-        length = int(rng.integers(8, 24))
-        ids = rng.integers(3, vocab, length)
-        ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
-        rows.append(TokenRow(ids, np.arange(length) >= 3))
-    return pack(rows, 48)
-
-
-def make_recipe(**training) -> Recipe:
-    defaults = {
-        "steps": 8,
-        "batch_size": 2,
-        "learning_rate": 1e-2,
-        "save_every": 2,
-        "mixed_precision": "no",
-    }
-    return recipe_class().model_validate(
-        {
-            "name": "t",
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": {"unroll_steps": 3, "draft_vocab_size": 60},
-            "training": {**defaults, **training},
-        }
-    )
-
-
-def make_trainer(
-    make_model,
-    folder: Path,
-    recipe: Recipe,
-    rows=None,
-    evaluate=None,
-    fingerprint="a",
-    device="cpu",
-) -> Trainer:
-    target = FrozenTarget(make_model("llama").to(device), [1, 2, 3])
-    torch.manual_seed(0)
-    drafter = Eagle3(
-        config_for_target(target, "eagle3", tap_layers=[1, 2, 3], draft_vocab_size=60)
-    ).attach(target)
-    drafter.initialise_from(target)
-    return Trainer(
-        recipe,
-        target,
-        drafter,
-        rows or make_rows(),
-        accelerator=Accelerator(cpu=device == "cpu"),
-        folder=folder,
-        fingerprint=fingerprint,
-        evaluate=evaluate,
-    )
-
-
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.drafter.state_dict().items()}
-
-
-def assert_equal(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-def cut_off(trainer: Trainer, step: int) -> None:
-    """Runs it until it dies after this step."""
-
-    def die(share, note):
-        if trainer.state.step == step:
-            raise RuntimeError("power cut")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        trainer.run(die)
+from tests.support.training import (
+    assert_equal,
+    cut_off,
+    make_recipe,
+    make_rows,
+    make_trainer,
+    weights,
+)
 
 
 def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
@@ -143,10 +66,10 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from tests.support.models import make_tiny_model
-from tests.train.trainer import test_loop
+from tests.support.training import make_recipe, make_trainer
 torch.set_num_threads(1)
-recipe = test_loop.make_recipe(steps=30, save_every=3)
-trainer = test_loop.make_trainer(make_tiny_model, Path(sys.argv[1]), recipe)
+recipe = make_recipe(steps=30, save_every=3)
+trainer = make_trainer(make_tiny_model, Path(sys.argv[1]), recipe)
 print("ready", flush=True)
 trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from draftsmith.train.trainer.optimizers import Together
-from tests.train.trainer.test_loop import make_recipe, make_trainer
+from tests.support.training import make_recipe, make_trainer
 
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.pipeline.data_stage import waits_on_host
@@ -24,23 +23,15 @@ from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.recipe import make_recipe
-from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
-from tests.train.on_policy.test_on_policy import make_recipe as on_policy_recipe
-from tests.train.on_policy.test_on_policy import make_trainer as on_policy_trainer
-from tests.train.trainer.test_loop import assert_equal, make_rows
+from tests.support.training import assert_equal, make_rows
+from tests.support.training import make_recipe as recipe_of
+from tests.support.training import make_trainer as trainer_of
 from tests.train.worlds import Scenario, in_worlds
 
-FAMILIES: dict[str, dict[str, Any]] = {  # drafter sections
-    "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, "tap_layers": [1, 2, 3]},
-    "eagle": {"unroll_steps": 2, "feature_noise": 0.1, "init": "pass_through"},
-    "medusa": {"num_heads": 3, "unroll_steps": 3, "init": "target"},
-    "mlp": {"unroll_steps": 3},
-    "mtp": {"unroll_steps": 2},
-    "draft_model": {"from_target": {"last": 2}},
-}
+FAMILIES = ("eagle3", "eagle", "medusa", "mlp", "mtp", "draft_model")
 JOINT = {"r": 4, "heads_schedule": "constant"}
 FIGURES = (
     "loss",
@@ -60,58 +51,37 @@ class PowerCut(Exception):
 
 
 def make_trainer(
-    folder: Path, family: str, sharding: str = "none", joint: bool = False, **training
+    folder: Path,
+    family: str,
+    sharding: str = "none",
+    joint: bool = False,
+    on_policy: bool = False,
+    **training,
 ) -> Trainer:
-    defaults = {
-        "steps": 4,
-        "global_batch_size": 8,
-        "batch_size": 4,
-        "learning_rate": 1e-3,
-        "muon_learning_rate": 1e-3,
-    }
-    tree = {
-        "name": "t",
-        "family": family,
-        "target": {"model": "tiny"},
-        "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-        "drafter": FAMILIES[family],
-        "joint": JOINT if joint else None,
-        "training": {
-            **defaults,
-            "save_every": 2,
-            "eval_every": 2,
-            "mixed_precision": "no",
-            **training,
-        },
-    }
-    recipe = make_recipe(tree)
+    sizes = {"steps": 4, "global_batch_size": 8, "batch_size": 4, "learning_rate": 1e-3}
+    sizes |= {"muon_learning_rate": 1e-3, "eval_every": 2}
+    if on_policy:
+        sizes |= {"steps": 6, "batch_size": 2, "eval_every": None}
+    texts = {"share": 0.6, "refresh_every": 2} if on_policy else None
+    recipe = recipe_of(family, joint=JOINT if joint else None, on_policy=texts, **sizes | training)
     model = copy.deepcopy(make_tiny_model("llama", initializer_range=0.1))
-    target = FrozenTarget(model, FAMILIES[family].get("tap_layers", ()))
-    made = family_class(family)
-    shape = recipe.drafter.shape(made.config_class.model_fields, target)
+    target = FrozenTarget(model, getattr(recipe.drafter, "tap_layers", None) or ())
     accelerator = Accelerator(cpu=True)
-    torch.manual_seed(accelerator.process_index)  # the first process's weights are everybody's
-    drafter = made(config_for_target(target, family, **shape)).attach(target)
-    drafter.initialise_from(target, recipe.drafter)
     shard_over_processes(accelerator, target, sharding)
-    seed = accelerator.process_index
-    trainer = Trainer(
+    trainer = trainer_of(
+        make_tiny_model,
+        folder,
         recipe,
-        target,
-        drafter,
         make_rows(60),
+        target=target,
         accelerator=accelerator,
-        folder=folder,
         evaluate=size_of,
-        joint=JointTarget(target, recipe.joint, seed) if recipe.joint else None,
     )
     several = accelerator.num_processes > 1
-    assert all(isinstance(p, DTensor) for p in target.layers.parameters()) == (
-        several and sharding == "fsdp"
-    )
-    assert all(isinstance(p, DTensor) for p in trainer.parameters) == (
-        several and "ACCELERATE_USE_FSDP" in os.environ
-    )
+    whole = [not isinstance(p, DTensor) for p in target.layers.parameters()]
+    assert all(whole) != (several and sharding == "fsdp")
+    sharded = several and "ACCELERATE_USE_FSDP" in os.environ
+    assert all(isinstance(p, DTensor) for p in trainer.parameters) == sharded
     return trainer
 
 
@@ -129,19 +99,13 @@ def train(
     family: str,
     run: str,
     stop_after: int | None = None,
-    on_policy: bool = False,
     draws: int = 0,
     **training,
 ):
     """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power
     cut. `draws`: of random numbers beforehand, on which nothing may depend."""
     torch.rand(draws)
-    if on_policy:
-        sizes = {"steps": 6, "global_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}
-        recipe = on_policy_recipe(family, {"share": 0.6, "refresh_every": 2}, **sizes, **training)
-        trainer = on_policy_trainer(make_tiny_model, folder / run, recipe)
-    else:
-        trainer = make_trainer(folder / run, family, **training)
+    trainer = make_trainer(folder / run, family, **training)
 
     def advance(share: float, note: str) -> None:
         if trainer.state.step == stop_after:
