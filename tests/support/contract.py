@@ -71,11 +71,9 @@ def draft_logits(
             next_ids = ids[None, part.start + first : part.stop + first]
             inputs = DraftInput(cache, 0, 1, next_ids, *features, [count])
             drafter.draft(inputs, depth, sample) if depth else drafter.append(inputs)
-    spelt = getattr(drafter, "token_map", None)
-    held = (
-        slots if spelt is None else len(spelt.opening_ids) + len(spell(spelt, ids[:slots].tolist()))
-    )
-    assert cache.lengths[0] == held  # speculative slots are rolled back
+    if (spelt := getattr(drafter, "token_map", None)) is not None:
+        slots = len(spelt.opening_ids) + len(spell(spelt, ids[:slots].tolist()))
+    assert cache.lengths[0] == slots  # speculative slots are rolled back
     return torch.stack(seen)
 
 
@@ -110,12 +108,10 @@ def assert_unroll_equals_draft(
             got = draft_logits(world, ids, anchor, DEPTHS, forced)
             for step in steps:
                 where = (step.anchor_index == offset + anchor).nonzero().flatten()
-                assert len(where) == (
-                    anchor + step.depth + 2 < length
-                )  # a term exists where its token does
-                before = ids[
-                    anchor + 2 : anchor + 2 + step.depth
-                ]  # the drafts this one stands behind
+                # a term exists where its token does
+                assert len(where) == (anchor + step.depth + 2 < length)
+                # the drafts this one stands behind
+                before = ids[anchor + 2 : anchor + 2 + step.depth]
                 if len(where) and torch.equal(before, forced[: len(before)]):
                     expected = logits[step.depth][where][0].softmax(-1)
                     torch.testing.assert_close(
@@ -125,6 +121,12 @@ def assert_unroll_equals_draft(
                     compared += step.depth > 0
         offset += length
     assert compared > 5
+
+
+def random_rows(*lengths: int) -> list[torch.Tensor]:
+    """Token ids of texts of these lengths."""
+    sources = [torch.Generator().manual_seed(n) for n in lengths]
+    return [torch.randint(3, 100, (n,), generator=g) for n, g in zip(lengths, sources)]
 
 
 @torch.no_grad()

@@ -42,6 +42,11 @@ def shaken(module: nn.Module, noise: float = 0.3) -> Any:
     return module.eval()
 
 
+def module_for(target: FrozenTarget, **shape: Any) -> Mtp:
+    """A random module."""
+    return shaken(Mtp(config_for_target(target, "mtp", **shape)).attach(target))
+
+
 def features(
     ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = None
 ) -> TargetFeatures:
@@ -65,7 +70,7 @@ def native(tiny_model, tmp_path: Path):
         target = FrozenTarget(
             model, (model.config.num_hidden_layers,) if hidden == "residual" else ()
         )
-        drafter = shaken(Mtp(config_for_target(target, "mtp", hidden_state=hidden)).attach(target))
+        drafter = module_for(target, hidden_state=hidden)
         alone = export_drafter(drafter, tmp_path / "alone", dtype=torch.float32)
         tensors = load_file(alone / "model.safetensors")
         if architecture == "deepseek_v3":  # as published, embedding and head are there again
@@ -102,6 +107,11 @@ def _into_index(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 # ---------------------------------------------------- the maths, against transformers' own layers
 
 
+def causal(T: int) -> torch.Tensor:
+    """An additive mask [1, 1, T, T]."""
+    return torch.full((T, T), float("-inf")).triu(1)[None, None]
+
+
 @torch.no_grad()
 def depth0(drafter: Mtp, seen: TargetFeatures) -> torch.Tensor:
     return next(iter(drafter.unroll(seen, 1))).hidden
@@ -112,13 +122,12 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
     """[hidden; embedding] through Qwen2's own layer with biases, position 0 blind, the final norm
     last."""
     folder, target, _ = native("qwen2")
-    tensors = {}
-    for file in folder.glob("mtp-*.safetensors"):
-        tensors |= {
-            name.removeprefix("model.mtp_layers.0."): t for name, t in load_file(file).items()
-        }
-    drafter = load_drafter(folder, target)
-    config = target.model.config
+    drafter, config = load_drafter(folder, target), target.model.config
+    tensors = {
+        name.removeprefix("model.mtp_layers.0."): tensor
+        for file in folder.glob("mtp-*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     layer = Qwen2DecoderLayer(config, 0).eval()
     missing, _ = layer.load_state_dict(tensors, strict=False)
     assert not missing
@@ -135,8 +144,8 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
     x = x @ tensors["input_proj.weight"].T
     T = x.shape[1]
     rotary = target.model.model.rotary_emb(x, torch.arange(T)[None])
-    mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
-    expected = norm(layer(x, attention_mask=mask, position_embeddings=rotary), "final_layernorm")
+    x = layer(x, attention_mask=causal(T), position_embeddings=rotary)
+    expected = norm(x, "final_layernorm")
     got = depth0(drafter, features(IDS, last, taps))
     torch.testing.assert_close(got, expected[0, :-1], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(drafter.head(got), target.logits(got))
@@ -160,7 +169,7 @@ def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> Non
         embeds,
         last[:, :-1],
         position_embeddings=target.model.model.rotary_emb(embeds, slots),
-        attention_mask=torch.full((T, T), float("-inf")).triu(1)[None, None],
+        attention_mask=causal(T),
         position_ids=slots,
         past_key_values=None,
     )
@@ -175,18 +184,13 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
     norm; nothing blind. From a folder as published, beside a tensor of the target."""
     target = FrozenTarget(tiny_model("qwen3_next", decoder_sparse_step=1))
     own = target.model.config
-    written = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
-    folder = export_drafter(written, tmp_path / "next", dtype=torch.float32)
+    folder = export_drafter(module_for(target), tmp_path / "next", dtype=torch.float32)
     own.save_pretrained(folder)
     other = {"model.layers.0.input_layernorm.weight": torch.zeros(32)}
     save_file(other, folder / "model-1.safetensors")
-    config: Any = read_drafter_config(folder)
-    assert (config.layout, config.hidden_state) == ("qwen3_next", "normed")
-    assert config.num_target_layers == target.num_layers
     drafter = load_drafter(folder, target)
     tensors = load_file(folder / "model.safetensors")
-    names = ("mlp.experts.3.up_proj", "self_attn.q_norm")
-    assert all(f"mtp.layers.0.{name}.weight" in tensors for name in names)
+    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in tensors
 
     own = copy.deepcopy(own)
     own.layer_types = ["full_attention"] * target.num_layers
@@ -206,10 +210,9 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
     x = joined @ tensors["mtp.fc.weight"].T
     T = x.shape[1]
     rotary = Qwen3NextRotaryEmbedding(own)(x, torch.arange(T)[None])
-    mask = torch.full((T, T), float("-inf")).triu(1)[None, None]
-    expected = norm(layer(x, position_embeddings=rotary, attention_mask=mask), "norm")
-    found = depth0(drafter, features(IDS, last))
-    torch.testing.assert_close(found, expected[0, :-1], atol=1e-5, rtol=1e-4)
+    expected = norm(layer(x, position_embeddings=rotary, attention_mask=causal(T)), "norm")
+    states = depth0(drafter, features(IDS, last))
+    torch.testing.assert_close(states, expected[0, :-1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_next"])
@@ -217,8 +220,7 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
 def test_mtp_at_position_zero_is_blind_where_it_is_in_vllm(tiny_model, architecture) -> None:
     """The first slot does not see its token; of Qwen3-Next it does."""
     target = FrozenTarget(tiny_model(architecture))
-    drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
-    last = torch.randn(1, IDS.shape[1], 32)
+    drafter, last = module_for(target), torch.randn(1, IDS.shape[1], 32)
     other = IDS.clone()
     other[0, 1] = 50
     a, b = (depth0(drafter, features(ids, last)) for ids in (IDS, other))
@@ -341,13 +343,10 @@ def test_a_new_module_passes_the_targets_state_through(
     assert 0.8 < float(got.norm() / expected.norm()) < 1.25
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
-def test_frequencies_and_router_biases_stay_float32(
-    tiny_model, tmp_path: Path, architecture: str
-) -> None:
+def test_frequencies_and_router_biases_stay_float32(tiny_model, tmp_path: Path) -> None:
     """What is not a weight keeps its precision, in memory and in the export."""
-    target = FrozenTarget(tiny_model(architecture).to(torch.bfloat16))
-    drafter = shaken(Mtp(config_for_target(target, "mtp")).attach(target))
+    target = FrozenTarget(tiny_model("deepseek_v3").to(torch.bfloat16))
+    drafter = module_for(target)
     buffers = {name: b for name, b in drafter.named_buffers() if b.dtype == torch.float32}
     assert len(buffers) >= 2
     for name, buffer in buffers.items():

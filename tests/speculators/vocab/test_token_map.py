@@ -174,37 +174,6 @@ def test_rows_are_the_list_version(tokenizer, opening):
             assert got[:length].tolist() == expected and (got[length:] == 0).all()
 
 
-@pytest.mark.parametrize("opening", [False, True])
-def test_packed_rows_are_each_document_alone(tokenizer, opening):
-    target, draft = byte_level(600, ("<|end|>", "<|start|>")), sentencepiece(bos=opening)
-    made, generator = between(target, draft), torch.Generator().manual_seed(1)
-    silent = target.get_vocab()["<|start|>"]
-    documents = [[0, 0, 1, 1, 1, 1, 2, 2, -1, -1], [0, 1, 1, 1, 1, 2, 2, 2, 3, 4], [-1] * 10]
-    segments = torch.tensor(documents)
-    ids = torch.randint(0, made.vocab_size, segments.shape, generator=generator)
-    ids[0, [0, 4, 6, 7]] = ids[1, [0, 1, 2]] = silent
-    packed = made.spell_packed(ids.masked_fill(segments < 0, -1), segments)
-    for row in range(3):
-        got = packed.segment_ids[row]
-        for segment in range(5):
-            tokens, mine = (
-                ids[row, segments[row] == segment].tolist(),
-                torch.where(got == segment)[0].tolist(),
-            )
-            expected = made.opening_ids.tolist() * bool(tokens) + spell(made, tokens)
-            assert packed.input_ids[row, mine].tolist() == expected
-            assert packed.position_ids[row, mine].tolist() == list(range(len(expected)))
-            for n, end in enumerate(packed.ends[row, segments[row] == segment].tolist(), start=1):
-                read = made.opening_ids.tolist() + spell(made, tokens[:n])
-                assert end == (mine[len(read) - 1] if read else -1)
-        assert (packed.ends[row, segments[row] < 0] == -1).all()
-        padding = got < 0
-        assert (
-            not packed.input_ids[row, padding].any() and not packed.position_ids[row, padding].any()
-        )
-        assert padding.diff().sum() <= 1  # at the end
-
-
 def test_saved_and_loaded(tokenizer, tmp_path):
     target, draft = tokenizer("larger byte level"), sentencepiece(bos=True)
     made = between(target, draft, extra=2)

@@ -24,6 +24,7 @@ from tests.support.contract import (
     assert_ragged_rows_draft_as_alone,
     assert_unroll_equals_draft,
     packed,
+    random_rows,
 )
 from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
@@ -229,10 +230,7 @@ def test_tables_of_other_sizes_unroll_as_they_draft(tiny_model, size: int) -> No
     world = small_table(tiny_model("llama"), size)
     assert world[1].head(torch.zeros(2, 24)).shape == (2, min(size, 101))
     assert_unroll_equals_draft(world, packed([9, 6]), torch.arange(101) < size)
-    rows = [
-        torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9, 7)
-    ]
-    assert_ragged_rows_draft_as_alone(world, rows)
+    assert_ragged_rows_draft_as_alone(world, random_rows(5, 9, 7))
 
 
 def test_tables_of_other_sizes_keep_the_targets_distribution(tiny_model) -> None:

@@ -24,6 +24,7 @@ from tests.support.contract import (
     assert_unroll_equals_draft,
     draft_logits,
     packed,
+    random_rows,
 )
 from tests.support.tokenizers import byte_level, sentencepiece
 
@@ -106,10 +107,7 @@ def test_a_token_that_is_spelt_by_nothing_changes_nothing(tiny_model) -> None:
 @OPENINGS
 def test_ragged_rows_draft_as_alone(tiny_model, opening) -> None:
     world = other_tokens(tiny_model("llama"), 90, opening)
-    rows = [
-        torch.randint(3, 100, (n,), generator=torch.Generator().manual_seed(n))
-        for n in (5, 9, 7, 1, 3)
-    ]
+    rows = random_rows(5, 9, 7, 1, 3)
     rows += [torch.tensor([NOTHING, NOTHING]), torch.tensor([NOTHING, 3])]
     rows[0] = starting_with(rows[0], NOTHING, 8)
     assert_ragged_rows_draft_as_alone(world, rows)
