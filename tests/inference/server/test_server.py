@@ -33,13 +33,6 @@ GREEDY = {"model": "tiny", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
 def offline(drafting_llm, model):
     """The same target without drafting and without a server."""
     return drafting_llm("off", model)

@@ -9,13 +9,6 @@ CLIENT = httpx2.Client(timeout=30)
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=64)
-    model.generation_config.eos_token_id = 257
-    return model
-
-
 @pytest.fixture
 def url(serving, drafting_llm, model):
     return serving(drafting_llm("ngram", model), max_num_queued_reqs=10)
@@ -34,8 +27,8 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (COMPLETION, {"prompt": None}),  # missing
     (COMPLETION, {"prompt": ["a", 3]}),  # of another type
     (COMPLETION, {"prompt": [5, 9999]}),  # by the model
-    (COMPLETION, {"prompt": "x" * 64}),
-    (COMPLETION, {"max_tokens": 39, "prompt": "x" * 30}),  # by both together
+    (COMPLETION, {"prompt": "x" * 256}),
+    (COMPLETION, {"max_tokens": 239, "prompt": "x" * 30}),  # by both together
     (COMPLETION, {"n": 19}),  # by the queue
     (COMPLETION, {"temperature": -1}),  # by SamplingParams
     (COMPLETION, {"logprobs": 21}),

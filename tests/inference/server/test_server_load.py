@@ -31,13 +31,6 @@ MIXED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def offline_texts(llm, requests) -> list[str]:
     params = [
         SamplingParams(**{name: value for name, value in request.items() if name != "prompt"})

@@ -13,13 +13,6 @@ REQUEST = {"prompt": "again and again and again", "max_tokens": 60, "temperature
 REQUEST["return_token_ids"] = True
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def choices(url: str, request: dict, path: str = "/v1/completions") -> list[dict]:
     request = {"return_rounds": True, **request, "stream": True}
     with CLIENT.stream("POST", url + path, json=request) as answer:
