@@ -36,8 +36,8 @@ FORMATS: dict[str, str] = {
     ),
     "sglang": "what SGLang reads: taps numbered by layer outputs, its own names where they differ",
     "transformers": (
-        "what plain transformers loads as `assistant_model`: draft models; DFlash heads, with a"
-        " file of their modules"
+        "what plain transformers loads as `assistant_model`: draft models; DFlash and MTP heads,"
+        " with a file of their modules"
     ),
 }
 # A folder that does not name its family belongs to the first layout that recognises it, but for
@@ -63,6 +63,7 @@ _TABLE: tuple[Layout, ...] = (
     sglang.SGLangEagle3Layout(),
     sglang.SGLangEagleLayout(),
     transformers.TransformersDFlashLayout(),
+    transformers.TransformersMtpLayout(),
 )
 LAYOUTS: dict[tuple[str, str], Layout] = {
     (format_, layout.family): layout for layout in _TABLE for format_ in layout.formats

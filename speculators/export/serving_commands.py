@@ -40,12 +40,14 @@ def serving(
     config: DrafterConfig | None = None,
     format: str = NATIVE,
     training_free: Any = None,
+    vllm_version: str | None = None,
 ) -> list[ServingCommand]:
     """The command of every engine.
 
     `method`: a family, whose `folder` holds a drafter of `config` in `format`, or a training-free
     method with `training_free`, its MethodOptions of the runtime. `target`: folder or id, if
-    known. `tokens`: drafts per round."""
+    known. `tokens`: drafts per round. `vllm_version`: such as 0.33.0; None: the newest vLLM that
+    serves it."""
     target = target or "TARGET"
     own: dict[str, Any] = {"method": method}
     if config is None:
@@ -58,7 +60,8 @@ def serving(
         own |= {"model": folder or "DRAFTER", "num_speculative_tokens": tokens}
         if getattr(config, "other_tokenizer", False):
             own |= {"use_heterogeneous_vocab": True}
-        engines = [_vllm(own, target, config, format), _sglang(own, target, config, format)]
+        engines = [_vllm(own, target, config, format, vllm_version)]
+        engines.append(_sglang(own, target, config, format))
     given = f"--model {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(own))}"
     return [*engines, ServingCommand("Draftsmith", f"draftsmith generate PROMPT {given}", own)]
 
@@ -78,9 +81,11 @@ def _without_drafter(options: Any, target: str, own: Options) -> list[ServingCom
     return [vllm, _sglang_command(target, flags, options.sglang_note)]
 
 
-def _vllm(own: Options, target: str, config: DrafterConfig, format_: str) -> ServingCommand:
+def _vllm(
+    own: Options, target: str, config: DrafterConfig, format_: str, version: str | None
+) -> ServingCommand:
     folder, layout = own["model"], layout_for(format_, config.family)
-    if why := layout.no_vllm(config):
+    if why := layout.no_vllm(config) or layout.dropped(version):
         if format_ in ("sglang", "transformers"):
             why = f"this folder is in the format {format_}: {why}; {_again(folder, NATIVE)}"
         return ServingCommand("vLLM", note=why)

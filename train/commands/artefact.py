@@ -87,6 +87,12 @@ def inspect(
         int | None,
         typer.Option(help="Layers of the target, for heads that do not say which they tap."),
     ] = None,
+    vllm_version: Annotated[
+        str | None,
+        typer.Option(
+            help="Show the command of this vLLM, such as 0.33. Default: the newest that serves it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
@@ -113,7 +119,7 @@ def inspect(
             result.add("mask_token_id", text, warning=True)
     commands = []
     if result.config is not None:
-        commands = _commands(result.config, result.fields, drafter, model)
+        commands = _commands(result.config, result.fields, drafter, model, vllm_version)
     if as_json:
         shapes = {n: [list(h.shape), h.dtype] for n, h in sorted(result.headers.items())}
         data = {
@@ -144,7 +150,9 @@ def _inspect_method(method: str, model: str, as_json: bool) -> None:
         _print_commands(Console(), commands)
 
 
-def _commands(config: Any, fields: Any, folder: str, model: str) -> list[ServingCommand]:
+def _commands(
+    config: Any, fields: Any, folder: str, model: str, vllm_version: str | None = None
+) -> list[ServingCommand]:
     from draftsmith.speculators.export.formats import format_of
     from draftsmith.speculators.export.serving_commands import serving
 
@@ -156,6 +164,7 @@ def _commands(config: Any, fields: Any, folder: str, model: str) -> list[Serving
         tokens=own.get("num_speculative_tokens"),
         config=config,
         format=format_of(fields),
+        vllm_version=vllm_version,
     )
 
 

@@ -15,7 +15,12 @@ EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 
 def certify(
     url: Annotated[str, typer.Argument(help="The server that drafts: any with OpenAI's API.")],
-    baseline: Annotated[str, typer.Option(help="A server of the same model that does not draft.")],
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="A server of the same model that does not draft, or the model: folder or id."
+        ),
+    ],
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSONL with `prompt`, a text; default: a few built-in texts."),
@@ -25,6 +30,7 @@ def certify(
         int, typer.Option(min=0, help="At temperature 1, of each server and prompt; 0: none.")
     ] = 200,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at a time.")] = 4,
+    dtype: Annotated[str, typer.Option(help="Of a baseline that is a model.")] = "auto",
     assume_drafting: Annotated[
         bool,
         typer.Option("--assume-drafting", help="The server drafts, and has no counters of vLLM's."),
@@ -33,7 +39,7 @@ def certify(
 ) -> None:
     """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
     it does not; 3: nothing shows that it drafted."""
-    from draftsmith.inference.bench.certify import Completions
+    from draftsmith.inference.bench.certify import Completions, serving
     from draftsmith.inference.bench.certify import certify as certificate_of
     from draftsmith.inference.bench.load import client_at
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
@@ -42,8 +48,8 @@ def certify(
 
     texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
 
-    async def run() -> dict[str, Any]:
-        async with client_at(url) as server, client_at(baseline) as reference:
+    async def run(address: str) -> dict[str, Any]:
+        async with client_at(url) as server, client_at(address) as reference:
             return await certificate_of(
                 Completions(server, concurrency),
                 Completions(reference, concurrency),
@@ -53,7 +59,11 @@ def certify(
                 assume_drafting=assume_drafting,
             )
 
-    certificate = asyncio.run(run())
+    if baseline.startswith(("http://", "https://")):
+        certificate = asyncio.run(run(baseline))
+    else:
+        with serving(baseline, dtype) as address:
+            certificate = asyncio.run(run(address)) | {"baseline": baseline}
     if output is not None:
         write_whole(output, json.dumps(certificate, indent=2, ensure_ascii=False) + "\n")
     _print(certificate, Console(highlight=False, soft_wrap=True))

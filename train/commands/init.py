@@ -1,7 +1,8 @@
 """`draftsmith init`: a commented recipe that fits a model and its data.
 
 Lengths come from the data and the target's tokenizer, taps and the draft vocabulary from its
-config, the thinking mode from its chat template. Torch is imported when it runs."""
+config, the thinking mode from its chat template, and the way to write responses from an estimate
+of their time. Torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ THINKING_TOKENS = 4096  # least length of a response that begins with thoughts
 ANSWER_TOKENS = 256  # of one that does not
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.05, 200  # conversations, where no validation file is given
 LAYERS = 4  # of the target, that a draft model starts as
+HOUR = 3600.0  # seconds of writing in this process; beyond it servers write the responses
 
 
 @dataclass
@@ -65,19 +67,21 @@ def init(
             " asks on a terminal; elsewhere no.",
         ),
     ] = None,
+    gpu: Annotated[str, typer.Option(help="Device that will write the responses.")] = "h100",
     out: Annotated[Path, typer.Option(help="Recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
     """Write a commented recipe for a model and your conversations."""
     from draftsmith.speculators.registry import family_class
     from draftsmith.train.data.packing import knows_thinking
     from draftsmith.train.data.sources import load_sources
-    from draftsmith.train.recipe.drafter_config import drafter_config
+    from draftsmith.train.planner.devices import find_device
+    from draftsmith.train.planner.plan import make_plan
     from draftsmith.train.recipe.load import load_recipe
     from draftsmith.train.recipe.recipe import recipe_class
 
     if out.exists():
         raise ConfigError("the file exists; name another, or delete it", where=f"--out {out}")
-    console = Console(highlight=False, soft_wrap=True)
+    device, console = find_device(gpu), Console(highlight=False, soft_wrap=True)
     name = f"{Path(model.rstrip('/')).name.partition('@')[0].lower()}-{family}"
     tree: dict[str, Any] = {
         "name": name,
@@ -95,8 +99,10 @@ def init(
     lengths = _measure(recipe, examples)
     tree["data"] |= _sources(data, validation, len(examples)) | {"max_length": lengths.max_length}
     tree["regenerate"] = {"max_new_tokens": lengths.max_new_tokens}
-    config = drafter_config(recipe, recipe.target.sketch(), planning=True)
-    out.write_text(_text(tree, lengths, config, len(examples)), encoding="utf-8")
+    stage = make_plan(recipe_class(family).model_validate(tree), device).stages[0]
+    writing = [p.seconds(device, 1) for p in stage.phases if p.name.startswith("responses")]
+    text = _text(tree, lengths, stage.drafter, sum(writing), gpu, len(examples))
+    out.write_text(text, encoding="utf-8")
     load_recipe(out)
     console.print(f"{out}: {len(examples):,} conversations for {model}")
     console.print(f"  draftsmith prepare {out}            # the data as the drafter sees it")
@@ -155,7 +161,17 @@ def _round_up(value: int, unit: int) -> int:
     return math.ceil(value / unit) * unit
 
 
-def _text(tree: dict[str, Any], lengths: Lengths, config: DrafterConfig, examples: int) -> str:
+def _text(
+    tree: dict[str, Any],
+    lengths: Lengths,
+    config: DrafterConfig,
+    seconds: float,
+    gpu: str,
+    examples: int,
+) -> str:
+    """The recipe. seconds: what writing all responses in one process would take on `gpu`."""
+    from draftsmith.train.planner.describe import duration
+
     data, model = tree["data"], tree["target"]["model"]
     responses = f"{QUANTILE:.0%} of the data's own have up to {lengths.response:,} tokens"
     if not lengths.response:
@@ -182,9 +198,10 @@ def _text(tree: dict[str, Any], lengths: Lengths, config: DrafterConfig, example
         "regenerate: # the target answers every prompt anew",
         f"  max_new_tokens: {lengths.max_new_tokens} # {responses}",
         "  temperatures: {0.0: 0.5, 1.0: 0.5} # those of serving, and their shares",
-        "  # Servers write faster than this process:",
-        f"  # vllm serve {model} --port 8000 --max-model-len {lengths.max_length}",
-        "  # endpoints: [{url: http://localhost:8000/v1}]",
+        f"  # In this process {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.",
+        f"  # Servers write faster: vllm serve {model} --port 8000 --max-model-len"
+        f" {lengths.max_length}",
+        f"  {'' if seconds > HOUR else '# '}endpoints: [{{url: http://localhost:8000/v1}}]",
         "training:",
         "  epochs: 3",
         *(

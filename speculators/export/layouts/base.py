@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.speculators.config import DrafterConfig, decoder_fields
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import CheckpointError
+from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.draft_vocab import from_offsets, to_offsets
 
@@ -132,7 +132,13 @@ class Layout:
     def dropped(self, version: str | None) -> str:
         """The reason why vLLM `version` (such as 0.33.0; None: any) does not serve the family any
         more; empty: it does."""
-        minor = lambda text: Version(text).release[:2]
+
+        def minor(text: str) -> tuple[int, ...]:
+            try:
+                return Version(text).release[:2]
+            except InvalidVersion:
+                raise ConfigError(f"vLLM {text!r}; expected a version such as 0.33") from None
+
         if not (version and self.last_vllm) or minor(version) <= minor(self.last_vllm):
             return ""
         return (

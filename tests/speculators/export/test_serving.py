@@ -7,7 +7,8 @@ import pytest
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.entrypoints.vllm_options import read_speculative_config
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
-from draftsmith.speculators.export.formats import FAMILIES, LAYOUTS, NATIVE
+from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.formats import FAMILIES
 from draftsmith.speculators.export.serving_commands import serving
 from draftsmith.speculators.families.draft_model.model import DraftModelOptions
 from draftsmith.speculators.registry import config_for_target
@@ -83,7 +84,10 @@ def test_what_engines_do_not_serve_is_said(ways) -> None:
     assert "no medusa" in three["SGLang"].note
 
 
-def test_a_layout_knows_the_vllm_that_dropped_its_family() -> None:
-    medusa = LAYOUTS[NATIVE, "medusa"]
-    assert not medusa.dropped("0.32.1") and "0.33.0" in medusa.dropped("0.33.0")
-    assert not LAYOUTS[NATIVE, "eagle3"].dropped("0.33.0")
+def test_serving_a_family_that_a_vllm_dropped_names_the_version(ways) -> None:
+    assert ways("medusa", vllm_version="0.32.1")["vLLM"].command
+    dropped = ways("medusa", vllm_version="0.33.0")["vLLM"]
+    assert not dropped.command and "0.33.0" in dropped.note
+    assert ways("eagle3", vllm_version="0.33.0")["vLLM"].command
+    with pytest.raises(ConfigError, match="0.x"):
+        ways("medusa", vllm_version="0.x")

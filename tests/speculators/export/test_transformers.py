@@ -38,19 +38,23 @@ def recorded(monkeypatch) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "taps", "model_fields"),
+    ("family", "shape", "taps", "model_fields", "drafts"),
     [
-        (BLOCK, (1, 2), {}),
-        (BLOCK | WINDOW, (2,), {"rope_parameters": YARN}),
+        ("dflash", BLOCK, (1, 2), {}, 4),
+        ("dflash", BLOCK | WINDOW, (2,), {"rope_parameters": YARN}, 4),
+        ("mtp", {}, (), {}, 1),
+        ("mtp", {}, (), {"num_key_value_heads": 4}, 3),
     ],
 )
 def test_an_export_in_transformers_drafts_as_the_runtime(
-    tiny_model, tmp_path, recorded, shape, taps, model_fields
+    tiny_model, tmp_path, recorded, family, shape, taps, model_fields, drafts
 ) -> None:
-    model, drafts = tiny_model("llama", **model_fields), BLOCK["block_size"] - 1
-    world = make(Case("dflash", shape, taps=taps), model)
+    model = tiny_model("llama", **model_fields)
+    world = make(Case(family, shape, taps=taps), model)
     folder = export_drafter(world[1], tmp_path / "head", dtype=torch.float32, format="transformers")
     head: Any = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    if family == "mtp":
+        head.attach(model, drafts)
     ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(1))
     given = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(ids, **given)

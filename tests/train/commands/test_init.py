@@ -69,6 +69,13 @@ def test_init_of_a_thinking_model_sets_the_mode_and_the_length(flag, least, chat
     assert recipe.regenerate.max_new_tokens >= min(least, longest // 2)
 
 
+def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatch):
+    monkeypatch.setattr("draftsmith.train.commands.init.HOUR", 0.0)
+    out = tmp_path / "my.yaml"
+    call(*options(TOKENIZER, chats, out))
+    assert [e.url for e in load_recipe(out).regenerate.endpoints] == ["http://localhost:8000/v1"]
+
+
 def test_init_keeps_a_recipe_that_exists(chats, tmp_path):
     out = tmp_path / "my.yaml"
     out.write_text("mine\n")
