@@ -18,22 +18,6 @@ def acceptance_length(num_accepted: float, num_drafts: float) -> float:
     return 1 + num_accepted / num_drafts if num_drafts else 1.0
 
 
-def joint_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
-    """P(the first k drafts were all accepted), k = 1..K. NaN without drafts: nothing was
-    measured."""
-    return [count / num_drafts if num_drafts else math.nan for count in accepted_per_pos]
-
-
-def conditional_rates(accepted_per_pos: Sequence[float], num_drafts: float) -> list[float]:
-    """P(draft k was accepted given that the k-1 before it were), k = 1..K. NaN where those never
-    were."""
-    before = [num_drafts, *accepted_per_pos][: len(accepted_per_pos)]
-    return [
-        count / base if base else math.nan
-        for count, base in zip(accepted_per_pos, before, strict=True)
-    ]
-
-
 def influences(totals: Sequence[tuple[float, float]]) -> list[float]:
     """How far each response moves accepted / rounds, of which `totals` holds (rounds, accepted) per
     response."""
@@ -119,10 +103,14 @@ class SpecDecodeCounters:
         return acceptance_length(self.num_accepted_tokens, self.num_drafts)
 
     def joint_rates(self) -> list[float]:
-        return joint_rates(self.num_accepted_tokens_per_pos, self.num_drafts)
+        """P(the first k drafts were all accepted), k = 1..K. NaN without drafts."""
+        return [_share(count, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     def conditional_rates(self) -> list[float]:
-        return conditional_rates(self.num_accepted_tokens_per_pos, self.num_drafts)
+        """P(draft k was accepted given that the k-1 before it were), k = 1..K. NaN where those
+        never were."""
+        counts = self.num_accepted_tokens_per_pos
+        return [_share(count, base) for count, base in zip(counts, [self.num_drafts, *counts])]
 
     def to_dict(self) -> dict[str, int | list[int]]:
         """The totals under vLLM's metric names."""
@@ -139,3 +127,7 @@ class SpecDecodeCounters:
                 yield Metric(name, values=value)
             else:
                 yield Metric(name, value=value)
+
+
+def _share(count: float, total: float) -> float:
+    return count / total if total else math.nan

@@ -24,7 +24,6 @@ from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell
-from draftsmith.inference.report.speed import stalled
 from draftsmith.inference.report.table import new_table, row
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.whole_file import write_whole
@@ -180,13 +179,9 @@ def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:
 
 
 def remarks(measured: Mapping[str, Measurement]) -> list[str]:
-    """What the table does not say: stalled repeats, responses that repeat themselves, and every
-    first difference from the default."""
-    lines = [
-        f"{name}: the machine stalled in repeat {run.repeat + 1}; medians leave it out"
-        for name, measurement in measured.items()
-        for run, _ in stalled(measurement.passes[SPECULATIVE])
-    ]
+    """What the table does not say: responses that repeat themselves, and every first difference
+    from the default."""
+    lines = []
     responses = _token_ids(measured[DEFAULT])
     if repeated := sum(map(repeats_itself, responses)):
         lines.append(

@@ -39,7 +39,7 @@ from draftsmith.inference.report.schema import (
     PositionBin,
     TimedPass,
 )
-from draftsmith.inference.report.speed import Speeds
+from draftsmith.inference.report.speed import estimate, rates
 from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.speculators.errors import DataError
 
@@ -130,12 +130,13 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     limit = _limit(parts)
     fields: dict[str, Any] = {"passes": passes, "limit_speedup": limit}
     if SPECULATIVE in passes:
-        speeds = Speeds(passes, SPECULATIVE)
-        speedup = speeds.ratio(SPECULATIVE, AUTOREGRESSIVE)
+        rate = rates(passes, SPECULATIVE)
+        speedups = {kind: estimate(rate[SPECULATIVE] / other) for kind, other in rate.items()}
+        speedup = speedups.get(AUTOREGRESSIVE)
         fields |= {
-            "tokens_per_second": speeds.rates(),
+            "tokens_per_second": {kind: estimate(draws) for kind, draws in rate.items()},
             "speedup_vs_autoregressive": speedup,
-            "speedup_vs_transformers": speeds.ratio(SPECULATIVE, TRANSFORMERS),
+            "speedup_vs_transformers": speedups.get(TRANSFORMERS),
             "efficiency": speedup.value / limit if speedup and limit else None,
         }
     return fields

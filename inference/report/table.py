@@ -19,7 +19,6 @@ from draftsmith.inference.report.schema import (
     AcceptanceReport,
     Cell,
 )
-from draftsmith.inference.report.speed import stalled
 
 NONE = "-"  # not measured
 COLUMNS = ("workload", "T", "n", "τ", "τ mean", "tok/s", "off", "speedup", "same")
@@ -115,13 +114,6 @@ def notes(report: AcceptanceReport) -> list[str]:
                 for b in cell.acceptance_by_position
             )
             lines.append(f"τ by position in the text at {at} (rounds): {bins}")
-    for cell in report.results:
-        for kind, passes in cell.passes.items() if cell.workload != ALL_WORKLOADS else ():
-            lines += [
-                f"stalled: T={cell.temperature:g}, {run.workload}, {kind}, repeat {run.repeat + 1}:"
-                f" {run.tokens / run.seconds:.0f} tokens/s, median {usual:.0f}"
-                for run, usual in stalled(passes)
-            ]
     if (training := report.training) and training.gain_per_doubling is not None:
         lines.append(
             "held-out τ over the last two doublings of the tokens seen"

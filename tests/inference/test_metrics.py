@@ -4,12 +4,7 @@ import math
 
 import pytest
 
-from draftsmith.inference.metrics import (
-    SpecDecodeCounters,
-    acceptance_length,
-    conditional_rates,
-    joint_rates,
-)
+from draftsmith.inference.metrics import SpecDecodeCounters, acceptance_length
 
 
 def counted(rounds):
@@ -29,21 +24,20 @@ def test_acceptance_length_is_tokens_committed_per_verification():
 
 
 def test_conditional_rates_multiply_to_joint_rates_and_joint_rates_sum_to_the_length():
-    per_pos, drafts = [90, 61, 17, 3], 113
-    joint, conditional = joint_rates(per_pos, drafts), conditional_rates(per_pos, drafts)
+    counters = SpecDecodeCounters(113, 452, 171, [90, 61, 17, 3])
+    joint, conditional = counters.joint_rates(), counters.conditional_rates()
     for k in range(4):
         assert math.prod(conditional[: k + 1]) == pytest.approx(joint[k])
-    assert 1 + sum(joint) == pytest.approx(acceptance_length(sum(per_pos), drafts))
+    assert 1 + sum(joint) == pytest.approx(counters.acceptance_length)
     counters = counted([(3, 0), (3, 3), (3, 1), (3, 2)])
     assert counters.joint_rates() == [0.75, 0.5, 0.25]
     assert counters.conditional_rates() == pytest.approx([3 / 4, 2 / 3, 1 / 2])
 
 
 def test_what_was_not_measured_is_not_a_number():
-    assert all(math.isnan(rate) for rate in joint_rates([0, 0], 0))
-    assert conditional_rates([0, 0], 5)[0] == 0
-    assert math.isnan(conditional_rates([0, 0], 5)[1])
-    assert joint_rates([], 0) == conditional_rates([], 0) == []
+    assert all(map(math.isnan, SpecDecodeCounters(0, 0, 0, [0, 0]).joint_rates()))
+    first, second = SpecDecodeCounters(5, 10, 0, [0, 0]).conditional_rates()
+    assert first == 0 and math.isnan(second)
 
 
 def test_merging_is_counting_together_and_a_difference_undoes_it():
