@@ -1,7 +1,9 @@
 """Distil a small model into a drafter: `accelerate launch train/distill.py RECIPE.yaml [key=value
 ...] [--dry-run]`."""
 
-from draftsmith.train.launch import launch
+import sys
+
+from draftsmith.train.cli import app
 
 if __name__ == "__main__":
-    launch(families=("draft_model",))
+    app(["train", *sys.argv[1:]])

@@ -1,7 +1,9 @@
 """Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [training.steps=200 ...]
 [--dry-run]`."""
 
-from draftsmith.train.launch import launch
+import sys
+
+from draftsmith.train.cli import app
 
 if __name__ == "__main__":
-    launch(families=("dspark",))
+    app(["train", *sys.argv[1:]])

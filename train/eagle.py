@@ -1,7 +1,9 @@
 """Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200
 ...] [--dry-run]`."""
 
-from draftsmith.train.launch import launch
+import sys
+
+from draftsmith.train.cli import app
 
 if __name__ == "__main__":
-    launch(families=("eagle", "eagle3", "peagle"))
+    app(["train", *sys.argv[1:]])

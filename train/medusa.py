@@ -1,7 +1,9 @@
 """Train Medusa heads: `accelerate launch train/medusa.py RECIPE.yaml [training.steps=200 ...]
 [--dry-run]`."""
 
-from draftsmith.train.launch import launch
+import sys
+
+from draftsmith.train.cli import app
 
 if __name__ == "__main__":
-    launch(families=("medusa",))
+    app(["train", *sys.argv[1:]])

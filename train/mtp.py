@@ -1,7 +1,9 @@
 """Train a multi-token-prediction module: `accelerate launch train/mtp.py RECIPE.yaml
 [training.steps=200 ...]`."""
 
-from draftsmith.train.launch import launch
+import sys
+
+from draftsmith.train.cli import app
 
 if __name__ == "__main__":
-    launch(families=("mtp",))
+    app(["train", *sys.argv[1:]])

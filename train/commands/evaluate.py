@@ -100,13 +100,6 @@ def evaluate(
     repeats: Annotated[
         int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")
     ] = 3,
-    enforce_eager: Annotated[
-        bool | None,
-        typer.Option(
-            "--enforce-eager/--no-enforce-eager",
-            help="--no-enforce-eager: torch.compile the rounds before they are timed (draftsmith).",
-        ),
-    ] = None,
     dtype: Annotated[
         str,
         typer.Option(help="Precision of the target; auto: that of its files."),
@@ -118,7 +111,7 @@ def evaluate(
     from draftsmith.train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from draftsmith.train.recipe.load import load_recipe
 
-    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options, enforce_eager)
+    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options)
     if recipe is not None and (suite or suite_path or chat_template_kwargs):
         raise ConfigError(
             "a recipe names its suites and variables itself: evaluation.suites,"
@@ -172,7 +165,6 @@ def _engines(
     baseline_url: str,
     python: str,
     options: str,
-    eager: bool | None,
 ) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
     names, about_vllm = names or [], [url, baseline_url, python, options]
@@ -188,15 +180,15 @@ def _engines(
         )
     if baseline_url and not url:
         raise ConfigError("stands beside --url, a server that drafts", where="--baseline-url")
-    if not names and eager is None:
+    if not names:
         return None
     from draftsmith.inference.vllm_bridge.engine import VllmOptions
     from draftsmith.inference.vllm_bridge.server import VllmServer
     from draftsmith.train.pipeline.acceptance_stage import Engines
 
     if VLLM not in names:
-        return Engines(enforce_eager=eager)
+        return Engines()
     vllm: EngineMaker = VllmOptions(python or None, json_option("--vllm-options", options) or {})
     if url:
         vllm = partial(VllmServer, url=url, baseline_url=baseline_url or None)
-    return Engines(OURS in names, vllm, enforce_eager=eager)
+    return Engines(OURS in names, vllm)

@@ -65,28 +65,21 @@ class RolloutWriter:
         )
         own_part = slice(part[0], None, part[1])
         temperatures = spread(sampling.temperatures, len(prompts))[own_part]
-        prompts, seeds = prompts[own_part], seeds[own_part]
+        prompts, most = prompts[own_part], self.section.max_new_tokens
         params = [
             SamplingParams(
                 temperature=temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=min(
-                    self.section.max_new_tokens, self.recipe.data.max_length - len(prompt)
-                ),
+                max_tokens=min(most, self.recipe.data.max_length - len(prompt)),
                 seed=seed,
             )
-            for prompt, seed, temperature in zip(prompts, seeds, temperatures, strict=True)
+            for prompt, seed, temperature in zip(prompts, seeds[own_part], temperatures)
         ]
-        outputs = llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False
-        )
-        return [
-            Rollout(
-                list(prompt),
-                list(output.outputs[0].token_ids),
-                output.outputs[0].spec_decode_metrics.num_drafts,
-                output.outputs[0].spec_decode_metrics.num_accepted_tokens,
-            )
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        rollouts = []
+        for output in llm.generate(requests, params, use_tqdm=False):
+            text, counts = output.outputs[0], output.outputs[0].spec_decode_metrics
+            ids = list(output.prompt_token_ids), list(text.token_ids)
+            rollouts.append(Rollout(*ids, counts.num_drafts, counts.num_accepted_tokens))
+        return rollouts

@@ -20,8 +20,6 @@ from draftsmith.inference.evaluation.evaluate import (
     EngineMaker,
     EvaluationSettings,
     MeasuredSuite,
-    Progress,
-    Workloads,
     evaluate,
 )
 from draftsmith.inference.evaluation.suites import Conversation, load_suite
@@ -54,20 +52,16 @@ from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of
 
 SEED = 0  # of the choice of prompts
+ROLES = ("user", "assistant")
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of one evaluation.
-
-    ours           measures this runtime
-    vllm           makes vLLM; None: vLLM is not measured
-    enforce_eager  False: rounds of this runtime are compiled, at the batch size that is timed
-    """
+    """The engines of one evaluation: whether it measures this runtime, and what makes vLLM if that
+    is measured."""
 
     ours: bool = True
     vllm: EngineMaker | None = None
-    enforce_eager: bool | None = None
 
 
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
@@ -127,11 +121,6 @@ def accept(
     report.gates = check_gates(report.summary, gate_bounds(recipe))
     write_report(report, folder, stages)
     missed = [gate.name for gate in report.gates if not gate.passed]
-    if change := report.provenance.target_change:
-        stages.say(
-            f"target, trained jointly: {change['before']:.4f} -> {change['after']:.4f} nats per"
-            f" token on {change['responses']:.0f} held-out responses"
-        )
     verdict = "all gates passed" if report.gates else "no gates"
     if missed:
         verdict = f"missed: {', '.join(missed)}"
@@ -168,55 +157,32 @@ def measure(
         llm_options["revision"] = None
     suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
 
-    def run(progress: Progress, more: dict[str, Any], **rest: Any) -> AcceptanceReport:
-        return evaluate(
-            model,
-            drafter,
-            chosen,
-            settings,
-            suites=suites,
-            llm_options=llm_options | more,
-            progress=progress,
-            **options,
-            **rest,
-        )
-
-    def run_ours(progress: Progress) -> AcceptanceReport:
-        return run(progress, _compiled(engines, settings, chosen, suites))
-
     with stages.stage("acceptance", 100) as advance:
 
-        def part(first: float, last: float, name: str = "") -> Progress:
-            return lambda share, note: advance(
-                round(100 * (first + (last - first) * share), 1), name + note
+        def run(first: float, last: float, name: str = "", **engine: Any) -> AcceptanceReport:
+            """`first`, `last`: its part of the stage."""
+
+            def progress(share: float, note: str) -> None:
+                advance(round(100 * (first + (last - first) * share), 1), name + note)
+
+            return evaluate(
+                model,
+                drafter,
+                chosen,
+                settings,
+                suites=suites,
+                llm_options=llm_options,
+                progress=progress,
+                **engine,
+                **options,
             )
 
         if engines.vllm is None:
-            return run_ours(part(0.0, 1.0))
-        half = 0.5 if engines.ours else 1.0
-        theirs = run(part(0.0, half, "vllm: "), {}, engine=engines.vllm)
+            return run(0.0, 1.0)
         if not engines.ours:
-            return theirs
-        return lay_beside(run_ours(part(half, 1.0)), theirs)
-
-
-def _compiled(
-    engines: Engines,
-    settings: EvaluationSettings,
-    chosen: Workloads,
-    suites: Sequence[MeasuredSuite],
-) -> dict[str, Any]:
-    """Options of an LLM that compile the rounds, or not. A compiled engine's rows have all their
-    memory at the start, so it is given the longest of them where no later turn decides it."""
-    if engines.enforce_eager is None:
-        return {}
-    options: dict[str, Any] = {"enforce_eager": engines.enforce_eager}
-    if not engines.enforce_eager:
-        chats = [chat for *_, some in settings.chosen(chosen, suites) for chat in some]
-        if not any(chat.later for chat in chats):
-            longest = max(len(chat.prompt) for chat in chats)
-            options["max_model_len"] = longest + settings.max_tokens
-    return options
+            return run(0.0, 1.0, "vllm: ", engine=engines.vllm)
+        theirs = run(0.0, 0.5, "vllm: ", engine=engines.vllm)
+        return lay_beside(run(0.5, 1.0), theirs)
 
 
 def settings_of(recipe: Recipe) -> EvaluationSettings:
@@ -330,13 +296,11 @@ def _chat(
     responses."""
 
     def ask(answers: Sequence[str]) -> list[int]:
-        messages = [{"role": "user", "content": conversation.turns[0]}]
-        for answer, turn in zip(answers, conversation.turns[1:]):
-            messages.append({"role": "assistant", "content": answer})
-            messages.append({"role": "user", "content": turn})
-        return tokenizer.prompt_ids(
-            Example(conversation.category, conversation.origin, tuple(messages))
-        )
+        said = [text for pair in zip(conversation.turns, answers) for text in pair]
+        said.append(conversation.turns[len(answers)])
+        messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(said)]
+        example = Example(conversation.category, conversation.origin, tuple(messages))
+        return tokenizer.prompt_ids(example)
 
     later = conversation.turns[1:]
     bare = len(ask([""] * len(later)))

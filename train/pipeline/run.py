@@ -20,7 +20,6 @@ from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.report.schema import OUR_ENGINE
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export.upload import account
 from draftsmith.speculators.precision import autocast_dtype, free_memory, own_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -48,21 +47,10 @@ from draftsmith.train.trainer.trainer import ERROR, EXPECTED, Trainer, held_out_
 PATIENCE = timedelta(days=7)
 
 
-def run(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    dry_run: bool = False,
-    families: Sequence[str] | None = None,
-) -> int:
+def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
     """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what
     the user can mend."""
     recipe = load_recipe(path, overrides)
-    if families is not None and recipe.family not in families:
-        raise ConfigError(
-            f"family is {recipe.family!r}; this launcher trains {', '.join(families)}",
-            where=f"{path}",
-        )
     if dry_run:
         from draftsmith.train.planner.describe import describe
         from draftsmith.train.planner.plan import make_plan
@@ -172,7 +160,6 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
             shard_over_processes(accelerator, target, recipe.target.sharding)
-            stages.say(_sizes(drafter, target))
         data_hash = checkpoint.hash_rows(data.rows, data.prompts)
         previous = fingerprint(part, data.hashes.combined, previous, data_hash)
         newest = checkpoint.latest(folder)
@@ -226,17 +213,6 @@ def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.Tra
             f" {held_out_result(state.history, state.best_step)}"
         )
     return state
-
-
-def _sizes(drafter: Drafter, target: FrozenTarget) -> str:
-    trained, frozen = (
-        sum(p.numel() for p in ps) for ps in (drafter.trainable_parameters(), target.parameters())
-    )
-    taps = f"; taps {list(target.tap_layers)}" if target.tap_layers else ""
-    return (
-        f"      {drafter.config.family}: {trained / 1e6:.2f} M trainable parameters on a target of "
-        f"{frozen / 1e6:.1f} M{taps}"
-    )
 
 
 def held_out_evaluation(
