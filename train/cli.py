@@ -147,15 +147,8 @@ def generate(
         str,
         typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off."),
     ] = "",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
-    ] = False,
-    system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus; 1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 is off.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled response repeatable.")] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
 ) -> None:
     """Answer one prompt, streaming the text, and say what drafting gained."""
@@ -165,9 +158,7 @@ def generate(
     from draftsmith.inference.entrypoints.prompts import chat_prompts
 
     disable_progress_bar()  # what is streamed is the answer
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
-    )
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     llm = LLM(
         model,
         dtype=dtype,
@@ -175,9 +166,8 @@ def generate(
         max_num_seqs=1,
     )
     request: str | dict[str, Any] = prompt
-    if not raw and getattr(llm.get_tokenizer(), "chat_template", None):
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+    if getattr(llm.get_tokenizer(), "chat_template", None):
+        messages = [{"role": "user", "content": prompt}]
         chat = chat_prompts(messages, llm.get_tokenizer(), {"add_generation_prompt": True})[0]
         request = {"prompt_token_ids": chat.token_ids}
     written, output = 0, None

@@ -47,10 +47,8 @@ def _models(stage: Stage) -> Rows:
     features = f"{size_text(stage.feature_bytes)} per token"
     if recipe.features.mode == "cache":
         features += f" on disk, {size_text(stage.feature_bytes * stage.tokens)} in all"
-    shape = f"{t.config.model_type}, {t.num_layers} x {t.hidden_size}, vocabulary {t.vocab_size:,}"
-    size = f"{in_count(t.num_parameters)} parameters, {t.dtype}"
     return [
-        ("target", f"{t.name_or_path}: {shape}; {size}"),
+        ("target", f"{t.name_or_path}: {in_count(t.num_parameters)} parameters, {t.dtype}"),
         ("taps", f"{list(d.tap_layers)} (0: embedding output, i: output of layer i-1)"),
         ("drafter", f"{d.describe()}; {in_count(stage.trainable)} trained parameters"),
         ("draft vocabulary", f"{d.draft_vocab_size:,} of {d.vocab_size:,} tokens"),
@@ -78,7 +76,6 @@ def _training(stage: Stage) -> Rows:
         ),
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
         ("settings", f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}: {whose}"),
-        ("precision", str(stage.autocast)),
     ]
 
 

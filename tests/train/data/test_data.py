@@ -263,35 +263,16 @@ def test_a_moving_system_prompt_makes_rows_of_its_turns(tokenizer):
 
 MARKS_NOTHING = CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
 
-with_system = chat("hi", "yes", system="be brief")
-quoted = r"chats.jsonl:7: turn 2 of 2 \(assistant: 'ok, yes'\): "
 REFUSALS = {
-    "prompt opens a thought": (R1, chat("hi", "ok, yes"), quoted + ".*generation prompt"),
-    "thoughts dropped": (
-        R1,
-        chat("hi", "<think>hm</think>yes"),
-        r"turn 2 of 2 .*does not show its text",
-    ),
-    "no system role": (GEMMA, with_system, r"refuses it: System role not supported"),
-    "alternation": (MISTRAL, with_system, r"refuses it: roles must alternate"),
-    "no assistant": (CHATML, chat("hi"), r"chats.jsonl:7: the conversation has no assistant turn"),
-    "merged boundary": (
-        CHATML,
-        chat("hi", "\nyes"),
-        r"turn 2 of 2 .*changes the tokens of the prompt",
-    ),
-    "merged boundary, marked": (
-        CHATML_MARKED,
-        chat("hi", "\nyes"),
-        r"turn 2 of 2 .*changes the tokens of",
-    ),
-    "nothing marked": (MARKS_NOTHING, chat("hi", "yes"), r"turn 2 of 2 .*its mask is empty"),
-    "nothing to learn": (CHATML, chat("hi", " "), r"turn 2 of 2 \(assistant: ' '\): it is empty"),
-    "assistant first": (
-        CHATML,
-        conversation(("assistant", "hi")),
-        r"x: turn 1 of 1 .*nothing prompts it",
-    ),
+    "prompt opens a thought": (R1, chat("hi", "ok, yes"), "'ok, yes'.*generation prompt"),
+    "thoughts dropped": (R1, chat("hi", "<think>hm</think>yes"), "does not show its text"),
+    "no system role": (GEMMA, chat("hi", "yes", system="be brief"), "System role not supported"),
+    "no assistant": (CHATML, chat("hi"), "chats.jsonl:7: .*no assistant turn"),
+    "merged boundary": (CHATML, chat("hi", "\nyes"), "changes the tokens of the prompt"),
+    "merged boundary, marked": (CHATML_MARKED, chat("hi", "\nyes"), "changes the tokens of"),
+    "nothing marked": (MARKS_NOTHING, chat("hi", "yes"), "its mask is empty"),
+    "nothing to learn": (CHATML, chat("hi", " "), "it is empty"),
+    "assistant first": (CHATML, conversation(("assistant", "hi")), "nothing prompts it"),
 }
 
 

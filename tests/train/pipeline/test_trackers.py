@@ -86,6 +86,3 @@ def test_curves_costs_and_the_report_arrive(run):
     assert all(0 < share <= 1 for share in shares)
     (page,) = events.Tensors("acceptance/report/text_summary")
     assert str(folder / "report.html").encode() in page.tensor_proto.string_val[0]
-
-
-# ------------------------------------------------------------------ what a step cost

@@ -60,13 +60,6 @@ def test_plain_words_stay_words(recipe_file, name):
     assert load_recipe(recipe_file(MINIMAL.replace("some/target", name))).target.model == name
 
 
-def test_hash_follows_values_not_spelling(recipe_file):
-    recipe = load_recipe(recipe_file(MINIMAL))
-    spelt_out = load_recipe(recipe_file("training: {batch_size: 8}  # as is\n" + MINIMAL))
-    other = load_recipe("recipes/x.yaml", ["training.learning_rate=2e-4"])
-    assert recipe.recipe_hash() == spelt_out.recipe_hash() != other.recipe_hash()
-
-
 def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
     text = MINIMAL + "gates: {t0.acceptance_length: {min: 3.0}}\nloss: {jsd: 1.0}\n"
     overrides = [

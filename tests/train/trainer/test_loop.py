@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from draftsmith.train.trainer.trainer import (
     MAX_SKIPPED,
     Diverged,
     Trainer,
-    Unread,
 )
 from tests.support.forked import PythonProcess
 from tests.support.training import (
@@ -230,26 +228,6 @@ def test_checkpoint_weights_not_finite_keeps_the_one_before(tiny_model, tmp_path
     with pytest.raises(CheckpointError, match="not finite"):
         trainer._save()
     assert checkpoint.latest(tmp_path).name == "step-00000002"
-
-
-@pytest.mark.slow
-def test_time_budget_spent_while_reading_evaluates_and_saves_the_last_step(
-    tiny_model, tmp_path, monkeypatch
-):
-    """As on an accelerator: the time of steps shows when their results are read."""
-    real = Unread.read
-
-    def slow(self, depths):
-        time.sleep(0.15)
-        return real(self, depths)
-
-    monkeypatch.setattr(Unread, "read", slow)
-    recipe = make_recipe(steps=None, max_minutes=0.05, save_every=None)
-    trainer = make_trainer(tiny_model, tmp_path, recipe, evaluate=lambda d: {EXPECTED: 1.5})
-    trainer.log_every = 10
-    state = trainer.run()
-    assert EXPECTED in state.history[-1] and state.history[-1]["step"] == state.step
-    assert checkpoint.latest(tmp_path).name == f"step-{state.step:08d}"
 
 
 @pytest.mark.slow
