@@ -180,7 +180,6 @@ def block(target, family, *, fitted_to=None, init="least_squares", **shape):
         ("dflash", {"sliding_window": 8, "num_layers": 1}),
         ("dflash2", {}),
         ("dspark", {"num_attention_heads": 8, "num_key_value_heads": 8, "num_layers": 1}),
-        ("dspark", {"markov_head_type": "gated", "num_layers": 1}),
     ],
     ids=str,
 )

@@ -19,27 +19,20 @@ from draftsmith.speculators.export.convert import convert
 from draftsmith.speculators.export.formats import LAYOUTS, formats_of
 from draftsmith.speculators.export.inspection import inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.contract import all_logits, packed
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0}
-
-
-def logits(target: FrozenTarget, drafter: Drafter) -> list[torch.Tensor]:
-    ids = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(3))
-    places = torch.arange(24)[None]
-    features = target.features(
-        ids, places, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
-    )
-    with torch.no_grad():
-        return [drafter.head(step.hidden, step.depth) for step in drafter.unroll(features, 3)]
 
 
 def assert_same(target: FrozenTarget, folder: Path, drafter: Drafter) -> None:
     again = load_drafter(folder, target)
     expected = drafter.config.model_copy(update={"dtype": again.config.dtype})
     assert again.config == expected
-    for a, b in zip(logits(target, drafter), logits(target, again), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    features = target.features(**packed([24]))
+    torch.testing.assert_close(
+        all_logits(again, features), all_logits(drafter, features), atol=1e-5, rtol=1e-4
+    )
 
 
 TARGET = {"target": {"name_or_path": "org/target", "architectures": ["L"]}}

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import gelu
 
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
+from tests.support.contract import draft_logits
 from tests.support.engines import make_llm
 from tests.support.recipes import recipe_of
 
@@ -85,21 +84,11 @@ def test_the_export_under_the_published_formula_gives_the_drafted_logits(
     )
     if shape.get("tie_weights"):
         tensors = every_copy(tensors, heads)
-    ids = torch.tensor([[5, 9, 20, 31, 7]])
-    states, seen = target(ids[:, :-1])[1], []
-
-    def sample(logits: torch.Tensor) -> torch.Tensor:
-        seen.append(logits[0])
-        return logits.argmax(-1)
-
-    drafted = drafter.draft(
-        DraftInput(RaggedCache(1, 16), 0, 1, ids[:, 1:], None, states, [4]), heads, sample
-    )
-    read = [7, *drafted[0].tolist()]
-    for got, expected in zip(
-        seen, published(tensors, heads, scale, states[0, 3], read), strict=True
-    ):
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+    ids, forced = torch.tensor([5, 9, 20, 31, 7]), torch.tensor([11, 3, 8, 6])[:heads]
+    drafted = draft_logits((target, drafter), ids, 3, heads, forced)
+    state = target(ids[None, :-1])[1][0, 3]
+    expected = published(tensors, heads, scale, state, [7, *forced.tolist()])
+    torch.testing.assert_close(drafted, torch.stack(expected), atol=1e-5, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------- checkpoints

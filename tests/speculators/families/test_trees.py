@@ -7,29 +7,7 @@ import torch
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.speculators.drafter import DraftInput, TreeLevel
-
-
-def chains(drafter, target, texts, paths, depth):
-    """Logits [V_draft] after each path of tokens, drafted as a chain that is told what to take."""
-    found = []
-    for row, text in enumerate(texts):
-        ids = torch.tensor([text])
-        taps, last_hidden = target(ids)
-        slots = len(text) - drafter.first_token
-        for path in paths[row]:
-            seen, given = [], iter([*path, *[0] * depth])
-
-            def sample(logits, seen=seen, given=given):
-                seen.append(logits)
-                return torch.tensor([next(given)])
-
-            cache = RaggedCache(1, 128)
-            tokens = ids[:, drafter.first_token :]
-            taps = None if taps is None else taps[:, :slots]
-            inputs = DraftInput(cache, 0, 1, tokens, taps, last_hidden[:, :slots], [slots])
-            drafter.draft(inputs, depth, sample)
-            found.append(seen[len(path)][0])
-    return found
+from tests.support.contract import draft_logits
 
 
 @torch.no_grad()
@@ -78,7 +56,12 @@ def test_a_tree_is_as_many_chains(world):
     )
     assert cache.lengths == counts  # the drafts are rolled back
     by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
-    expected = chains(drafter, target, texts, paths, deepest)
+    expected = []
+    for text, row in zip(texts, paths):
+        for path in row:
+            forced = torch.tensor([*path, *[0] * deepest])
+            logits = draft_logits(world, torch.tensor(text), len(text) - 2, deepest, forced)
+            expected.append(logits[len(path)])
     got = by_row[0] + by_row[1]
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):

@@ -34,22 +34,6 @@ def reference(model, ids):
     return [*out.hidden_states[:-1], inside["before"]], out.hidden_states[-1], out.logits
 
 
-def alone(target, ids):
-    """taps, last_hidden of the model's own forward, with nothing of ours around it."""
-    outputs = {}
-    for tap in target.tap_layers:
-        layer = target.layers[tap - 1]
-        keep = lambda module, args, out, tap=tap: outputs.update(
-            {tap: out[0] if isinstance(out, tuple) else out}
-        )
-        layer._forward_hooks[-tap] = keep
-    with torch.no_grad():
-        last = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
-    for tap in target.tap_layers:
-        del target.layers[tap - 1]._forward_hooks[-tap]
-    return torch.cat([outputs[tap] for tap in target.tap_layers], dim=-1), last
-
-
 OF_FEATURES_ALONE = {"bloom": dict(n_head=4), "rwkv": dict(attention_hidden_size=32)}
 
 
@@ -105,7 +89,7 @@ def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
         start = 0
         for count in filter(None, counts):
             piece = slice(start, start + count)
-            taps, last = alone(target, ids[row : row + 1, piece])
+            taps, last = target(ids[row : row + 1, piece])
             close(features.last_hidden[row, piece], last[0])
             close(features.taps[row, piece], taps[0])
             start += count
