@@ -79,6 +79,23 @@ def smollm2(_: dict[str, Any]) -> Rows:
     return rows
 
 
+def suites(_: dict[str, Any]) -> Rows:
+    """The reports of every method on every set of prompts -> a row per pair: τ measured, expected
+    and in vLLM, and the speedups of both engines over the same engine with drafting off."""
+    rows = [["prompts", "method", "τ", "expected", "in vLLM", "speedup", "in vLLM", "mismatches"]]
+    for path in sorted((ROOT / OUT / "suites").glob("*/*/acceptance.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        cells = {cell["engine"]: cell for cell in report["results"] if cell["workload"] == "all"}
+        own, vllm = cells["draftsmith"], cells.get("vllm", {})
+        expected = (own.get("expected") or {}).get("acceptance_length")
+        taus = (own["acceptance_length"], expected, vllm.get("acceptance_length"))
+        speedups = [estimate(cell.get("speedup_vs_autoregressive")) for cell in (own, vllm)]
+        mismatches = str(sum(check["mismatches"] for check in own["lossless"]))
+        names = [path.parent.parent.name, f"`{path.parent.name}`"]
+        rows.append([*names, *map(number, taus), *speedups, mismatches])
+    return rows
+
+
 def methods(results: dict[str, Any]) -> Rows:
     """The JSON of `draftsmith try` -> a row per method."""
     rows = [["method", "τ", "tokens per forward", "tokens/s", "speedup", "same text"]]
@@ -176,6 +193,22 @@ done
 for head in dspark mlp; do
   {EACH}
 done"""
+SUITES = f"""on() {{  # on NAME PROMPTS ENGINES METHOD
+  draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 $4 --temperature 0 \\
+    --max-tokens 48 --repeats 1 --out {OUT}/suites/$1
+}}
+both="--engine draftsmith --engine vllm" runs=runs/smollm2-135m-instruct
+quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
+mt_bench="--suite mt_bench --prompts-per-workload 1"
+humaneval="--suite humaneval --prompts-per-workload 12"
+for name in quickstart mt_bench humaneval; do
+  for head in eagle3 draft_model; do
+    on $name/$head "${{!name}}" "$both" "--drafter $runs/$head/export"
+  done
+  for method in ngram suffix; do
+    on $name/$method "${{!name}}" "" "--method $method"
+  done
+done"""
 BENCHES = {
     "quickstart": Bench(
         "The quickstart's head, all workloads pooled, one request at a time",
@@ -188,6 +221,12 @@ BENCHES = {
         SMOLLM2,
         "runs/smollm2-135m-instruct/eagle3/acceptance.json",
         smollm2,
+    ),
+    "suites": Bench(
+        "SmolLM2-135M-Instruct on three sets of prompts, K = 4, greedy, one request at a time",
+        SUITES,
+        f"{OUT}/suites/quickstart/eagle3/acceptance.json",
+        suites,
     ),
     "methods": Bench(
         "Methods side by side, greedy, one request at a time",

@@ -34,6 +34,16 @@ def test_quickstart_and_engines_of_a_report_are_rows():
         assert rows and {row[0] for row in rows} <= {"draftsmith", "vllm"}
 
 
+def test_suites_are_a_row_per_report_of_prompts_and_method(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    for name in ("humaneval/ngram", "mt_bench/eagle3"):
+        (folder := tmp_path / bench.OUT / "suites" / name).mkdir(parents=True)
+        (folder / "acceptance.json").write_text(make_report().model_dump_json())
+    head, *rows = bench.suites({})
+    assert [row[:2] for row in rows] == [["humaneval", "`ngram`"], ["mt_bench", "`eagle3`"]]
+    assert all(len(row) == len(head) for row in rows)
+
+
 def test_load_of_a_comparison_is_a_row_per_mode():
     result = {"output_throughput": 40.0, "median_ttft_ms": 20.0, "median_tpot_ms": 3.0}
     level = {"max_concurrency": 4, "modes": {"off": result, "K=2": {**result, "gain": 1.5}}}
