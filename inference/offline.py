@@ -47,7 +47,9 @@ def main(
     demo: Annotated[str, Option(help="The prompts: en (or te), zh (or tc), chat.")] = "en",
     template: Annotated[
         Path | None,
-        Option(help="Chat template instead of the tokenizer's; makes texts a user's turn."),
+        Option(
+            exists=True, help="Chat template instead of the tokenizer's; makes texts a user's turn."
+        ),
     ] = None,
     max_tokens: Annotated[int, Option(min=1, help="Longest response.")] = 128,
     temperature: Annotated[float, Option(help="0 is greedy; above, texts are not compared.")] = 0.0,
@@ -69,14 +71,9 @@ def main(
 ) -> None:
     """Run the prompts of a demo with and without drafting. Exit code 1: greedy responses differ by
     more than a tie."""
-    arguments = {
-        name: str(value) if isinstance(value, Path) else value for name, value in locals().items()
-    }
+    arguments = dict(locals())
     if save_output.suffix != ".json":
-        raise ConfigError(
-            "a JSON file is written; give a name that ends in .json",
-            where=f"--save-output {save_output}",
-        )
+        raise ConfigError("must end in .json", where=f"--save-output {save_output}")
     check_writable("--save-output", save_output)
     texts, chats = demo_prompts(demo)
     disable_progress_bar()
@@ -130,16 +127,7 @@ def as_prompts(
     if template is None and not chats:
         return read_prompts(list(texts), tokenizer)
     chats = [*chats, *([{"role": "user", "content": text}] for text in texts)]
-    try:
-        written = None if template is None else template.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"could not be read: {error.strerror}", where=f"--template {template}"
-        ) from error
-    if written is None and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "the tokenizer has no chat template; give one with --template FILE", where="--demo chat"
-        )
+    written = None if template is None else template.read_text(encoding="utf-8")
     return chat_prompts(chats, tokenizer, {"add_generation_prompt": True, "chat_template": written})
 
 

@@ -153,7 +153,7 @@ def compare_methods(
             name: results(measured[name].requests, cell) for name, cell in cells.items()
         }
         tree |= {"versions": versions, "arguments": dict(arguments)}
-        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
+        write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False, default=str) + "\n")
         console.print(f"written to {saved}", highlight=False, soft_wrap=True)
     return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
 

@@ -58,12 +58,12 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     options = read_flags(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     listening = bind(options.host, options.port)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for threads
     llm = load(options, words)
     if options.generation_config == "auto":
         config = getattr(llm.engine.target.model, "generation_config", None)
         defaults = sampling_defaults({} if config is None else config.to_diff_dict())
         options = options.model_copy(update={"sampling_defaults": defaults})
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for what compiles
     serve_app(llm, options, listening)
 
 

@@ -43,6 +43,7 @@ def try_methods(
     ] = None,
 ) -> None:
     """Drafting off, n-grams, suffixes, lookahead and any drafters side by side: does it pay?"""
+    arguments = dict(locals())
     from draftsmith.inference.entrypoints.prompts import Prompt, read_prompts
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.side_by_side import compare_methods
@@ -51,11 +52,6 @@ def try_methods(
     from draftsmith.inference.whole_file import check_writable
     from draftsmith.train.pipeline.evaluate_again import prompts_of_file
 
-    arguments = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in locals().items()
-        if name in try_methods.__annotations__
-    }
     if json_file is not None:
         check_writable("--json", json_file)
     ids = prompts and prompts_of_file(model, prompts, num_prompts, max_tokens)
