@@ -10,9 +10,8 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -47,10 +46,6 @@ class RowStatistics:
     def supervised_share(self) -> float:
         """Fraction of the tokens that have a loss."""
         return self.supervised / self.tokens if self.tokens else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for reports."""
-        return asdict(self) | {"supervised_share": self.supervised_share}
 
     def __str__(self) -> str:
         losses = {

@@ -49,7 +49,6 @@ class Task:
     labels: Tensor  # [N], in the draft vocabulary, -1 outside
     mix: Mix
     draft_to_target: Tensor | None  # [Vd]
-    temperature: float
     chunk_size: int  # rows
     block_size: int  # rows
 
@@ -222,22 +221,20 @@ def score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`,
     which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
-    z = scaled(logits, task.temperature)
+    z = logits.to(precise(logits.dtype))
     best = z.argmax(-1, keepdim=True)  # [g, m, 1]
     agreement = to_target(best[..., 0], task.draft_to_target) == target.best
     if has_closed_form(task.mix):
         q = torch.softmax(z, dim=-1)
         least = torch.minimum(target.p, q)
         alpha = least.sum(-1)
-        log_z = (z.gather(-1, best) - q.gather(-1, best).log())[
-            ..., 0
-        ]  # at the largest logit q never underflows
+        # at the largest logit q never underflows
+        log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]
         rows = Rows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
-        found = value_and_gradient(
-            task.mix, rows, q, weight / task.temperature, least if grad is not None else None
-        )
-        if found is not None:
-            value, gradient = found
+        scratch = None if grad is None else least
+        result = value_and_gradient(task.mix, rows, q, weight, scratch)
+        if result is not None:
+            value, gradient = result
             if grad is not None and gradient is not None:
                 grad.copy_(gradient)
             return weight * value, alpha, agreement
@@ -248,24 +245,20 @@ def score(
         value = weight * task.mix(log_q.flatten(0, 1), p, labels.flatten()).view_as(weight)
     alpha = torch.minimum(target.p, log_q.detach().exp()).sum(-1)
     if grad is not None:
-        grad.copy_(torch.autograd.grad(value, z, torch.ones_like(value))[0].div_(task.temperature))
+        grad.copy_(torch.autograd.grad(value, z, torch.ones_like(value))[0])
     return value.detach(), alpha, agreement
 
 
 def target_of(task: Task, logits: Tensor) -> Target:
     """The target's distributions from its logits [u, V]. Call it under no_grad."""
     with torch.autocast(logits.device.type, enabled=False):
-        z = scaled(logits, task.temperature).clamp_min(
-            -1e30
-        )  # of a token masked with -inf, 0 * -inf is nan
+        # of a token masked with -inf, 0 * -inf is nan
+        z = logits.to(precise(logits.dtype)).clamp_min(-1e30)
         best = z.argmax(-1, keepdim=True)
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
-            p, z = (
-                p.index_select(-1, task.draft_to_target),
-                z.index_select(-1, task.draft_to_target),
-            )
+            p, z = (x.index_select(-1, task.draft_to_target) for x in (p, z))
         p, mass = p[:, None], p.sum(-1, keepdim=True)
         return Target(p, dot(p, z[:, None]) - mass * log_z, mass, best)
 
@@ -277,16 +270,16 @@ def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
     Reading the graph means that no parameter can be forgotten, and that a head may be a bound
     method or a closure."""
     logits = head(hidden[:1].detach())
-    found, seen, queue = [], set(), [logits.grad_fn]
+    parameters, seen, queue = [], set(), [logits.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            parameters.append(node.variable)
         queue.extend(parent for parent, _ in node.next_functions)
-    return found, logits.shape[-1]
+    return parameters, logits.shape[-1]
 
 
 def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
@@ -296,9 +289,3 @@ def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:
 def precise(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Logits over temperature in float32 (float64 stays)."""
-    z = logits.to(precise(logits.dtype))
-    return z if temperature == 1.0 else z / temperature

@@ -40,14 +40,6 @@ class StepMetrics:
     alpha: Tensor  # [N] float, sum_v min(p, q): teacher-forced acceptance probability
     agreement: Tensor  # [N] bool, the drafter's argmax is the target's (over the full vocabulary)
 
-    @property
-    def alpha_sum(self) -> Tensor:
-        return self.alpha.sum()
-
-    @property
-    def agreement_sum(self) -> Tensor:
-        return self.agreement.sum()
-
     def split(self, sizes: Sequence[int]) -> list[StepMetrics]:
         """Splits the metrics by depth, where the rows of several depths were concatenated into one
         call."""
@@ -87,7 +79,6 @@ def chunked_objective(
     loss: Loss,
     draft_to_target: Tensor | None = None,
     chunk_size: int | None = None,
-    temperature: float = 1.0,
     target_index: Tensor | None = None,
 ) -> tuple[Tensor, StepMetrics]:
     """Sum over rows of weight * D(p, q), and the metrics of the same rows.
@@ -102,7 +93,6 @@ def chunked_objective(
     loss                 what a recipe writes under `loss:`
     draft_to_target [Vd] the target id of every draft token; None when the vocabularies are the same
     chunk_size           rows; None chooses from the vocabulary
-    temperature          above 0, divides both logits
     target_index [N]     optional: target_hidden is then [M, H], row i matches
                          target_hidden[target_index[i]]. Rows are walked in the order of their
                          target, so that a distribution which several rows match (one per depth,
@@ -113,21 +103,9 @@ def chunked_objective(
     per depth holds K. The softmax is float32 under any autocast; fp16 with a loss scaler is not
     supported."""
     mix, count = Mix.parse(loss), hidden.shape[0]
-    matching = {"target_hidden": target_hidden} if target_index is None else {}
-    given = {"weight": weight, "labels": labels, "target_index": target_index, **matching}
-    for name, tensor in given.items():
-        if tensor is not None and tensor.shape[0] != count:
-            raise ValueError(f"objective: {name} has {tensor.shape[0]} rows, hidden has {count}")
-    if temperature <= 0:
-        raise ConfigError(
-            f"temperature must be above 0, got {temperature}; use cross_entropy_argmax for greedy",
-            where="objective",
-        )
     if mix.state_terms and hidden.shape[-1] != target_hidden.shape[-1]:
         raise ConfigError(
-            f"the drafter's states are {hidden.shape[-1]} wide, the target's"
-            f" {target_hidden.shape[-1]}; use it only where they are equal",
-            where="loss.smooth_l1",
+            "the drafter's states and the target's differ in width", where="loss.smooth_l1"
         )
     if count == 0:
         return _no_rows(hidden, draft_head)
@@ -150,7 +128,6 @@ def chunked_objective(
         labels=to_draft_ids(labels, draft_to_target),
         mix=mix,
         draft_to_target=draft_to_target,
-        temperature=temperature,
         chunk_size=rows,
         block_size=min(rows, default_block_size(vocabulary, hidden.device)),
     )

@@ -299,7 +299,7 @@ class Trainer:
                 loss = loss + self.joint.loss(features, supervised)
         slots = features.input_ids.numel()
         lengths = in_loop_lengths([p.alpha for p in parts], [s.anchor_index for s in steps], slots)
-        sums = [part.alpha_sum for part in parts] + [part.agreement_sum for part in parts]
+        sums = [part.alpha.sum() for part in parts] + [part.agreement.sum() for part in parts]
         return loss, torch.stack([part.detach().float() for part in (*sums, *lengths, loss)])
 
     def _objectives(

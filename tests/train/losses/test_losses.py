@@ -31,18 +31,16 @@ MIXES = [{name: 0.7} for name in DIVERGENCES] + [
 ]
 
 
-def plain_objective(
-    hidden, head, target_hidden, target, weight, labels, mix, mapping=None, temperature=1.0
-):
+def plain_objective(hidden, head, target_hidden, target, weight, labels, mix, mapping=None):
     """`chunked_objective` as one reads it in a paper: every [N, V] tensor at once, gradients by
     autograd."""
     mix = Mix.parse(mix)
     exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        z = target(target_hidden).to(exact) / temperature
+        z = target(target_hidden).to(exact)
         p, best = torch.softmax(z, -1), z.argmax(-1)
         p = p if mapping is None else p[:, mapping]
-    log_q = torch.log_softmax(head(hidden).to(exact) / temperature, dim=-1)
+    log_q = torch.log_softmax(head(hidden).to(exact), dim=-1)
     with torch.autocast("cpu", enabled=False):
         loss = mix(log_q, p, to_draft_ids(labels, mapping)) * weight
         for term in mix.state_terms:
@@ -75,17 +73,6 @@ class Setup:
     def gradients(self, loss: Tensor) -> list[Tensor]:
         inputs = [self.hidden, *self.head.parameters()]
         return list(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
-
-    def p(self, temperature: float = 1.0) -> Tensor:
-        """The target's distribution over the full vocabulary [N, V]."""
-        return torch.softmax(self.target(self.target_hidden) / temperature, dim=-1)
-
-    def q(self, temperature: float = 1.0) -> Tensor:
-        """The drafter's distribution scattered into the full vocabulary [N, V]."""
-        q = torch.softmax(self.head(self.hidden).detach() / temperature, dim=-1)
-        if self.draft_to_target is None:
-            return q
-        return torch.zeros(N, V, dtype=q.dtype).index_copy(-1, self.draft_to_target, q)
 
 
 def assert_same(left: tuple, right: tuple, setup: Setup, atol: float, rtol: float = 0.0) -> None:
@@ -191,8 +178,8 @@ def test_chunked_equals_plain(mix: dict, reduced: bool) -> None:
     dtype, atol = (torch.float32, 1e-5) if reduced else (torch.float64, 1e-11)
     setup = Setup(reduced, dtype)
     for chunk in (1, 7, 100):
-        plain = plain_objective(*setup.arguments(mix), temperature=0.8)
-        chunked = chunked_objective(*setup.arguments(mix), chunk_size=chunk, temperature=0.8)
+        plain = plain_objective(*setup.arguments(mix))
+        chunked = chunked_objective(*setup.arguments(mix), chunk_size=chunk)
         assert_same(chunked, plain, setup, atol)
         assert torch.equal(chunked[1].agreement, plain[1].agreement)
 
