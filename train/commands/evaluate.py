@@ -112,23 +112,22 @@ def evaluate(
     from draftsmith.train.recipe.load import load_recipe
 
     engines = _engines(engine, url, baseline_url, vllm_python, vllm_options)
-    if recipe is not None and (suite or suite_path or chat_template_kwargs):
+    if recipe is not None:
+        if any((suite, suite_path, chat_template_kwargs, model, drafter, method, prompts)):
+            raise ConfigError(
+                "a recipe names its target, drafter and prompts itself, as well as"
+                " evaluation.suites and data.chat_template_kwargs",
+                where="evaluate",
+            )
+        raise typer.Exit(evaluate_run(load_recipe(recipe, overrides or ()), engines))
+    if not model or bool(drafter) == bool(method):
         raise ConfigError(
-            "a recipe names its suites and variables itself: evaluation.suites,"
-            " data.chat_template_kwargs",
-            where="evaluate",
+            "give a recipe, or --model and --drafter (or --method) without one", where="evaluate"
         )
     if suite_path and len(suite_path) != len(suite or ()):
         raise ConfigError(
             f"{len(suite_path)} for {len(suite or ())} of --suite; give each one, or none",
             where="--suite-path",
-        )
-    if recipe is not None and not (model or drafter or method or prompts):
-        checked = load_recipe(recipe, overrides or ())
-        raise typer.Exit(evaluate_run(checked, engines))
-    if recipe is not None or not model or bool(drafter) == bool(method):
-        raise ConfigError(
-            "give a recipe, or --model and --drafter (or --method) without one", where="evaluate"
         )
     page = evaluate_folders(
         model,
