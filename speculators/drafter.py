@@ -135,11 +135,11 @@ def host_batch(features: Any) -> SimpleNamespace:
     """What `valid_terms` and `row_noise` read of a batch, in the host's memory. Sizes that are
     computed there (how many terms there are, which slots are in use) make nobody wait for the
     device."""
-    found = SimpleNamespace()
+    moved = SimpleNamespace()
     for name in ("segment_ids", "loss_mask", "position_ids", "seeds"):
         tensor = getattr(features, name, None)
-        setattr(found, name, None if tensor is None else on_host(tensor))
-    return found
+        setattr(moved, name, None if tensor is None else on_host(tensor))
+    return moved
 
 
 def row_noise(batch: Any) -> Tensor:
@@ -192,8 +192,8 @@ class Drafter(nn.Module):
     def attach(self, target: FrozenTarget) -> Drafter:
         """Shares the target's embedding and head. ConfigError if the target is not the one the
         drafter was made for."""
-        found = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-        for field, value in found.items():
+        facts = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for field, value in facts.items():
             if (expected := getattr(self.config, field)) != value:
                 raise ConfigError(
                     f"{field} is {expected}, but target"

@@ -60,20 +60,20 @@ def running_dtype(
 
 def as_dtype(named: torch.dtype | str) -> torch.dtype:
     """Returns the torch dtype of a name, with or without "torch."."""
-    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    if not isinstance(dtype, torch.dtype):
         raise ConfigError(
             f"dtype={named!r}; expected auto, or torch's name of one: float32, bfloat16, float16"
         )
-    return found
+    return dtype
 
 
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves
     them once."""
     keys = {name: (x.data_ptr(), x.shape, x.stride()) for name, x in state.items()}
-    made = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
-    return {name: made[key] for name, key in keys.items()}
+    cast = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
+    return {name: cast[key] for name, key in keys.items()}
 
 
 def autocast_dtype(mixed_precision: str, device: torch.device | str) -> torch.dtype:

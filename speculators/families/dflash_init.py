@@ -44,18 +44,18 @@ def start_from_least_squares(
         raise ConfigError(
             "least_squares needs the target's hidden_size; set taps", where="drafter.init"
         )
-    batches = [_Slots(head, target, each) for each in features]
-    if not sum(len(each.desired) for each in batches):
+    batches = [_Slots(head, target, batch) for batch in features]
+    if not sum(len(batch.desired) for batch in batches):
         raise ConfigError("least_squares needs longer responses; set taps", where="drafter.init")
     for layer in head.layers:
-        _look_back(head, layer.self_attn, torch.cat([each.inputs(layer) for each in batches]))
-        attended = torch.cat([each.attended(layer) for each in batches])
-        _fit_values(layer.self_attn, attended, torch.cat([each.left() for each in batches]))
-        for each in batches:
-            each.advance(layer)
-    states = torch.cat([each.states() for each in batches])
+        _look_back(head, layer.self_attn, torch.cat([batch.inputs(layer) for batch in batches]))
+        attended = torch.cat([batch.attended(layer) for batch in batches])
+        _fit_values(layer.self_attn, attended, torch.cat([batch.left() for batch in batches]))
+        for batch in batches:
+            batch.advance(layer)
+    states = torch.cat([batch.states() for batch in batches])
     head.norm.weight.mul_(states.square().mean(-1).sqrt().mean())
-    before, left = [each.before for each in batches], [each.left() for each in batches]
+    before, left = [batch.before for batch in batches], [batch.left() for batch in batches]
     return torch.cat(before), torch.cat(left)
 
 
@@ -97,7 +97,7 @@ class _Slots:
         key = attention.project(self.batch.context, self.batch.context_rotary)[1]
         query, own, _ = attention.project(x, self.batch.rotary)
         every = (-1, attention.kv_heads, -1, -1)
-        values = [each[:, None].expand(every) for each in (x, self.batch.context)]
+        values = [value[:, None].expand(every) for value in (x, self.batch.context)]
         seen = attend(
             query, (key, values[1]), [(own, values[0])], self.batch.blocks, attention.scale
         )

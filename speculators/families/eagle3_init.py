@@ -127,16 +127,16 @@ def _terms(
             y = f.last_hidden[rows, slots + k].float()
             states[k].append(y if scale is None else y / scale)
             embeds[k].append(unit(head.embed(f.input_ids[rows, slots + k]).float()))
-    found = torch.cat(taps)
-    if len(found) == 0:
+    inputs = torch.cat(taps)
+    if len(inputs) == 0:
         raise ConfigError(
             "least_squares needs responses of a few tokens; set taps", where="drafter.init"
         )
-    y = [torch.cat(each) for each in states]
+    y = [torch.cat(tensors) for tensors in states]
     if scale is None:  # any architecture's: of unit size on the whole
         size = y[0].square().mean().sqrt()
-        y = [each / size for each in y]
-    return found.float(), y, [torch.cat(each) for each in embeds]
+        y = [state / size for state in y]
+    return inputs.float(), y, [torch.cat(tensors) for tensors in embeds]
 
 
 def _recursion(

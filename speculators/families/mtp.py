@@ -162,9 +162,9 @@ class Mtp(ChainDrafter):
         target."""
         super().attach(target)
         for name, expected in target_sizes(target, self.config.layout).items():
-            if (found := getattr(self.config, name)) != expected:
+            if (value := getattr(self.config, name)) != expected:
                 raise ConfigError(
-                    f"{name} is {found}, but an MTP module for target"
+                    f"{name} is {value}, but an MTP module for target"
                     f" {target.name_or_path!r} has {expected}; use the target it was made for",
                     where="drafter of family mtp",
                 )

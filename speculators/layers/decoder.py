@@ -78,7 +78,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         asking, turned = x, rotary
         if queries is not None:
-            cos, sin = (at_slots(each.expand(len(x), -1, -1), queries) for each in rotary)
+            cos, sin = (at_slots(part.expand(len(x), -1, -1), queries) for part in rotary)
             asking, turned = at_slots(x, queries), (cos, sin)
         given = ((self.q_proj, asking), (self.k_proj, x), (self.v_proj, x))
         q, k, v = (part(y).unflatten(-1, (-1, self.head_dim)) for part, y in given)
@@ -222,7 +222,7 @@ def at_slots(x: Tensor, slots: Tensor) -> Tensor:
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     """x [B, heads, T, d] by the angles of its positions, cos and sin [B, T, d]."""
-    cos, sin = (each.unsqueeze(1) for each in rotary)
+    cos, sin = (part.unsqueeze(1) for part in rotary)
     return torch.addcmul(x * cos, rotate_half(x), sin)
 
 

@@ -73,25 +73,25 @@ def _linears(module: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    kept = [each.detach() for each in tensors]
+    kept = [tensor.detach() for tensor in tensors]
     return torch.cat(kept) if len(kept) > 1 else kept[0]
 
 
 def _moved_together(tensors: list[Tensor]) -> Tensor:
     """All of them as one, of which they become views: what is written to either is in both."""
     first, end = tensors[0], tensors[0].storage_offset()
-    memory, sizes = first.untyped_storage().data_ptr(), [each.shape[0] for each in tensors]
-    for each in tensors:
-        lies = each.storage_offset() == end and each.untyped_storage().data_ptr() == memory
-        if not (lies and each.is_contiguous()):
+    memory, sizes = first.untyped_storage().data_ptr(), [tensor.shape[0] for tensor in tensors]
+    for tensor in tensors:
+        lies = tensor.storage_offset() == end and tensor.untyped_storage().data_ptr() == memory
+        if not (lies and tensor.is_contiguous()):
             break
-        end += each.numel()
+        end += tensor.numel()
     else:
         return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([each.detach() for each in tensors])
-        for each, part in zip(tensors, whole.split(sizes), strict=True):
-            each.data = part
+        whole = torch.cat([tensor.detach() for tensor in tensors])
+        for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+            tensor.data = part
     return whole
 
 

@@ -113,24 +113,24 @@ class BorrowedLayer(ExactBuffers):
 def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state of a module under the names of checkpoints, with separate matrices for every
     expert."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         stem, _, part = name.rpartition(".experts.")
         if not stem or tensor.dim() != 3:
-            found[name] = tensor
+            tensors[name] = tensor
             continue
         for i, expert in enumerate(tensor):
             pieces = {part: expert}
             if part == "gate_up_proj":
                 pieces = dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
             for piece, value in pieces.items():
-                found[f"{stem}.experts.{i}.{piece}.weight"] = value
-    return found
+                tensors[f"{stem}.experts.{i}.{piece}.weight"] = value
+    return tensors
 
 
 def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `unpack_experts`."""
-    found: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in state.items():
         stem, _, rest = name.rpartition(".experts.")
@@ -139,10 +139,10 @@ def pack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             expert = experts.setdefault(stem, {}).setdefault(int(number), {})
             expert[part.removesuffix(".weight")] = tensor
         else:
-            found[name] = tensor
+            packed[name] = tensor
     for stem, numbered in experts.items():
-        each = [numbered[i] for i in sorted(numbered)]
-        gate_up = [torch.cat([one["gate_proj"], one["up_proj"]]) for one in each]
-        found[f"{stem}.experts.gate_up_proj"] = torch.stack(gate_up)
-        found[f"{stem}.experts.down_proj"] = torch.stack([one["down_proj"] for one in each])
-    return found
+        in_order = [numbered[i] for i in sorted(numbered)]
+        gate_up = [torch.cat([one["gate_proj"], one["up_proj"]]) for one in in_order]
+        packed[f"{stem}.experts.gate_up_proj"] = torch.stack(gate_up)
+        packed[f"{stem}.experts.down_proj"] = torch.stack([one["down_proj"] for one in in_order])
+    return packed

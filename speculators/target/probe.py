@@ -78,8 +78,8 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """That of the states: quantised weights have others."""
-        found = (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES)
-        return next(found, self.model.dtype)
+        dtypes = (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES)
+        return next(dtypes, self.model.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +120,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
     n = config.num_hidden_layers
     # Some classes take the model, or its head, for the decoder.
     for decoder in (model.get_decoder(), *model.children()):
-        found = decoder.modules() if decoder not in (None, model) else ()
-        if lists := [m for m in found if isinstance(m, nn.ModuleList) and len(m) == n]:
+        modules = decoder.modules() if decoder not in (None, model) else ()
+        if lists := [m for m in modules if isinstance(m, nn.ModuleList) and len(m) == n]:
             break
     else:
         raise UnsupportedTarget(
@@ -152,7 +152,7 @@ def _unsuitable(model: PreTrainedModel, config: PretrainedConfig) -> str:
     """Why it is no causal LM that can be asked for features; empty: it is one."""
     embed_tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
     attention = config._attn_implementation
-    if any(getattr(each, "is_encoder_decoder", False) for each in (config, model.config)):
+    if any(getattr(part, "is_encoder_decoder", False) for part in (config, model.config)):
         return "an encoder-decoder model; a decoder-only causal LM is needed"
     if attention not in ATTENTION:
         return (
@@ -416,7 +416,7 @@ def confirm_causal(parts: Parts) -> None:
     """UnsupportedTarget if states depend on later tokens; by the median, since a router at a tie
     may change some."""
     ids = _probe_ids(parts, 7)
-    part, whole = (parts.decode(each).last_hidden_state for each in (ids[:, :4], ids))
+    part, whole = (parts.decode(x).last_hidden_state for x in (ids[:, :4], ids))
     if part.shape[:2] != (1, 4) or _error(whole[:, :4], part).median() > _tolerance(parts.dtype):
         raise parts.refusal(
             "its states depend on later tokens, or are not one per token; a causal LM is needed"
@@ -538,8 +538,8 @@ def find_recurrent(parts: Parts) -> tuple[Parts, RecurrentLayers | None]:
     ]
     window = int(getattr(parts.config, "sliding_window", None) or 0) if SLIDING in kinds else 0
     numbers = tuple(getattr(layer, "number_of_states", 0) for layer in cache.layers)
-    found = RecurrentLayers(tuple(cache.mixers), numbers)
-    return replace(parts, kinds=tuple(kinds), window=window), found
+    recurrent = RecurrentLayers(tuple(cache.mixers), numbers)
+    return replace(parts, kinds=tuple(kinds), window=window), recurrent
 
 
 class _Keys(StateCache):
@@ -571,13 +571,13 @@ class _Keys(StateCache):
 _ROUNDS = ((5, 2), (4, 1), (1, 1), (5, 5))
 
 
-def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
+def confirm_rollback(parts: Parts, recurrent: RecurrentLayers) -> RecurrentLayers:
     """Confirms that states which were rolled back continue a text as if nothing else had been read:
     `found`, stepwise if its mixers must be. Errors: UnsupportedTarget."""
     ids = _probe_ids(parts, sum(kept for _, kept in _ROUNDS))
     whole = parts.decode(ids).last_hidden_state
     reason = "its hidden states change"
-    for layers in (found, replace(found, stepwise=True)):
+    for layers in (recurrent, replace(recurrent, stepwise=True)):
         try:
             if _rounds_error(parts, layers, ids, whole) <= _tolerance(parts.dtype):
                 return layers
@@ -588,10 +588,10 @@ def confirm_rollback(parts: Parts, found: RecurrentLayers) -> RecurrentLayers:
     )
 
 
-def _rounds_error(parts: Parts, found: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
+def _rounds_error(parts: Parts, recurrent: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
     """The largest of the median errors of all rounds, from an empty row and from one with zero
     states."""
-    states, worst = RecurrentStates(found, 1), 0.0
+    states, worst = RecurrentStates(recurrent, 1), 0.0
     for begin_fresh in (True, False):
         keys: dict[int, tuple[Tensor, Tensor]] = {}
         past = 0

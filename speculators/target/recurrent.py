@@ -86,7 +86,7 @@ def _cut(
     if isinstance(value, Cache):
         return value if cache is None else cache
     if isinstance(value, (tuple, list)):
-        return type(value)(_cut(each, shape, rows, slots, cache) for each in value)
+        return type(value)(_cut(entry, shape, rows, slots, cache) for entry in value)
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
         return value
     if value.shape[0] == shape[0]:
@@ -135,39 +135,39 @@ class RecurrentStates:
         that its cache must have. fresh: the rows are empty."""
         fresh = fresh or not self._held
         layers = self._load(slice(start, stop), fresh)
-        made = self._forward = _Forward(start, stop, T, fresh, layers)
-        made.left = set(range(start, stop))
-        with self.of.recording(made.calls, (stop - start, T), fresh):
-            yield made.layers
+        forward = self._forward = _Forward(start, stop, T, fresh, layers)
+        forward.left = set(range(start, stop))
+        with self.of.recording(forward.calls, (stop - start, T), fresh):
+            yield forward.layers
 
     def keep(self, start: int, counts: Sequence[int]) -> None:
         """The states of row start + i move on by the first counts[i] tokens of the last forward."""
-        made, groups = self._forward, {}
+        forward, groups = self._forward, {}
         for row, count in enumerate(counts, start):
             if count:
                 groups.setdefault(count, []).append(row)
         for count, rows in groups.items():
-            if made is None or not made.left.issuperset(rows) or count > made.T:
+            if forward is None or not forward.left.issuperset(rows) or count > forward.T:
                 raise ConfigError(
                     f"{count} tokens of {rows} were not read", where="RecurrentStates.keep"
                 )
-            index = on_device(rows, next(_states(made.layers))[1].device)
-            if count == made.T:
-                self._store(index, made.layers, index - made.start)
+            index = on_device(rows, next(_states(forward.layers))[1].device)
+            if count == forward.T:
+                self._store(index, forward.layers, index - forward.start)
             else:
-                self._store(index, self._again(made, index, count), None)
-            made.left.difference_update(rows)
-        if made is not None and not made.left:
+                self._store(index, self._again(forward, index, count), None)
+            forward.left.difference_update(rows)
+        if forward is not None and not forward.left:
             self._forward = None
 
-    def _again(self, made: _Forward, rows: Tensor, count: int) -> list:
+    def _again(self, forward: _Forward, rows: Tensor, count: int) -> list:
         """The layers of a cache after the first `count` tokens of these rows."""
-        layers = self._load(rows, made.fresh)
-        own = {"rows": rows - made.start, "slots": slice(0, count), "cache": StateCache(layers)}
-        cut = partial(_cut, shape=(made.stop - made.start, made.T), **own)
-        for forward, args, kwargs in made.calls:
+        layers = self._load(rows, forward.fresh)
+        own = {"rows": rows - forward.start, "slots": slice(0, count), "cache": StateCache(layers)}
+        cut = partial(_cut, shape=(forward.stop - forward.start, forward.T), **own)
+        for mixer, args, kwargs in forward.calls:
             inputs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
-            self.of.mix(forward, *inputs, (len(rows), count), made.fresh)
+            self.of.mix(mixer, *inputs, (len(rows), count), forward.fresh)
         return layers
 
     # ------------------------------------------------------------------ rows
@@ -187,13 +187,13 @@ class RecurrentStates:
         layers = [new(n) for n in self.of.num_states]
         if not fresh:
             for (layer, kind, i), held in self._held.items():
-                made, state = layers[layer], held[rows].clone()
-                assert made is not None
-                getattr(made, kind)[i] = state
-                getattr(made, f"is_{kind}_initialized")[i] = True
+                loaded, state = layers[layer], held[rows].clone()
+                assert loaded is not None
+                getattr(loaded, kind)[i] = state
+                getattr(loaded, f"is_{kind}_initialized")[i] = True
                 if kind == "conv_states":
-                    made.conv_kernel_size[i] = state.shape[-1]
-                made.has_previous_state[i] = True
+                    loaded.conv_kernel_size[i] = state.shape[-1]
+                loaded.has_previous_state[i] = True
         return layers
 
     def _store(self, rows: Tensor, layers: list, inside: Tensor | None) -> None:

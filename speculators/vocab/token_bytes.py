@@ -132,8 +132,8 @@ class _Decoder:
 
     def byte_of(self, token: str) -> int | None:
         """The byte that a token such as <0x41> stands for, where such tokens do."""
-        found = _BYTE_TOKEN.fullmatch(token) if self.bytes_by == "ByteFallback" else None
-        return int(found[1], 16) if found else None
+        match = _BYTE_TOKEN.fullmatch(token) if self.bytes_by == "ByteFallback" else None
+        return int(match[1], 16) if match else None
 
 
 def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:

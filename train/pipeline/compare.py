@@ -78,7 +78,7 @@ def train(path: Path, changes: Sequence[str]) -> None:
 
 def entry(name: str, recipe: Recipe) -> Entry:
     folders = [checkpoints(recipe, stage) for stage, _ in recipe.training_stages()]
-    newest = [found for folder in folders if (found := checkpoint.latest(folder)) is not None]
+    newest = [file for folder in folders if (file := checkpoint.latest(folder)) is not None]
     states = [checkpoint.read_state(folder) for folder in newest]
     return {
         "name": name,

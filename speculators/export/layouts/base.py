@@ -174,12 +174,12 @@ class Layout:
         """Fills `drafter` from the safetensors of `folder`. CheckpointError names every tensor at
         fault."""
         config = drafter.config
-        found = self.canonical(self._stored(config, folder), config)
-        refuse(self.faults(found, config), folder)
-        state = {inside: found[name] for name, (inside, _) in self.tensors(config).items()}
+        tensors = self.canonical(self._stored(config, folder), config)
+        refuse(self.faults(tensors, config), folder)
+        state = {inside: tensors[name] for name, (inside, _) in self.tensors(config).items()}
         state = dict(self.packed(state))
         if config.reduced_vocabulary:
-            state["target_ids"] = from_offsets(found["d2t"], config.vocab_size, str(folder))
+            state["target_ids"] = from_offsets(tensors["d2t"], config.vocab_size, str(folder))
         drafter.load_state_dict(state, strict=True)
 
     def _stored(self, config: DrafterConfig, folder: Path) -> dict[str, Tensor]:
@@ -192,24 +192,24 @@ class Layout:
                 tensors |= {name: reader.get_tensor(name) for name in own}
         return tensors
 
-    def faults(self, found: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
+    def faults(self, tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[Fault]:
         """Lists all differences between the tensors and the table."""
         zeros = self.zeros(config)
         shapes = {name: shape for name, (_, shape) in self.tensors(config).items()}
         if config.reduced_vocabulary:
             shapes["d2t"] = (config.draft_vocab_size,)
-        faults = [self.missing(name) for name in sorted(set(shapes) - set(found))]
+        faults = [self.missing(name) for name in sorted(set(shapes) - set(tensors))]
         known = {*shapes, *zeros, *self.ignored}
-        faults += [self.unexpected(name) for name in sorted(set(found) - known)]
+        faults += [self.unexpected(name) for name in sorted(set(tensors) - known)]
         faults += [
             Fault(name, f"{name} is not zero", "vLLM drops it")
             for name in zeros
-            if name in found and found[name].any()
+            if name in tensors and tensors[name].any()
         ]
         for name in shapes:
-            if name in found and tuple(found[name].shape) != shapes[name]:
-                faults.append(misshaped(name, found[name].shape, shapes[name]))
-            elif name in found and not torch.isfinite(found[name].float()).all():
+            if name in tensors and tuple(tensors[name].shape) != shapes[name]:
+                faults.append(misshaped(name, tensors[name].shape, shapes[name]))
+            elif name in tensors and not torch.isfinite(tensors[name].float()).all():
                 faults.append(not_finite(name))
         return faults
 
@@ -224,11 +224,11 @@ class Layout:
 
     def inspect(self, config: DrafterConfig, folder: Path) -> tuple[dict[str, Tensor], list[Fault]]:
         """The drafter's tensors under the names of `tensors`, and their faults."""
-        found = self._stored(config, folder)
+        tensors = self._stored(config, folder)
         if self.bare:
-            found = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
-        found = self.canonical(found, config)
-        return found, self.faults(found, config)
+            tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        tensors = self.canonical(tensors, config)
+        return tensors, self.faults(tensors, config)
 
     def field_faults(self, fields: Fields, plain: Fields, names: set[str]) -> Iterator[Fault]:
         """What `from_config` takes from config.json without a word, and an engine otherwise or not
@@ -294,9 +294,9 @@ class Layout:
         """The inverse of `unpacked`."""
         return state
 
-    def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+    def canonical(self, tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         """Renames tensors of published checkpoints to the names of `tensors`."""
-        return found
+        return tensors
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
@@ -343,8 +343,8 @@ class WeightsError(CheckpointError):
         self.faults = list(faults)
 
 
-def misshaped(name: str, found: Sequence[int], expected: Sequence[int]) -> Fault:
-    text = f"{name} has shape {list(found)}, expected {list(expected)}"
+def misshaped(name: str, shape: Sequence[int], expected: Sequence[int]) -> Fault:
+    text = f"{name} has shape {list(shape)}, expected {list(expected)}"
     return Fault(name, f"{text}; check the sizes in config.json", REFUSES)
 
 

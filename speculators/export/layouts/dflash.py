@@ -102,13 +102,13 @@ class DFlashLayout(Layout):
 
     # -------------------------------------------------------------- tensors
 
-    def canonical(self, found: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+    def canonical(self, tensors: dict[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         def canonical(name: str) -> str:
             plain = name.removeprefix("model.")
             alias = next((short for short in ALIASES if plain.startswith(short)), None)
             return plain if alias is None else ALIASES[alias] + plain.removeprefix(alias)
 
-        return {canonical(name): tensor for name, tensor in found.items()}
+        return {canonical(name): tensor for name, tensor in tensors.items()}
 
     # -------------------------------------------------------------- fields
 

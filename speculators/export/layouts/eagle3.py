@@ -109,5 +109,5 @@ class Eagle3Layout(Layout):
         """Fields of a family that is EAGLE-3 and more."""
         return {}
 
-    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        return {self.name_in_file(name, config): tensor for name, tensor in found.items()}
+    def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        return {self.name_in_file(name, config): tensor for name, tensor in tensors.items()}

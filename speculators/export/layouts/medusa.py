@@ -83,11 +83,11 @@ class MedusaLayout(Layout):
             dtype=source.dtype,
         )
 
-    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """`{head}.{block}.linear.weight` and `{head}.{blocks}.weight` are FasterDecoding's
         names."""
         named = {}
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if match := _PUBLISHED_BLOCK.match(name):
                 name = f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"
             elif (match := _PUBLISHED_HEAD.match(name)) and int(match[2]) == config.num_layers:

@@ -67,20 +67,20 @@ class MLPLayout(Layout):
             **{switch: bool(fields.get(switch, False)) for switch in SWITCHES},
         )
 
-    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """One copy of every tied tensor. CheckpointError if copies in the file differ: one of them
         would be lost."""
         kept: dict[str, Tensor] = {}
         source: dict[str, str] = {}
-        for name in sorted(found):
+        for name in sorted(tensors):
             stored = _kept(name, config)
-            if stored in kept and not torch.equal(kept[stored], found[name]):
+            if stored in kept and not torch.equal(kept[stored], tensors[name]):
                 raise CheckpointError(
                     f"{source[stored]} and {name} differ, but config.json says tie_weights: true;"
                     " set it to false if the heads were trained apart",
                     where="tie_weights",
                 )
-            kept.setdefault(stored, found[name])
+            kept.setdefault(stored, tensors[name])
             source.setdefault(stored, name)
         return kept
 

@@ -170,6 +170,6 @@ def _modules(names: set[str]) -> tuple[str, set[str]]:
     """The layout that the tensors are named in, and the numbers of the modules found; none where it
     is no module."""
     for layout, known in NAMES.items():
-        if modules := {found[1] for name in names if (found := re.match(known.module, name))}:
+        if modules := {match[1] for name in names if (match := re.match(known.module, name))}:
             return layout, modules
     return "mimo", set()

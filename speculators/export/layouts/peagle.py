@@ -37,8 +37,8 @@ class PEagleLayout(Eagle3Layout):
             **({} if token is None else {"mask_token_id": token}),
         }
 
-    def canonical(self, found: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        found = super().canonical(found, config)
-        if MASK in found and found[MASK].shape[:-1].numel() == 1:
-            found[MASK] = found[MASK].flatten()
-        return found
+    def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        tensors = super().canonical(tensors, config)
+        if MASK in tensors and tensors[MASK].shape[:-1].numel() == 1:
+            tensors[MASK] = tensors[MASK].flatten()
+        return tensors

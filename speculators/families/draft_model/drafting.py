@@ -118,8 +118,8 @@ class TokenDrafter(Drafter):
             return self._known(token_ids), counts
         given = on_device(list(counts), token_ids.device)
         empty = on_device([n == 0 for n in before], token_ids.device, torch.bool)
-        ids, found = self.token_map.spell_rows(token_ids, given, empty)
-        return ids, found.tolist()
+        ids, lengths = self.token_map.spell_rows(token_ids, given, empty)
+        return ids, lengths.tolist()
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
         """One pass over M new tokens per row, written at each row's own length: states [b, M,

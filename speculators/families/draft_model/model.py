@@ -229,10 +229,10 @@ class DraftModel(TokenDrafter):
                 f"the draft model's tokenizer is not the target's: {reason}. Choose a draft model"
                 f" of the target's family, or set {where} to draft the tokens that both have"
             )
-        found = TokenMap.between(
+        token_map = TokenMap.between(
             of_target, self.tokenizer, self.target.vocab_size, self.config.vocab_size
         )
-        self.token_map = found.to(next(self.parameters()).device)
+        self.token_map = token_map.to(next(self.parameters()).device)
         self.config = self.config.model_copy(update={"other_tokenizer": True})
 
     def cache_length(self, slots: int) -> int:
@@ -293,8 +293,9 @@ class DraftModel(TokenDrafter):
             ids, segments, ends = spelt.input_ids, spelt.segment_ids, spelt.ends
             positions = self._positions(spelt.position_ids)
         rows = (self._known(ids), positions, segments, segments >= 0)
-        found = self.runner.features(*rows, gradients=torch.is_grad_enabled(), autocast=True)
-        own = found.last_hidden  # [B, T', D]
+        own = self.runner.features(
+            *rows, gradients=torch.is_grad_enabled(), autocast=True
+        ).last_hidden  # [B, T', D]
         if ends is not None:  # after each target token; zero before the first
             states = own.gather(1, ends.clamp(min=0)[..., None].expand(-1, -1, own.shape[-1]))
             own = torch.where(ends[..., None] < 0, 0.0, states)
