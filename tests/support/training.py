@@ -47,7 +47,12 @@ def make_rows(count: int = 24, vocab: int = 100) -> list[PackedRow]:
 
 
 def make_recipe(
-    family: str = "eagle3", *, on_policy: dict | None = None, joint: dict | None = None, **training
+    family: str = "eagle3",
+    *,
+    drafter: dict | None = None,
+    on_policy: dict | None = None,
+    joint: dict | None = None,
+    **training,
 ) -> Recipe:
     defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     return recipe_of(
@@ -56,7 +61,7 @@ def make_recipe(
             "family": family,
             "target": {"model": "tiny"},
             "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": SHAPES[family],
+            "drafter": SHAPES[family] if drafter is None else drafter,
             "loss": {"forward_kl": 1.0},
             "regenerate": {"batch_size": 3},
             "evaluation": {"num_speculative_tokens": 2},

@@ -63,23 +63,16 @@ class Stages:
 
     def _advance(self, bar: Progress, title: str) -> Advance:
         task, last = bar.tasks[0], time.monotonic()
-        first: tuple[float, float] | None = None  # time and units, without those found done
 
         def advance(done: float, note: str = "", total: float | None = None) -> None:
-            nonlocal last, first
+            nonlocal last
             bar.update(task.id, completed=done, total=total or None, note=note)  # None: as it was
-            now, most = time.monotonic(), task.total
-            began, before = first = first or (now, done)
-            if self.console.is_terminal or now - last < LINE_EVERY:
+            if self.console.is_terminal or time.monotonic() - last < LINE_EVERY:
                 return
-            last = now
-            left = ""
-            if most and done > before:
-                left = f", {(now - began) / (done - before) * (most - done):.0f} s left"
-            self.console.print(
-                f"{title}: {done:g}/{most or '?'}{left}{', ' * bool(note)}{note}",
-                markup=False,
-                highlight=False,
-            )
+            last, parts = time.monotonic(), [f"{title}: {done:g}/{task.total or '?'}"]
+            if task.time_remaining:
+                parts.append(f"{task.time_remaining:.0f} s left")
+            text = ", ".join([*parts, note] if note else parts)
+            self.console.print(text, markup=False, highlight=False)
 
         return advance

@@ -20,7 +20,6 @@ from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.run import held_out_evaluation
 from draftsmith.train.recipe.drafter_config import drafter_config
-from draftsmith.train.recipe.recipe import recipe_class
 from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.cases import OPT
@@ -33,29 +32,21 @@ from tests.train.features import test_feature_cache as caches
 TEXTS = {t: [Response("w", (5, 6, 7), (8, 9, 10, 11, 12), t, 0)] for t in (0.0, 1.0)}
 SMALL = {"draft_vocab_size": 60, "unroll_steps": 3}
 FITTED = {**SMALL, "norm_before_residual": True, "init": "least_squares"}
+NORMS, HEADS = {"fc_norm": True, "norm_output": True}, {"num_heads": 3, "unroll_steps": 3}
 MUON = {"optimizer": "muon", "keep_features_gb": 1.0}
 RECOMPUTED = {"activation_checkpointing": True, "gradient_accumulation_steps": 2}
-CASES: dict[
-    str, tuple[str, dict[str, Any], dict[str, Any]]
-] = {  # family, drafter section, training section
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # family, drafter section, training section
+CASES: dict[str, Case] = {
     "eagle3": ("eagle3", SMALL, {}),
     "eagle3, fitted": ("eagle3", FITTED, MUON),
-    "eagle3, 3.1, fitted": (
-        "eagle3",
-        {**FITTED, "fc_norm": True, "norm_output": True},
-        RECOMPUTED,
-    ),
+    "eagle3, 3.1, fitted": ("eagle3", {**FITTED, **NORMS}, RECOMPUTED),
     "eagle3, own embeddings": ("eagle3", {**SMALL, "own_embeddings": True}, {}),
     "eagle": ("eagle", {}, RECOMPUTED),
     "eagle, HASS": ("eagle", {"unroll_steps": 3, "detach": True, "feature_noise": 0.0}, {}),
     "eagle, own embeddings": ("eagle", {"own_embeddings": True}, MUON),
     "eagle, pass through": ("eagle", {"init": "pass_through"}, {}),
-    "medusa": ("medusa", {"num_heads": 3, "unroll_steps": 3}, RECOMPUTED),
-    "medusa, fitted": (
-        "medusa",
-        {"num_heads": 3, "unroll_steps": 3, "init": "least_squares"},
-        MUON,
-    ),
+    "medusa": ("medusa", HEADS, RECOMPUTED),
+    "medusa, fitted": ("medusa", {**HEADS, "init": "least_squares"}, MUON),
     "mlp": ("mlp", {"inner_dim": 24}, MUON),
     "mlp, tied": ("mlp", {"inner_dim": 24, "tie_weights": True}, RECOMPUTED),
     "mtp": ("mtp", {}, MUON),
@@ -70,14 +61,8 @@ CASES: dict[
 class Accelerator:
     """accelerate's, as far as the loop asks, on the claimed device."""
 
-    device, num_processes, process_index, is_main_process, distributed_type = (
-        DEVICE,
-        1,
-        0,
-        True,
-        None,
-    )
-    state = SimpleNamespace()
+    device, distributed_type, state = DEVICE, None, SimpleNamespace()
+    num_processes, process_index, is_main_process = 1, 0, True
 
     def autocast(self):
         return contextlib.nullcontext()
@@ -93,25 +78,8 @@ def on_device(name: str, **changed: Any):
 def make_trainer(
     folder: Path, family: str, drafter: dict[str, Any], training: dict[str, Any], rows=None
 ) -> Trainer:
-    sizes = {
-        "steps": 2,
-        "batch_size": 2,
-        "save_every": 2,
-        "eval_every": 2,
-        "mixed_precision": "no",
-        **training,
-    }
-    recipe = recipe_class(family).model_validate(
-        {
-            "name": "t",
-            "family": family,
-            "target": {"model": "t"},
-            "data": {"train": [{"path": "x"}], "max_length": 48},
-            "drafter": drafter,
-            "training": sizes,
-            "evaluation": {"num_speculative_tokens": 3},
-        }
-    )
+    sizes = {"steps": 2, "eval_every": 2, **training}
+    recipe = make_recipe(family, drafter=drafter, **sizes)
     probe = FrozenTarget(on_device("llama"))
     config = drafter_config(recipe, probe)
     target = FrozenTarget(probe.model, config.tap_layers)
