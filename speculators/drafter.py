@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.layers.decoder import DecoderLayer
 from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_linears
 from draftsmith.speculators.options import DrafterOptions
-from draftsmith.speculators.precision import on_host
+from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 
@@ -59,6 +60,27 @@ class DraftInput:
     taps: Tensor | None
     last_hidden: Tensor | None
     counts: Sequence[int]
+
+    def newest(self, x: Tensor) -> Tensor:
+        """x [b, M, ...] of the slots -> that of the newest slot of each row [b, ...]."""
+        last = on_device(self.counts, x.device) - 1
+        return x[torch.arange(len(last), device=x.device), last]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Row start + i of the cache has counts[i] slots more."""
+        for row, count in enumerate(counts, self.start):
+            self.cache.advance(row, count)
+
+    @contextmanager
+    def drafting(self) -> Iterator[list[int]]:
+        """Inside, slots of drafts are appended, which the cache forgets afterwards; yields the
+        lengths of the rows."""
+        lengths = list(self.cache.lengths[self.start : self.stop])
+        try:
+            yield lengths
+        finally:
+            for row, length in enumerate(lengths, self.start):
+                self.cache.truncate(row, length)
 
 
 class DraftLogits(NamedTuple):
@@ -275,16 +297,23 @@ class Drafter(nn.Module):
         them."""
         return self
 
+    @torch.no_grad()
     def freeze(self) -> Drafter:
-        """Prepares the head for drafting: evaluation mode, no gradients, fused weights where a
-        family has them. `train()` or a change of dtype or device removes the fused weights."""
+        """Prepares the head for drafting: evaluation mode, no gradients, fused weights. `train()`
+        or a change of dtype or device removes the fused weights."""
         self.eval().requires_grad_(False)
         freeze_linears(self)
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                module.fuse()
         return self
 
     def thaw(self) -> None:
         """Removes the fused weights that `freeze` made."""
         thaw_linears(self)
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                module.unfuse()
 
     def decode_with(self, forward_of: Callable[[FrozenTarget], Any]) -> None:
         """Offers a drafter that is a language model, and frozen, the runtime's forward of its

@@ -25,7 +25,7 @@ from draftsmith.speculators.drafter import (
     valid_terms,
 )
 from draftsmith.speculators.layers.checkpointing import kept_or_recomputed
-from draftsmith.speculators.precision import on_device, to_device
+from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import TargetFeatures
 
 
@@ -87,13 +87,15 @@ class SlotwiseDrafter(Drafter):
     def append(self, inputs: DraftInput) -> None:
         """See `Drafter.append`: such a cache holds lengths alone."""
         inputs.cache.reserve(inputs.start, inputs.stop, inputs.token_ids.shape[1])
-        for row, count in enumerate(inputs.counts, inputs.start):
-            inputs.cache.advance(row, count)
+        inputs.advance(inputs.counts)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`."""
         self.append(inputs)
-        state, token_ids = self._newest(inputs)
+        state, token_ids = (
+            self.start(inputs.newest(inputs.last_hidden)),
+            inputs.newest(inputs.token_ids),
+        )
         for depth in range(k):
             state = self.advance(state, token_ids, depth)
             token_ids = yield DraftLogits(self.head(self.read(state, depth), depth))
@@ -101,7 +103,10 @@ class SlotwiseDrafter(Drafter):
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. Heads that read no draft are computed once per depth."""
         self.append(inputs)
-        state, tokens = self._newest(inputs)
+        state, tokens = (
+            self.start(inputs.newest(inputs.last_hidden)),
+            inputs.newest(inputs.token_ids),
+        )
         states, tokens, depth = state[:, None], tokens[:, None], 0  # [b, w, S], [b, w]
         while True:
             rows = states if self.reads_drafts else states[:, :1]
@@ -113,9 +118,3 @@ class SlotwiseDrafter(Drafter):
             state = state.unflatten(0, (b, w)).expand(-1, tokens.shape[1], -1)
             states, tokens = level.of_parents(state), level.token_ids
             depth += 1
-
-    def _newest(self, inputs: DraftInput) -> tuple[Tensor, Tensor]:
-        """The state before depth 0 [b, S] and the token [b] of each row's newest slot."""
-        rows = torch.arange(len(inputs.counts), device=inputs.token_ids.device)
-        newest = on_device(inputs.counts, rows.device) - 1
-        return self.start(inputs.last_hidden[rows, newest]), inputs.token_ids[rows, newest]

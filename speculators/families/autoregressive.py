@@ -171,34 +171,26 @@ class ChainDrafter(Drafter):
         """See `Drafter.draft_steps`: one forward per depth."""
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         state = self._append(inputs)
-        lengths = cache.lengths[start:stop]
-        try:
+        with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(self.head(state[:, 0]))
             for _ in range(k - 1):
                 state = self._extend(cache, start, stop, token_ids[:, None], state)
-                for row in range(start, stop):
-                    cache.advance(row, 1)
+                inputs.advance([1] * len(lengths))
                 token_ids = yield DraftLogits(self.head(state[:, 0]))
-        finally:
-            for row, length in enumerate(lengths, start):
-                cache.truncate(row, length)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`."""
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        states = self._append(inputs)
-        base, depth = cache.lengths[start:stop], 0
-        while (level := grow(self.head(states))) is not None:
-            mask = cache.tree_mask(start, stop, base, level.visible)[0]
-            position_ids = on_device(base, states.device)[:, None] + depth
-            placed = (position_ids.expand_as(level.token_ids), mask)
-            parents = level.of_parents(states)
-            states = self._extend(cache, start, stop, level.token_ids, parents, placed=placed)
-            depth += 1
-            for row in range(start, stop):
-                cache.advance(row, level.token_ids.shape[1])
-        for row, length in enumerate(base, start):
-            cache.truncate(row, length)
+        states, depth = self._append(inputs), 0
+        with inputs.drafting() as base:
+            while (level := grow(self.head(states))) is not None:
+                mask = cache.tree_mask(start, stop, base, level.visible)[0]
+                position_ids = on_device(base, states.device)[:, None] + depth
+                placed = (position_ids.expand_as(level.token_ids), mask)
+                parents = level.of_parents(states)
+                states = self._extend(cache, start, stop, level.token_ids, parents, placed=placed)
+                depth += 1
+                inputs.advance([level.token_ids.shape[1]] * len(base))
 
     def _append(self, inputs: DraftInput, queries: Asked = None) -> Tensor:
         """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is
@@ -206,12 +198,8 @@ class ChainDrafter(Drafter):
         state = self.first_state(inputs.taps, inputs.last_hidden)
         rows = (inputs.cache, inputs.start, inputs.stop)
         states = self._extend(*rows, inputs.token_ids, state, queries)
-        for row, count in enumerate(inputs.counts, inputs.start):
-            inputs.cache.advance(row, count)
-        if states.shape[1] <= 1:
-            return states
-        last = on_device(inputs.counts, states.device) - 1
-        return states[torch.arange(len(last), device=states.device), last][:, None]
+        inputs.advance(inputs.counts)
+        return states if states.shape[1] <= 1 else inputs.newest(states)[:, None]
 
     def _extend(
         self,
@@ -284,18 +272,6 @@ class DecoderChain(ChainDrafter):
         for layer in self.layers:
             layer.self_attn.o_proj.weight.mul_(0.2)
             layer.mlp.down_proj.weight.mul_(0.2)
-
-    @torch.no_grad()
-    def freeze(self) -> Drafter:
-        super().freeze()
-        for layer in self.layers:
-            layer.fuse()
-        return self
-
-    def thaw(self) -> None:
-        super().thaw()
-        for layer in self.layers:
-            layer.unfuse()
 
 
 def slots_in_use(needed: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, RMSNorm,
 from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.queries import Blocks, in_window
 from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
-from draftsmith.speculators.precision import on_device, on_host, to_device
+from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 
 ANCHORS = 512  # blocks trained per row, as published
@@ -408,14 +408,13 @@ class DFlash(Drafter):
         view = cache.view(start, stop, M)
         for i, (key, value) in enumerate(self.context(inputs.taps, rotary)):
             view.update(key, value, i)
-        for row, count in enumerate(inputs.counts, start):
-            cache.advance(row, count)
+        inputs.advance(inputs.counts)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`. All `k` states come from one forward of k slots, or k + 1 with
         `fill_in`."""
         self.append(inputs)
-        tokens = _newest(inputs.token_ids, inputs.counts)
+        tokens = inputs.newest(inputs.token_ids)
         states = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k)
         base = self._base_of(states)
         for depth in range(k):
@@ -427,7 +426,7 @@ class DFlash(Drafter):
         """See `Drafter.draft_tree`. One block serves all branches: marginals where drafts are not
         read, otherwise the distribution after each parent."""
         self.append(inputs)
-        tokens = _newest(inputs.token_ids, inputs.counts)[:, None]  # [b, w]
+        tokens = inputs.newest(inputs.token_ids)[:, None]  # [b, w]
         states = self._block(inputs.cache, inputs.start, inputs.stop, tokens[:, 0], k)
         base = self._base_of(states)
         for depth in range(k):
@@ -474,21 +473,3 @@ class DFlash(Drafter):
 
     def cache_length(self, slots: int) -> int:
         return slots + self.config.block_size
-
-    @torch.no_grad()
-    def freeze(self) -> Drafter:
-        super().freeze()
-        for layer in self.layers:
-            layer.fuse()
-        return self
-
-    def thaw(self) -> None:
-        super().thaw()
-        for layer in self.layers:
-            layer.unfuse()
-
-
-def _newest(token_ids: Tensor, counts: Sequence[int]) -> Tensor:
-    """[b, M] -> [b], the last of each row's counts[i]."""
-    last = on_device(counts, token_ids.device) - 1
-    return token_ids.gather(1, last[:, None])[:, 0]

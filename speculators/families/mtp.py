@@ -209,18 +209,6 @@ class Mtp(ChainDrafter):
         self.final_norm.weight.copy_(scale - 1 if shifted else scale)
         return self
 
-    @torch.no_grad()
-    def freeze(self) -> Mtp:
-        super().freeze()
-        if isinstance(self.layer, DecoderLayer):
-            self.layer.fuse()
-        return self
-
-    def thaw(self) -> None:
-        super().thaw()
-        if isinstance(self.layer, DecoderLayer):
-            self.layer.unfuse()
-
     # -------------------------------------------------------------- shared by training and drafting
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:

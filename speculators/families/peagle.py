@@ -130,8 +130,7 @@ class PEagle(Eagle3):
         state = nn.functional.pad(self.first_state(inputs.taps, None), (0, 0, 0, k - 1))
         state = torch.where(known[..., None], state, self._unknown())
         states = self._extend(inputs.cache, inputs.start, inputs.stop, ids, state)
-        for row, count in enumerate(inputs.counts, inputs.start):
-            inputs.cache.advance(row, count)
+        inputs.advance(inputs.counts)
         slots = true - 1 + torch.arange(k, device=ids.device)  # [b, k]
         chosen = states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
         return self.head(chosen.flatten(0, 1)).unflatten(0, (b, k))

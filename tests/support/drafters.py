@@ -148,24 +148,18 @@ class FakeHead:
     def append(self, inputs):
         features = torch.cat([inputs.taps, inputs.last_hidden], -1) @ self.project
         state = self._extend(inputs.cache, inputs.start, inputs.stop, inputs.token_ids, features)
-        for row, count in enumerate(inputs.counts, inputs.start):
-            inputs.cache.advance(row, count)
+        inputs.advance(inputs.counts)
         return torch.stack([state[i, max(count - 1, 0)] for i, count in enumerate(inputs.counts)])
 
     def draft_steps(self, inputs, k):
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         state = self.append(inputs)
-        lengths = cache.lengths[start:stop]
-        try:
+        with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(state @ self.output)
             for _ in range(k - 1):
                 state = self._extend(cache, start, stop, token_ids[:, None], state[:, None])[:, 0]
-                for row in range(start, stop):
-                    cache.advance(row, 1)
+                inputs.advance([1] * len(lengths))
                 token_ids = yield DraftLogits(state @ self.output)
-        finally:
-            for row, length in enumerate(lengths, start):
-                cache.truncate(row, length)
 
     def _extend(self, cache, start, stop, token_ids, features):
         """features [b, M, D] -> states [b, M, D]."""

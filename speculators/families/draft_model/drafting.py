@@ -62,27 +62,20 @@ class TokenDrafter(Drafter):
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
         states = self._extend(cache, start, stop, ids)
-        for row, count in enumerate(counts, start):
-            cache.advance(row, count)
+        inputs.advance(counts)
         return self._newest(cache, start, stop, states, counts)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
         """See `Drafter.draft_steps`: one forward per depth."""
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        state = self.append(inputs)
-        lengths = cache.lengths[start:stop]
-        try:
+        state, one_each = self.append(inputs), [1] * (stop - start)  # spelt by one: they are shared
+        with inputs.drafting() as lengths:
             token_ids = yield DraftLogits(self.head(state))
             for _ in range(k - 1):
-                one_each = [1] * (stop - start)  # shared tokens are spelt by one
                 ids, _ = self._spelt(token_ids[:, None], one_each, lengths)
                 state = self._extend(cache, start, stop, ids)[:, 0]
-                for row in range(start, stop):
-                    cache.advance(row, 1)
+                inputs.advance(one_each)
                 token_ids = yield DraftLogits(self.head(state))
-        finally:
-            for row, length in enumerate(lengths, start):
-                cache.truncate(row, length)
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
         """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of
@@ -90,24 +83,21 @@ class TokenDrafter(Drafter):
         if self.token_map is not None:
             raise ConfigError("a draft model with another tokenizer drafts chains; ask for no tree")
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
-        states = self.append(inputs)[:, None]
-        base, depth = cache.lengths[start:stop], 0
-        first = on_device(base, states.device)[:, None]
-        depths = first.new_zeros(len(base), 0)  # of all drafts so far
-        while (level := grow(self.head(states))) is not None:
-            mask, index = cache.tree_mask(start, stop, base, level.visible)
-            width, spread = level.token_ids.shape[1], level.visible.shape[2]
-            depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)
-            of_drafts = depths.gather(1, index.clamp(0, spread - 1))
-            keys = first + torch.where(index < 0, index, of_drafts)
-            positions = self._positions(first + depth).expand(-1, width)
-            ids, view = self._known(level.token_ids), cache.view(start, stop, width)
-            states = self._run(ids, positions, mask, view, keys)[1]
-            for row in range(start, stop):
-                cache.advance(row, width)
-            depth += 1
-        for row, length in enumerate(base, start):
-            cache.truncate(row, length)
+        states, depth = self.append(inputs)[:, None], 0
+        with inputs.drafting() as base:
+            first = on_device(base, states.device)[:, None]
+            depths = first.new_zeros(len(base), 0)  # of all drafts so far
+            while (level := grow(self.head(states))) is not None:
+                mask, index = cache.tree_mask(start, stop, base, level.visible)
+                width, spread = level.token_ids.shape[1], level.visible.shape[2]
+                depths = torch.cat([depths, depths.new_full((len(base), width), depth)], dim=1)
+                of_drafts = depths.gather(1, index.clamp(0, spread - 1))
+                keys = first + torch.where(index < 0, index, of_drafts)
+                positions = self._positions(first + depth).expand(-1, width)
+                ids, view = self._known(level.token_ids), cache.view(start, stop, width)
+                states = self._run(ids, positions, mask, view, keys)[1]
+                inputs.advance([width] * len(base))
+                depth += 1
 
     def _spelt(
         self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]
