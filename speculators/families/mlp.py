@@ -49,12 +49,6 @@ class MLPConfig(DrafterConfig):
         width = fields.get("inner_dim") or fields.get("hidden_size")
         return {**fields, "inner_dim": width, "hidden_size": width}
 
-    @model_validator(mode="after")
-    def _something_to_tie(self) -> Self:
-        if self.tie_weights and self.n_predict < 2:
-            raise ValueError("tie_weights shares tensors between heads, and n_predict is 1")
-        return self
-
     @property
     def max_drafts(self) -> int:
         return self.n_predict

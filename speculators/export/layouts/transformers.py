@@ -85,16 +85,11 @@ class TransformersMtpLayout(_Transformers, MtpLayout):
     vllm_arguments = ""
 
     def check(self, config: Any, format_: str) -> None:
-        if config.layout != "mimo":
+        if (config.layout, config.hidden_state) != ("mimo", "normed"):
             raise ConfigError(
-                f"layout {config.layout}: put the module into its"
-                " target's checkpoint (draftsmith export --into) and generate with use_mtp=True",
-                where="export format transformers",
-            )
-        if config.hidden_state != "normed":
-            raise ConfigError(
-                f"hidden_state {config.hidden_state}: transformers"
-                " hands over the state after the final norm; serve it with vLLM",
+                f"layout {config.layout}, hidden_state {config.hidden_state}: a layer of its own"
+                " and normed states run there; put other modules into their target's checkpoint"
+                " (draftsmith export --into)",
                 where="export format transformers",
             )
 

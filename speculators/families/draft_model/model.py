@@ -45,13 +45,10 @@ class DraftModelConfig(DrafterConfig):
         False, description="drafts by a map between its tokens and the target's"
     )
 
-    @property
-    def size(self) -> str:
-        model = config_of(self.model)
-        return f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
-
     def describe(self) -> str:
-        return f"a causal LM of its own: {self.model.get('model_type')}, {self.size}"
+        model = config_of(self.model)
+        size = f"{model.num_hidden_layers} x {self.hidden_size}, {model.num_attention_heads} heads"
+        return f"a causal LM of its own: {model.model_type}, {size}"
 
 
 class DraftModelOptions(DrafterOptions):
