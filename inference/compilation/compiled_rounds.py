@@ -21,7 +21,7 @@ from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.drafter import BestChain, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import BestChain, HeadProposer
 from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.autoregressive import ChainDrafter

@@ -47,7 +47,7 @@ from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget

@@ -21,7 +21,7 @@ from transformers import (
 from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
 from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.speculators.errors import CheckpointError, ConfigError

@@ -149,8 +149,7 @@ def evaluate(
     suites        measured as well, their categories as workloads of their own, with an `all` for
                   each suite
     method        drafting without a checkpoint (ngram, suffix); `drafter` is then None
-    engine        makes the engine that is measured: this runtime, or vLLM (vllm_bridge/engine.py,
-                  server.py)
+    engine        makes the engine that is measured: this runtime, or vLLM (`vllm_bridge`)
     llm_options   further options of LLM (dtype, device, revision, trust_remote_code, tokenizer)
     provenance    fields of report.Provenance that only the caller knows (recipe_name,
                   recipe_sha256, …)

@@ -33,10 +33,10 @@ from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import package_version
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter
+from draftsmith.inference.server.api_errors import APIError, error_json, error_response, fault
 from draftsmith.inference.server.engine_thread import EngineThread, Ticket
-from draftsmith.inference.server.errors import APIError, error_json, error_response, fault
-from draftsmith.inference.server.metrics import ServerMetrics
 from draftsmith.inference.server.options import ServerOptions
+from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from draftsmith.speculators.errors import ConfigError
 

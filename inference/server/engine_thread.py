@@ -28,9 +28,9 @@ from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.response import Response
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.server.errors import APIError, fault
-from draftsmith.inference.server.metrics import ServerMetrics
+from draftsmith.inference.server.api_errors import APIError, fault
 from draftsmith.inference.server.options import ServerOptions
+from draftsmith.inference.server.prometheus import ServerMetrics
 
 logger = logging.getLogger(__name__)
 

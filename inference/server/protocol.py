@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.server.errors import APIError
+from draftsmith.inference.server.api_errors import APIError
 from draftsmith.inference.server.options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
 

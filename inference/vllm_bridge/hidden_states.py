@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from draftsmith.inference.vllm_bridge.engine import VllmError, Worker
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker
 from draftsmith.inference.vllm_python import vllm_python
 
 CONNECTORS = Path(__file__).with_name("connectors")

@@ -20,7 +20,7 @@ from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.report.schema import EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.vllm_bridge.counters import metrics_of, response_of, sizes_of
-from draftsmith.inference.vllm_bridge.engine import (
+from draftsmith.inference.vllm_bridge.vllm_engine import (
     VLLM,
     VllmError,
     ending_token_ids,

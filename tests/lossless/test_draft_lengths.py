@@ -20,7 +20,7 @@ from draftsmith.inference.spec_decode.draft_length import (
     RoundPlan,
 )
 from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.inference.spec_decode.proposers import drafter as head
+from draftsmith.inference.spec_decode.proposers import head
 from draftsmith.speculators.drafter import DraftLogits
 from tests.lossless.enumeration import (
     LOSSLESS,

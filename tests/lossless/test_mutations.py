@@ -43,7 +43,7 @@ from tests.lossless.markov import (
 )
 from tests.lossless.test_matrix import check_greedy, check_sampled
 
-DRAFTER = "draftsmith.inference.spec_decode.proposers.drafter"
+DRAFTER = "draftsmith.inference.spec_decode.proposers.head"
 CACHE = "draftsmith.inference.kv_cache.ragged_cache.RaggedCache"
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.inference import LLM
 from draftsmith.inference.evaluation.engines import Drafting
-from draftsmith.inference.vllm_bridge.engine import VllmEngine, VllmOptions
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmEngine, VllmOptions
 from draftsmith.speculators.precision import (
     autocast_dtype,
     multiplies_bfloat16,
@@ -100,7 +100,7 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, monkeypatch):
     sketch = TargetSection(model=str(folder)).sketch("cpu")
     assert (sketch.dtype, sketch.checkpoint_dtype) == (wide, narrow)
     assert TargetSection(model=str(folder)).sketch("cuda").dtype == narrow
-    bridge = "draftsmith.inference.vllm_bridge.engine"
+    bridge = "draftsmith.inference.vllm_bridge.vllm_engine"
     monkeypatch.setattr(f"{bridge}.vllm_python", lambda _: "python")  # of some environment
     monkeypatch.setattr(f"{bridge}.vllm_version", lambda _: "0.32.0")
     drafting = Drafting(str(folder), "ngram", None, 4, 1, 0, options={"device": "cpu"})

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.inference import LLM
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions
+from draftsmith.inference.spec_decode.proposers.head import DraftOptions
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 
 ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}

@@ -12,8 +12,8 @@ import torch
 
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.report.build import lay_beside
-from draftsmith.inference.vllm_bridge.engine import VllmOptions
 from draftsmith.inference.vllm_bridge.server import VllmServer
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.inference.vllm_bridge.engine import VllmError
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.features_stage import features_of_states
 from tests.vllm.conftest import PROMPTS

@@ -181,8 +181,8 @@ def _engines(
         raise ConfigError("stands beside --url, a server that drafts", where="--baseline-url")
     if not names:
         return None
-    from draftsmith.inference.vllm_bridge.engine import VllmOptions
     from draftsmith.inference.vllm_bridge.server import VllmServer
+    from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
     from draftsmith.train.pipeline.acceptance_stage import Engines
 
     if VLLM not in names:

@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions
+from draftsmith.inference.spec_decode.proposers.head import DraftOptions
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.recipe.data_sections import spread

@@ -38,7 +38,7 @@ from draftsmith.inference.report.schema import (
     save_report,
 )
 from draftsmith.inference.report.table import print_report
-from draftsmith.inference.vllm_bridge.engine import VLLM, VllmOptions
+from draftsmith.inference.vllm_bridge.vllm_engine import VLLM, VllmOptions
 from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.inference.vllm_bridge.engine import sampling_fields
+from draftsmith.inference.vllm_bridge.vllm_engine import sampling_fields
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe.data_sections import EndpointSection
 from draftsmith.train.regeneration.conversations import Ask, ConversationRules

@@ -11,7 +11,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.logits_processors import FORBIDDEN, bad_word_ids
 from draftsmith.inference.spec_decode.logits import process_draft_logits, process_logits
 from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.inference.spec_decode.proposers import drafter as head
+from draftsmith.inference.spec_decode.proposers import head
 from draftsmith.speculators.errors import ConfigError
 from tests.support.processors import processed as processed_by_hand
 

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.inference.evaluation.engines import Drafting
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
-from draftsmith.inference.vllm_bridge.engine import (
+from draftsmith.inference.vllm_bridge.vllm_engine import (
     VllmError,
     Worker,
     speculative_config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.inference.vllm_bridge.engine import VllmOptions, child_environment
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions, child_environment
 from draftsmith.inference.vllm_python import PYTHON
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget

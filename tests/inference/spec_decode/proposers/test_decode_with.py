@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from draftsmith.inference.plain_decoder import PlainDecoder
-from draftsmith.inference.spec_decode.proposers.drafter import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
 from tests.support.cases import CASES, make
 
 
