@@ -13,14 +13,6 @@ from pydantic import BaseModel, ValidationError
 
 Node = dict[str, Any]  # a JSON schema
 
-_NAMES = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "object": "a mapping",
-    "null": "null",
-}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
@@ -74,17 +66,16 @@ def _default(node: Node) -> str:
 
 
 def describe(node: Node) -> str:
-    """The values that a key takes, in words: `an integer >= 1 or null`."""
+    """The values that a key takes, in JSON's words: `integer >= 1 or null`."""
     if "anyOf" in node:
         return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node or "const" in node:
         return "one of " + ", ".join(map(str, node.get("enum", [node.get("const")])))
     if "$ref" in node:
-        return "a mapping"
+        return "object"
     if node.get("type") == "array":
-        least = {0: "a list", 1: "a non-empty list"}[node.get("minItems", 0)]
-        return f"{least}, each {describe(node['items'])}"
-    word = _NAMES.get(node.get("type", ""), "a value")
+        return f"{'non-empty ' * ('minItems' in node)}list of {describe(node['items'])}"
+    word = node.get("type", "anything")
     if "pattern" in node:
         return f"{word} matching {node['pattern']}"
     bounds = [f"{sign} {node[bound]:g}" for bound, sign in _BOUNDS.items() if bound in node]
