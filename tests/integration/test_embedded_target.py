@@ -56,5 +56,5 @@ def is_right(row: dict[str, Any], answer: str) -> bool:
         body = answer.strip().removeprefix("```json").removesuffix("```")
         return body.strip().startswith("{") and json.loads(body) == row["expected"]
     pattern = r"answer is (-?\d+)" if row["workload"] == "math" else r"\*\*(.+?)\*\*"
-    found = re.findall(pattern, answer)
-    return bool(found) and found[-1] == str(row["expected"])
+    answers = re.findall(pattern, answer)
+    return bool(answers) and answers[-1] == str(row["expected"])

@@ -69,8 +69,8 @@ def result(out: Path) -> tuple[list[list[float]], dict]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    (curve, export), (found, exported) = result(one), result(other)
-    assert_close(torch.tensor(found), torch.tensor(curve), atol=1e-4, rtol=1e-4)
+    (curve, export), (other_curve, exported) = result(one), result(other)
+    assert_close(torch.tensor(other_curve), torch.tensor(curve), atol=1e-4, rtol=1e-4)
     assert export.keys() == exported.keys()
     for name, tensor in export.items():
         assert_close(exported[name], tensor, atol=1e-4, rtol=0, msg=name)

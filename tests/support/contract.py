@@ -161,12 +161,12 @@ def assert_ragged_rows_draft_as_alone(world: World, rows: list[torch.Tensor]) ->
 
 def rows(count: int = 16, vocab: int = 100) -> list[Any]:
     rng = np.random.default_rng(0)
-    found = []
+    token_rows = []
     for _ in range(count):
         ids = rng.integers(3, vocab, int(rng.integers(8, 24)))
         ids[1:] = (ids[:-1] * 7 + 3) % vocab  # something to learn
-        found.append(TokenRow(ids, np.arange(len(ids)) >= 3))
-    return pack(found, 48)
+        token_rows.append(TokenRow(ids, np.arange(len(ids)) >= 3))
+    return pack(token_rows, 48)
 
 
 def trainer(make, case, model: Any, folder: Path, steps: int = 4, **sections: Any) -> Trainer:

@@ -205,8 +205,8 @@ def _mind(connection: socket.socket, path: str) -> None:
     while process.is_alive():
         if select.select([connection], [], [], 0.02)[0]:  # closed
             started = psutil.Process(process.pid).children(recursive=True)
-            for each in (process, *started):
-                each.kill()
+            for child in (process, *started):
+                child.kill()
             process.join()
             os._exit(0)
     connection.sendall(f"{process.exitcode}\n".encode())

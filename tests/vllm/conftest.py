@@ -37,9 +37,9 @@ WRITTEN = 48
 
 def pytest_collection_modifyitems(items) -> None:
     """All of them are slow, and need an engine."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here in Path(item.path).parents:
+        if folder in Path(item.path).parents:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.integration)
 
@@ -149,12 +149,14 @@ def own_texts():
         outputs = make_llm(target).generate(
             [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False
         )
-        found = []
+        features = []
         for prompt, output in zip(PROMPTS, outputs):
             ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
             places = torch.arange(ids.shape[1])[None]
-            found.append(target.features(ids, places, torch.zeros_like(ids), places >= len(prompt)))
-        return found
+            features.append(
+                target.features(ids, places, torch.zeros_like(ids), places >= len(prompt))
+            )
+        return features
 
     return of
 
@@ -202,9 +204,9 @@ def count(drafts: list[list[list[int]]], texts: list[list[int]]) -> SpecDecodeCo
     counts."""
     counters = SpecDecodeCounters()
     for rows, text in zip(drafts, texts, strict=True):
-        for each in rounds(rows, text):
-            if each.row:
-                counters.add(len(each.row), each.accepted)
+        for verified in rounds(rows, text):
+            if verified.row:
+                counters.add(len(verified.row), verified.accepted)
     return counters
 
 
@@ -241,7 +243,7 @@ def run_ours(llm: LLM, k: int) -> Ours:
     for completion in drafted:
         counters.merge(completion.spec_decode_metrics)
     further = completions(WRITTEN + k + 1, speculate=False)
-    texts, written = ([c.token_ids for c in each] for each in (further, drafted))
+    texts, written = ([c.token_ids for c in outputs] for outputs in (further, drafted))
     assert [text[:WRITTEN] for text in texts] == written
     return Ours(texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters)
 
@@ -297,8 +299,8 @@ def same_as_ours(serve, plain_in_vllm):
         token_ids = [text[:WRITTEN] for text in ours.texts]
         assert theirs["token_ids"] == plain_in_vllm(job)
         assert theirs["token_ids"] == token_ids
-        for mine, their in zip(ours.drafts, theirs["drafts"], strict=True):
-            assert their[: len(mine)] == mine  # vLLM drafts once more after the last round
+        for draft, their in zip(ours.drafts, theirs["drafts"], strict=True):
+            assert their[: len(draft)] == draft  # vLLM drafts once more after the last round
         assert theirs["counters"] == count(ours.drafts, ours.texts).to_dict()  # behind the end, too
         assert ours.counters == count(ours.drafts, token_ids)
         return ours.counters

@@ -46,11 +46,11 @@ class VLLMProcess:
             raise AssertionError(
                 f"vLLM's process ended with status {status}:\n{self._log.read_text()[-4000:]}"
             )
-        found = json.loads(line)
-        if "error" in found:
+        answer = json.loads(line)
+        if "error" in answer:
             self.close()
-            raise VLLMError(found["error"])
-        return found
+            raise VLLMError(answer["error"])
+        return answer
 
     def close(self) -> int | None:
         """Ends the process and returns its status."""

@@ -98,7 +98,9 @@ def serve(job: dict) -> dict:
             )
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "samples": [list(each.token_ids) for output in outputs for each in output.outputs],
+        "samples": [
+            list(completion.token_ids) for output in outputs for completion in output.outputs
+        ],
         "drafts": [
             seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))
         ],

@@ -33,14 +33,14 @@ def test_states_are_those_of_the_target(saved, vllm_python):
     with HiddenStates(
         str(folder), (1, 2, 3), longest=150, dtype="float32", python=vllm_python, options=ENGINE
     ) as it:
-        found = it.of(texts)
+        features = it.of(texts)
         again = it.of(texts[:1])
         with pytest.raises(VllmError, match="maximum|longer|length"):
             it.of([list(range(3, 100)) * 2])
-    for ids, states in zip(texts, found):
+    for ids, states in zip(texts, features):
         taps, last_hidden = features_of_states(target, states)
         expected = target(torch.tensor([ids]))
-        for mine, theirs in zip(expected, (taps, last_hidden), strict=True):
-            error = (mine[0] - theirs).norm(dim=-1) / mine[0].norm(dim=-1)
+        for own, theirs in zip(expected, (taps, last_hidden), strict=True):
+            error = (own[0] - theirs).norm(dim=-1) / own[0].norm(dim=-1)
             assert error.max() < 1e-4
-    torch.testing.assert_close(again[0], found[0], atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(again[0], features[0], atol=1e-3, rtol=1e-4)

@@ -46,13 +46,13 @@ def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
     drafter = trained(
         family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES
     )
-    told = {
+    provenance = {
         "target": {"name_or_path": str(target), "architectures": []},
         "num_speculative_tokens": 3,
     }
     folders = {
         name: export_drafter(
-            drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=told
+            drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=provenance
         )
         for name in ("vllm", "speculators")
     }
@@ -117,8 +117,8 @@ def test_vllm_makes_of_a_fault_what_the_layout_says(
     change(fields, tensors)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
-    says = next(fault.engines for fault in found.faults if fault.where == where)
+    inspection = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
+    says = next(fault.engines for fault in inspection.faults if fault.where == where)
     options = vllm_method(family) | {"model": str(folder), "num_speculative_tokens": 3}
     if "refuse" in says:
         with pytest.raises((VLLMError, AssertionError)):  # it says why, or its process is gone

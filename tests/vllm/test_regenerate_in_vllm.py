@@ -43,7 +43,7 @@ def chat(i: int) -> Example:
 
 
 @pytest.fixture(scope="module")
-def here():
+def own_llm():
     return LLM(str(TARGET), dtype="float32", max_num_seqs=8)
 
 
@@ -53,17 +53,17 @@ def server(vllm_server) -> str:
 
 
 @pytest.fixture
-def write(here, tmp_path):
+def write(own_llm, tmp_path):
     def run(folder: str, *, llm=None, max_length=256, **keys):
         section = RegenerateSection.model_validate({"max_new_tokens": 24, "turns": "all"} | keys)
         target, end = (
-            here.engine.target,
-            end_of_sequence_ids(here.engine.target, here.get_tokenizer()),
+            own_llm.engine.target,
+            end_of_sequence_ids(own_llm.engine.target, own_llm.get_tokenizer()),
         )
         return regenerate(
-            llm if section.endpoints else here,
+            llm if section.endpoints else own_llm,
             [chat(i) for i in range(9)],
-            ConversationTokenizer(here.get_tokenizer()),
+            ConversationTokenizer(own_llm.get_tokenizer()),
             section,
             facts=TargetFacts(str(TARGET), 1024, target.vocab_size, tuple(end)),
             target_hash="t",
@@ -82,9 +82,9 @@ def record_of(folder: Path) -> dict:
     return record
 
 
-def test_greedy_responses_are_those_of_this_process(write, server, here, tmp_path):
+def test_greedy_responses_are_those_of_this_process(write, server, own_llm, tmp_path):
     ours = write("here", temperatures={0.0: 1.0})
-    assert write("there", temperatures={0.0: 1.0}, endpoints=[server], llm=here) == ours
+    assert write("there", temperatures={0.0: 1.0}, endpoints=[server], llm=own_llm) == ours
     assert record_of(tmp_path / "there")["written_by"].keys() == {"vllm"}
     assert not any("warning" in line and "token ids" in line for line in write.lines)
 

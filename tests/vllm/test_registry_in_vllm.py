@@ -30,13 +30,13 @@ def strings(tree: ast.AST) -> set[str]:
 def assigned(text: str, ending: str) -> set[str]:
     """The strings in the values of a module's variables whose names end so; of a dictionary, its
     keys."""
-    found = set[str]()
+    names = set[str]()
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").endswith(ending):
             value = node.value
             parts = value.keys if isinstance(value, ast.Dict) else [value]
-            found |= set().union(*(strings(part) for part in parts if part is not None))
-    return found
+            names |= set().union(*(strings(part) for part in parts if part is not None))
+    return names
 
 
 def check(version: str, registry: str, methods: str) -> None:

@@ -63,9 +63,9 @@ def drafted(servable_model, serve, plain_in_vllm, tmp_path: Path):
         # after the last round vLLM drafts once more, for a text that is longer than what it returns
         return [
             [
-                (prompt + text[: each.written], each.row)
-                for each in rounds(rows, text)
-                if each.written < WRITTEN
+                (prompt + text[: verified.written], verified.row)
+                for verified in rounds(rows, text)
+                if verified.written < WRITTEN
             ]
             for prompt, text, rows in texts
         ]
@@ -91,17 +91,19 @@ def test_ngram_drafts_the_same(drafted) -> None:
     }
     single = several = 0
     for context, row in chain(*drafted(config, alone=True)):  # numba stays in the process (fault 3)
-        ours, found = (
+        ours, positions = (
             NgramIndex(SIZE, SIZE).lookup(context, 4),
             occurrences(context[-SIZE:], context),
         )
-        assert bool(row) == bool(ours) == bool(found)
-        if len(found) == 1:
-            assert row == ours[: len(context) - found[0]]
-        elif found:
-            assert row == context[found[0] : found[0] + 4]
-            assert ours[: len(context) - found[-1]] == context[found[-1] : found[-1] + 4]
-        single, several = single + (len(found) == 1), several + (len(found) > 1)
+        assert bool(row) == bool(ours) == bool(positions)
+        if len(positions) == 1:
+            assert row == ours[: len(context) - positions[0]]
+        elif positions:
+            assert row == context[positions[0] : positions[0] + 4]
+            assert (
+                ours[: len(context) - positions[-1]] == context[positions[-1] : positions[-1] + 4]
+            )
+        single, several = single + (len(positions) == 1), several + (len(positions) > 1)
     assert single > 10 and several > 10
 
 
@@ -121,14 +123,14 @@ def test_suffix_drafts_the_same(drafted) -> None:
     config = {"method": "suffix", "num_speculative_tokens": 8}
     config |= {f"suffix_decoding_{name}": value for name, value in SUFFIX.items()}
     try:
-        found = drafted(config)
+        requests = drafted(config)
     except VLLMError as error:
         if "Arctic Inference is required" not in str(error):
             raise
         pytest.skip("arctic-inference is not in vLLM's environment; scripts/setup_vllm.py says why")
     pairs = [
         (theirs, ours)
-        for contexts in found
+        for contexts in requests
         for (_, theirs), ours in zip(contexts, ours_of(contexts), strict=True)
     ]
     assert sum(theirs == ours for theirs, ours in pairs) > 0.9 * len(pairs) > 0

@@ -66,8 +66,8 @@ def drafting(servable_model, tmp_path: Path) -> dict[str, Any]:
 def test_fault_1_temperatures_of_drafted_tokens_are_not_written(serve) -> None:
     """Two calls, since a right answer may happen to lie in the memory that is handed out."""
     values, counts = [[0.8125, 0.4375], [0.3125, 0.6875]], [2, 1]
-    found = serve({"probe": "expand_floats", "values": values, "counts": counts})["expanded"]
-    assert found != [[v[0], v[0], v[1]] for v in values], gone(
+    expanded = serve({"probe": "expand_floats", "values": values, "counts": counts})["expanded"]
+    assert expanded != [[v[0], v[0], v[1]] for v in values], gone(
         "1", "inference/vllm_bridge/worker.py (expand)"
     )
 

@@ -30,7 +30,7 @@ def servers(serving, tiny_model, tmp_path):
         model.generation_config.eos_token_id = None
         with torch.no_grad():
             model.lm_head.weight.mul_(3.0)  # few likely tokens, as in a trained model
-        url, baseline = (serving(drafting_llm(each, model)) for each in (kind, "off"))
+        url, baseline = (serving(drafting_llm(method, model)) for method in (kind, "off"))
         out = ["--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "certificate.json"]
         return [url, "--baseline", baseline, "--max-tokens", "16", "--samples", "80", *out]
 

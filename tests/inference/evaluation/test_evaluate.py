@@ -93,10 +93,10 @@ def test_sampled_replay_is_the_runtime_in_expectation(llm, drafter, filters) -> 
     average out."""
     outputs = written(llm, 48, 0.8, max_tokens=24, **filters)
     results = expected_acceptance(llm.engine.target, drafter, texts_of(outputs), 0.8, K, **filters)
-    found = compare_expected([output.metrics for output in outputs], results)
-    assert found.acceptance_length > 1.1
-    assert abs(found.relative_difference) < 4 * found.standard_error
-    assert found.standard_error < 0.05
+    comparison = compare_expected([output.metrics for output in outputs], results)
+    assert comparison.acceptance_length > 1.1
+    assert abs(comparison.relative_difference) < 4 * comparison.standard_error
+    assert comparison.standard_error < 0.05
 
 
 def test_replay_does_not_depend_on_how_texts_are_batched(llm, drafter, monkeypatch) -> None:
@@ -149,9 +149,9 @@ def test_float32_has_no_ties(llm) -> None:
     tokens, prompt = output.outputs[0].token_ids, output.prompt_token_ids
     assert check(llm.engine.target, prompt, tokens, tokens).mismatches == 0
     changed = [*tokens[:6], (tokens[6] + 1) % 250, *tokens[7:]]
-    found = check(llm.engine.target, prompt, tokens, changed)
-    assert (found.dtype, found.mismatches, found.ties) == ("float32", 1, 0)
-    detail = found.details[0]
+    result = check(llm.engine.target, prompt, tokens, changed)
+    assert (result.dtype, result.mismatches, result.ties) == ("float32", 1, 0)
+    detail = result.details[0]
     assert (detail.position, detail.reference_token, detail.token) == (6, tokens[6], changed[6])
     assert detail.noise < 1e-3 < detail.top_two_gap
 
@@ -345,10 +345,10 @@ def test_the_first_engine_is_gone_before_the_float32_one_is_loaded(folders, monk
     """Two targets at once do not fit the device that training fitted; nor do more rows than
     prompts."""
     first, alive, rows = [], [], []
-    made, again = RuntimeEngine.__init__, RuntimeEngine.in_float32
+    init, again = RuntimeEngine.__init__, RuntimeEngine.in_float32
 
     def make(engine, drafting):
-        made(engine, drafting)
+        init(engine, drafting)
         first.append(weakref.ref(engine.llm.engine.target.model))
         rows.append(engine.llm.engine.scheduler.max_num_seqs)
 
