@@ -24,10 +24,10 @@ class Compilation:
 
 
 def read_compilation(options: EngineOptions, device: str) -> Compilation | None:
-    """How rounds are compiled on a `device` of this kind; None: they are not. Asking is
-    `enforce_eager=False`, or a config with a mode or a cudagraph_mode that is not NONE;
-    `enforce_eager=True` and mode NONE have the last word. On a CPU, where it gains next to nothing,
-    a backend must be named too. vLLM's other fields have no effect, and the log names them."""
+    """How rounds are compiled on a `device` of this kind; None: they are not. They are with
+    `enforce_eager=False`, or with a config whose mode or cudagraph_mode is not NONE, unless
+    `enforce_eager=True` or mode NONE is given. On a CPU, where compiling gains next to nothing, a
+    backend must be named too. vLLM's other fields have no effect, and the log names them."""
     given = options.compilation_config
     fields: dict[str, Any] = {"mode": given} if isinstance(given, int) else dict(given or {})
     mode, backend = fields.pop("mode", None), fields.pop("backend", "")
