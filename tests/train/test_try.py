@@ -12,7 +12,8 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
 from draftsmith.train.commands.try_methods import _methods
 from draftsmith.train.data.prepare import bad_rows
-from draftsmith.train.pipeline.evaluate_again import _recipe
+from draftsmith.train.pipeline import evaluate_again
+from draftsmith.train.pipeline.evaluate_again import BUILT_IN, _recipe, evaluate_folders
 from tests.support.tokenizers import chat_bytes
 
 
@@ -35,6 +36,13 @@ def test_all_methods_stand_side_by_side(tiny_model, tmp_path, monkeypatch):
     for name in names[1:]:
         (check,) = results[name]["metrics"]["lossless"]
         assert (check["checked_prompts"], check["details"]) == (2, [])
+
+
+def test_evaluation_asks_for_prompts_where_the_default_ones_are_not(tmp_path, monkeypatch):
+    assert all(Path(source["path"]).is_file() for source in BUILT_IN)
+    monkeypatch.setattr(evaluate_again, "HELD_OUT", tmp_path / "test.jsonl.gz")
+    with pytest.raises(ConfigError, match="^--prompts: "):
+        evaluate_folders("target", "head", None, tmp_path, [0.0])
 
 
 def test_drafter_is_given_once():

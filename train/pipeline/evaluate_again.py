@@ -27,7 +27,7 @@ from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from draftsmith.train.recipe.run_folder import EXPORT, PAGE
 from draftsmith.train.trainer import checkpoint
 
-HELD_OUT = Path(__file__).parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
+HELD_OUT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
 CODE = HELD_OUT.with_name("code-test.jsonl.gz")
 BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"path": str(CODE)}]
 
@@ -64,6 +64,12 @@ def evaluate_folders(
     returns the page. ConfigError where there are none.
 
     `evaluation`: further keys of a recipe's evaluation section."""
+    if not (prompts or evaluation.get("suites") or HELD_OUT.is_file()):
+        raise ConfigError(
+            "the default prompts are those of the project's checkout, which is not here; give a"
+            " JSONL file",
+            where="--prompts",
+        )
     sources = [{"path": prompts}] if prompts else BUILT_IN
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}

@@ -53,7 +53,8 @@ def start(recipe: Recipe, accelerator: Accelerator) -> None:
             "trackio": {"name": name, "resume": "allow", "embed": False, "auto_log_gpu": False},
         }
     config = {"recipe_hash": recipe.recipe_hash(), "recipe": recipe.resolved_yaml()}
-    accelerator.init_trackers("draftsmith", config=config, init_kwargs=options)
+    project = os.environ.get("WANDB_PROJECT", "draftsmith")
+    accelerator.init_trackers(project, config=config, init_kwargs=options)
 
 
 def log_report(recipe: Recipe, accelerator: Accelerator, step: int) -> None:

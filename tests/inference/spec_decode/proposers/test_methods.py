@@ -97,5 +97,5 @@ def test_an_evaluation_drafts_by_lookahead(target_folder) -> None:
     (output,) = engine.write([[5, 6, 5, 6]], [params], speculate=True, batch=1)
     assert len(output.outputs[0].token_ids) == 8
     engine.close()
-    with pytest.raises(ConfigError):
-        Drafting.of(target_folder, None, "eagle3", **rest)
+    with pytest.raises(ConfigError, match="model is missing"):
+        RuntimeEngine(Drafting.of(target_folder, None, "eagle3", **rest))
