@@ -35,7 +35,7 @@ def in_worlds(
     """{name: what `job` returned in the first process}; raises with the traceback of whoever
     failed."""
     results = CONTEXT.SimpleQueue()
-    count = max(each.processes for each in scenarios)
+    count = max(scenario.processes for scenario in scenarios)
     members = [
         CONTEXT.Process(
             target=_member, args=(rank, job, list(scenarios), str(folder), results), daemon=True
@@ -44,18 +44,18 @@ def in_worlds(
     ]
     for member in members:
         member.start()
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     try:
-        while len(found) < len(scenarios):
+        while len(by_name) < len(scenarios):
             name, failure, result = _next(results, members, seconds)
             assert failure is None, f"{name}: {failure}"
-            found[name] = result
+            by_name[name] = result
     finally:
         for member in members:
-            member.join(0.1 if len(found) < len(scenarios) else 30)
+            member.join(0.1 if len(by_name) < len(scenarios) else 30)
             if member.is_alive():
                 member.kill()
-    return found
+    return by_name
 
 
 def _next(results, members, seconds: float):

@@ -37,13 +37,13 @@ def ways(tiny_model):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(ways, family) -> None:
-    found = ways(family, folder="head", target="T")
-    assert parse_speculative_config(found["Draftsmith"].options).method == family
-    theirs = found["vLLM"].options
+    by_engine = ways(family, folder="head", target="T")
+    assert parse_speculative_config(by_engine["Draftsmith"].options).method == family
+    theirs = by_engine["vLLM"].options
     if family == "mlp":  # no recent vLLM has a model for it
-        assert theirs is None and found["vLLM"].note
+        assert theirs is None and by_engine["vLLM"].note
         return
-    assert "head" in found["vLLM"].command and " T " in found["vLLM"].command
+    assert "head" in by_engine["vLLM"].command and " T " in by_engine["vLLM"].command
     if family not in ("peagle", "dflash2"):  # vLLM names another method, and reads the export
         assert parse_speculative_config(read_speculative_config(theirs)).method == family
 
@@ -51,15 +51,15 @@ def test_this_runtime_takes_what_is_printed_for_it_and_for_vllm(ways, family) ->
 @pytest.mark.parametrize("method", TRAINING_FREE)
 def test_training_free_methods(method) -> None:
     own = parse_speculative_config({"method": method})
-    here = {"method": method, "num_speculative_tokens": own.num_speculative_tokens}
-    assert serving(method, training_free=own)[-1].options == here
-    found = {way.engine: way for way in serving(method, tokens=4, training_free=own)}
-    assert parse_speculative_config(found["Draftsmith"].options).method == method
-    if (options := found["vLLM"].options) is not None:
+    own_options = {"method": method, "num_speculative_tokens": own.num_speculative_tokens}
+    assert serving(method, training_free=own)[-1].options == own_options
+    by_engine = {way.engine: way for way in serving(method, tokens=4, training_free=own)}
+    assert parse_speculative_config(by_engine["Draftsmith"].options).method == method
+    if (options := by_engine["vLLM"].options) is not None:
         read = parse_speculative_config(read_speculative_config(options))
         assert read.num_speculative_tokens == 4
-    assert all(way.command or way.note for way in found.values())
-    assert (found["SGLang"].options is not None) == (method == "ngram")
+    assert all(way.command or way.note for way in by_engine.values())
+    assert (by_engine["SGLang"].options is not None) == (method == "ngram")
 
 
 def test_a_folder_in_another_engines_format_is_not_offered(ways) -> None:

@@ -27,11 +27,11 @@ def recorded(monkeypatch) -> list[tuple[list[int], list[int]]]:
     own = DFlashTokenCandidateGenerator.get_candidates
 
     def get_candidates(self, input_ids, *args, **kwargs):
-        found = own(self, input_ids, *args, **kwargs)
+        candidates = own(self, input_ids, *args, **kwargs)
         text = input_ids[0].tolist()
-        if drafts := found[0][0, len(text) :].tolist():
+        if drafts := candidates[0][0, len(text) :].tolist():
             rounds.append((text, drafts))
-        return found
+        return candidates
 
     monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", get_candidates)
     return rounds

@@ -176,12 +176,14 @@ def test_confidences_of_drafts_are_those_of_training(
     inputs = DraftInput(
         RaggedCache(1, 64), 0, 1, ids[:, 1 : anchor + 2], features.taps[:, : anchor + 1], None, [7]
     )
-    steps, found, token = drafter.freeze().draft_steps(inputs, depth), [], None
+    steps, confidences, token = drafter.freeze().draft_steps(inputs, depth), [], None
     for k in range(depth):
-        found.append(steps.send(token).confidence[0])
+        confidences.append(steps.send(token).confidence[0])
         token = ids[:, anchor + 2 + k]
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
-    assert torch.stack(found).std() > 1e-3
+    torch.testing.assert_close(
+        torch.stack(confidences), torch.stack(expected), atol=1e-4, rtol=1e-4
+    )
+    assert torch.stack(confidences).std() > 1e-3
 
 
 def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:
@@ -221,7 +223,7 @@ def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny
 def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny_model) -> None:
     drafter = trained("peagle", all_cases, make_drafter, tiny_model, cod_ratio=0.5, cod_floor=0.2)
     terms = drafter.terms(batch([7]), 5)
-    assert [int(each.sum()) for each in terms[:3]] == pytest.approx([32, 16, 8], abs=3)
+    assert [int(term.sum()) for term in terms[:3]] == pytest.approx([32, 16, 8], abs=3)
     for shallow, deep in itertools.pairwise(terms):
         assert not (deep & ~shallow).any()  # a chain that is left out stays out
     again = drafter.terms(batch([5, 7]), 5)

@@ -158,12 +158,12 @@ def test_passing_through_starts_as_the_targets_last_word(tiny_model):
 
 def published(folder: Path, drop: tuple[str, ...] = (), **fields) -> dict:
     """Rewrites config.json as EAGLE's authors do."""
-    found = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     for name in ("draftsmith", "head_dim", "bias", "dtype", "attention_bias", "mlp_bias", *drop):
-        found.pop(name, None)
-    found |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", **fields}
-    (folder / "config.json").write_text(json.dumps(found))
-    return found
+        config.pop(name, None)
+    config |= {"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", **fields}
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
 
 
 def test_an_eagle_head_keeps_its_rotation_in_either_spelling(tiny_model, tmp_path):

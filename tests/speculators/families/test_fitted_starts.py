@@ -36,7 +36,7 @@ def texts() -> list[tuple[list[int], list[int]]]:
 def prompts_and_answers(conversations) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) of conversations, as the file has them."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    found = []
+    pairs = []
     for conversation in conversations:
         out = tokenizer.apply_chat_template(
             conversation["messages"], return_assistant_tokens_mask=True, return_dict=True
@@ -44,8 +44,8 @@ def prompts_and_answers(conversations) -> list[tuple[list[int], list[int]]]:
         ids, marks = out["input_ids"], out["assistant_masks"]
         last = len(ids) - 1 - next(i for i, mark in enumerate(reversed(marks)) if mark)
         begin = next(i for i in range(last, -1, -1) if not marks[i]) + 1
-        found.append((ids[:begin], ids[begin : last + 1]))
-    return found
+        pairs.append((ids[:begin], ids[begin : last + 1]))
+    return pairs
 
 
 @pytest.fixture(scope="module")

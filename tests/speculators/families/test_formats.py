@@ -40,14 +40,14 @@ TARGET = {"target": {"name_or_path": "org/target", "architectures": ["L"]}}
 
 def allowed(drafter: Drafter) -> dict[str, bool]:
     """format -> whether it has a place for the drafter, of those that have its family."""
-    found = {}
+    accepted = {}
     for name in formats_of(drafter.config.family):
         try:
             LAYOUTS[name, drafter.config.family].check(drafter.config, name)
-            found[name] = True
+            accepted[name] = True
         except ConfigError:
-            found[name] = False
-    return found
+            accepted[name] = False
+    return accepted
 
 
 @pytest.mark.slow
@@ -176,13 +176,13 @@ def test_what_an_engine_would_run_as_something_else_is_refused(
 
 
 def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
-    made = written("speculators", norm_output=True, fc_norm=True)
-    verifier = made.fields["speculators_config"]["verifier"]
+    export = written("speculators", norm_output=True, fc_norm=True)
+    verifier = export.fields["speculators_config"]["verifier"]
     assert verifier == {"name_or_path": "org/target", "architectures": ["L"]}
-    assert "model_type" not in made.fields  # which is how vLLM knows the format
-    made.rewrite()
+    assert "model_type" not in export.fields  # which is how vLLM knows the format
+    export.rewrite()
     with pytest.raises(ConfigError, match="names the target"):
-        convert(made.folder, tmp_path / "b", format="speculators", num_target_layers=4)
+        convert(export.folder, tmp_path / "b", format="speculators", num_target_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -195,15 +195,15 @@ def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
 )
 def test_the_speculators_format_of_block_drafters(written, family, shape, drafts) -> None:
     """As vLLM reads it; the drafts of a round are those that were trained."""
-    made = written("speculators", family, **shape)
-    fields, own = made.fields, made.fields["speculators_config"]
+    export = written("speculators", family, **shape)
+    fields, own = export.fields, export.fields["speculators_config"]
     assert fields[TAPS if family == "peagle" else "aux_hidden_state_layer_ids"] == [1, 2]
     assert fields["mask_token_id"] == 100
     assert fields["speculators_model_type"] == own["algorithm"] == family
     assert own["proposal_methods"][0]["speculative_tokens"] == drafts
     if family != "peagle":
-        assert fields["sliding_window_non_causal"] is not made.drafter.config.is_causal
-        assert fields["sample_from_anchor"] is made.drafter.config.sample_from_anchor
+        assert fields["sliding_window_non_causal"] is not export.drafter.config.is_causal
+        assert fields["sample_from_anchor"] is export.drafter.config.sample_from_anchor
 
 
 def test_defaults_of_the_speculators_format_are_vllms(written) -> None:
@@ -212,21 +212,21 @@ def test_defaults_of_the_speculators_format_are_vllms(written) -> None:
     plain = written("speculators", norm_before_residual=True)
     plain.rewrite(norm_before_residual=None)
     assert read_drafter_config(plain.folder, 4).norm_before_residual
-    made = written("speculators", "dspark", **SPARK, sample_from_anchor=False)
-    made.rewrite(sample_from_anchor=None, sliding_window_non_causal=None)
-    config: Any = read_drafter_config(made.folder, 4)
+    export = written("speculators", "dspark", **SPARK, sample_from_anchor=False)
+    export.rewrite(sample_from_anchor=None, sliding_window_non_causal=None)
+    config: Any = read_drafter_config(export.folder, 4)
     assert not config.sample_from_anchor and not config.is_causal
-    made.rewrite(speculators_model_type="mtp")
+    export.rewrite(speculators_model_type="mtp")
     with pytest.raises(CheckpointError, match="speculators_model_type 'mtp'"):
-        read_drafter_config(made.folder, 4)
+        read_drafter_config(export.folder, 4)
 
 
 def test_full_layers_that_vllm_makes_causal_are_warned_of(written) -> None:
     """As the speculators library writes a block that it trains bidirectionally."""
-    made = written("speculators", "dflash", **BLOCK, **CAUSAL)
-    assert not inspect_folder(made.folder).faults
-    made.rewrite()
-    (fault,) = inspect_folder(made.folder, num_target_layers=4).faults
+    export = written("speculators", "dflash", **BLOCK, **CAUSAL)
+    assert not inspect_folder(export.folder).faults
+    export.rewrite()
+    (fault,) = inspect_folder(export.folder, num_target_layers=4).faults
     assert fault.where == "sliding_window_non_causal" and fault.warning
 
 
@@ -239,9 +239,12 @@ def test_full_layers_that_vllm_makes_causal_are_warned_of(written) -> None:
 )
 def test_rotary_scaling_comes_from_the_target_and_back(written, family, format_) -> None:
     taps = (1, 2) if family == "eagle3" else ()
-    made = written(format_, family, taps, {"rope_parameters": YARN})
-    assert {**made.drafter.config.rope_parameters, **YARN} == made.drafter.config.rope_parameters
-    assert_same(made.target, made.folder, made.drafter)
+    export = written(format_, family, taps, {"rope_parameters": YARN})
+    assert {
+        **export.drafter.config.rope_parameters,
+        **YARN,
+    } == export.drafter.config.rope_parameters
+    assert_same(export.target, export.folder, export.drafter)
 
 
 def test_another_precision_survives_the_way_between_formats(written, tmp_path) -> None:

@@ -38,13 +38,13 @@ def make(make_drafter, case_of, tiny_model):
 
 def every_copy(tensors: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
     """What a checkpoint of tied heads holds if nobody left the copies out."""
-    found = dict(tensors)
+    copies = dict(tensors)
     for i in range(1, heads):
         for part in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
-            found["speculator." + part.format(i)] = tensors["speculator." + part.format(0)].clone()
+            copies["speculator." + part.format(i)] = tensors["speculator." + part.format(0)].clone()
         if i > 1:
-            found[f"speculator.proj.{i}.weight"] = tensors["speculator.proj.1.weight"].clone()
-    return found
+            copies[f"speculator.proj.{i}.weight"] = tensors["speculator.proj.1.weight"].clone()
+    return copies
 
 
 def published(

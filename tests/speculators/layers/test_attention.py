@@ -94,8 +94,8 @@ def tensors(
     T, M = (24, queries.slots.shape[1]) if isinstance(queries, PackedQueries) else (50, 45)
     generator = torch.Generator().manual_seed(1)
     sizes = [(M, h, d), (T, g, d), (T, g, v), *((M, g, d), (M, g, v)) * pairs, (M, h, v)]
-    made = [torch.randn(2, n, heads, width, generator=generator) for n, heads, width in sizes]
-    return [x.double().transpose(1, 2) for x in made]
+    states = [torch.randn(2, n, heads, width, generator=generator) for n, heads, width in sizes]
+    return [x.double().transpose(1, 2) for x in states]
 
 
 def results(attend, given: list[Tensor], queries: Queries) -> list[Tensor]:

@@ -34,8 +34,8 @@ def test_equals_sdpa(T, masked):
     elif T > 1:
         key, value = key[:, :, :T], value[:, :, :T]  # causal over equal lengths
     expected, _ = sdpa_attention_forward(Module(), query, key, value, mask, scaling=0.3)
-    found, weights = grouped.grouped_attention(Module(), query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    output, weights = grouped.grouped_attention(Module(), query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
     assert weights is None
 
 

@@ -41,10 +41,10 @@ def test_text_by_text_is_what_masks_say(tiny_model, monkeypatch, name):
     monkeypatch.setattr(target_module, "LONG_ROW", 1)
     monkeypatch.setattr(packed_attention, "WINDOW_BLOCK", 5)
     monkeypatch.setattr(target_module, "packed_mask", lambda *_: pytest.fail("a mask"))
-    found = target.features(**rows)
+    features = target.features(**rows)
     kept = rows["segment_ids"] >= 0
     for name in ("taps", "last_hidden"):
-        a, b = getattr(found, name)[kept], getattr(usual, name)[kept]
+        a, b = getattr(features, name)[kept], getattr(usual, name)[kept]
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 

@@ -50,8 +50,8 @@ def between(target, draft, extra=0):
     return TokenMap.between(target, draft, len(target) + extra, len(draft))
 
 
-def written(found, ids):
-    return b"".join(found.text.get(id, b"") for id in ids)
+def written(surfaces, ids):
+    return b"".join(surfaces.text.get(id, b"") for id in ids)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -59,21 +59,21 @@ def test_surfaces_join_to_the_text_and_a_tokenizer_is_itself(tokenizer, name):
     """What the tokens stand for one by one is the text they were made from (up to sentencepiece's
     leading space)."""
     tok = tokenizer(name)
-    found, made, everything = bytes_of(tok), between(tok, tok), torch.arange(len(tok))
+    surfaces, token_map, everything = bytes_of(tok), between(tok, tok), torch.arange(len(tok))
     for text in [*CORPUS, TEXT.replace("<|im_start|>", "")]:
         ids = tok(text, add_special_tokens=False).input_ids
-        assert written(found, ids).decode().removeprefix(" ") == text
-    assert found.text.keys() | found.added.keys() == set(tok.get_vocab().values())
-    for same in (made.target_ids, made.draft_ids, made.spelling_ids):
+        assert written(surfaces, ids).decode().removeprefix(" ") == text
+    assert surfaces.text.keys() | surfaces.added.keys() == set(tok.get_vocab().values())
+    for same in (token_map.target_ids, token_map.draft_ids, token_map.spelling_ids):
         assert torch.equal(same, everything)
-    assert len(made.opening_ids) == 0 and same_vocabulary(tok, tok) is None
+    assert len(token_map.opening_ids) == 0 and same_vocabulary(tok, tok) is None
 
 
 def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
     tok = tokenizer("larger byte level")
-    found, ids = bytes_of(tok), tok.get_vocab()
-    assert ids["<pad>"] not in found.text and found.added[ids["<pad>"]] == "<pad>"
-    assert found.text[ids["<think>"]] == b"<think>" == found.added[ids["<think>"]].encode()
+    surfaces, ids = bytes_of(tok), tok.get_vocab()
+    assert ids["<pad>"] not in surfaces.text and surfaces.added[ids["<pad>"]] == "<pad>"
+    assert surfaces.text[ids["<think>"]] == b"<think>" == surfaces.added[ids["<think>"]].encode()
     assert tokenizer("sentencepiece").unk_token_id not in bytes_of(tokenizer("sentencepiece")).text
 
 
@@ -81,22 +81,22 @@ def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
 def test_shared_tokens_and_spellings_are_what_the_target_wrote(tokenizer, target, draft):
     """Every draft vocabulary here covers all bytes."""
     a, b = bytes_of(tokenizer(target)), bytes_of(tokenizer(draft))
-    made = between(tokenizer(target), tokenizer(draft), extra=3)
-    pairs = dict(zip(made.target_ids.tolist(), made.draft_ids.tolist()))
-    assert (made.target_ids.diff() > 0).all() and len(set(pairs.values())) == len(pairs)
+    token_map = between(tokenizer(target), tokenizer(draft), extra=3)
+    pairs = dict(zip(token_map.target_ids.tolist(), token_map.draft_ids.tolist()))
+    assert (token_map.target_ids.diff() > 0).all() and len(set(pairs.values())) == len(pairs)
     for id, other in pairs.items():
         both_text = id in a.text and other in b.text
         assert (a.text[id] == b.text[other]) if both_text else (a.added[id] == b.added[other])
-        assert spell(made, [id]) == [other]
+        assert spell(token_map, [id]) == [other]
     common = set(a.text.values()) & set(b.text.values())
     assert common == {a.text[id] for id in pairs if id in a.text}
-    for id in range(made.vocab_size):
+    for id in range(token_map.vocab_size):
         if id in a.text:
-            assert written(b, spell(made, [id])) == a.text[id]
+            assert written(b, spell(token_map, [id])) == a.text[id]
         elif id not in pairs:
-            assert spell(made, [id]) == []
+            assert spell(token_map, [id]) == []
     text = TEXT.replace("<|im_start|>", "")
-    spelt = spell(made, tokenizer(target)(text, add_special_tokens=False).input_ids)
+    spelt = spell(token_map, tokenizer(target)(text, add_special_tokens=False).input_ids)
     assert tokenizer(draft).decode(spelt).removeprefix(" ") == text
 
 
@@ -104,7 +104,7 @@ def test_longest_match_and_bytes_that_nothing_covers():
     target = byte_level(600)
     draft = sentencepiece(fallback=False)
     a, b = bytes_of(target), bytes_of(draft)
-    made = between(target, draft)
+    token_map = between(target, draft)
     known = set(b.text.values())
     assert not any(text in known for text in [b"\x00", b"\xc3"])
     left_out = 0
@@ -115,16 +115,16 @@ def test_longest_match_and_bytes_that_nothing_covers():
             expected += [text[at : at + fits[-1]]] if fits else []
             left_out += not fits
             at += fits[-1] if fits else 1
-        assert [b.text[each] for each in spell(made, [id])] == expected
+        assert [b.text[token] for token in spell(token_map, [id])] == expected
     assert left_out > 0
 
 
 def test_special_tokens_meet_added_tokens_of_the_same_content_only():
     target = byte_level(special=("<|end|>", "<|im_start|>", "q", "<x>"))
     draft = byte_level(500, special=("<pad>", "<|end|>"), added=["<x>"])
-    made, theirs = between(target, draft), draft.get_vocab()
+    token_map, theirs = between(target, draft), draft.get_vocab()
     spelt = {
-        token: spell(made, [target.get_vocab()[token]])
+        token: spell(token_map, [target.get_vocab()[token]])
         for token in ("<|end|>", "<|im_start|>", "q", "<x>")
     }
     assert spelt == {
@@ -138,9 +138,10 @@ def test_special_tokens_meet_added_tokens_of_the_same_content_only():
 
 def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
     target, draft = tokenizer("byte level"), tokenizer("sentencepiece")
-    made, ids = between(target, draft), draft.get_vocab()
+    token_map, ids = between(target, draft), draft.get_vocab()
     assert (
-        spell(made, [target.get_vocab()["A"]]) == [ids["A"]] and ids["<0x41>"] not in made.draft_ids
+        spell(token_map, [target.get_vocab()["A"]]) == [ids["A"]]
+        and ids["<0x41>"] not in token_map.draft_ids
     )
     back = between(draft, target)
     assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [target.get_vocab()["A"]]
@@ -157,29 +158,29 @@ def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
 @pytest.mark.parametrize("opening", [False, True])
 def test_rows_are_the_list_version(tokenizer, opening):
     target, draft = tokenizer("larger byte level"), sentencepiece(bos=opening)
-    made, generator = between(target, draft), torch.Generator().manual_seed(0)
+    token_map, generator = between(target, draft), torch.Generator().manual_seed(0)
     for shape in [(5, 7), (3, 0), (0, 4)]:
-        ids = torch.randint(0, made.vocab_size, shape, generator=generator)
+        ids = torch.randint(0, token_map.vocab_size, shape, generator=generator)
         counts = torch.randint(0, shape[1] + 1, shape[:1], generator=generator)
         begins = torch.rand(shape[0], generator=generator) < 0.5
         hidden = ids.masked_fill(
             torch.arange(shape[1]) >= counts[:, None], -1
         )  # padding may be anything
-        spelt, lengths = made.spell_rows(hidden, counts, begins)
+        spelt, lengths = token_map.spell_rows(hidden, counts, begins)
         assert spelt.shape == (shape[0], max([1, *lengths.tolist()]))
         for row, count, start, got, length in zip(ids, counts, begins, spelt, lengths):
-            expected = made.opening_ids.tolist() * bool(start and count) + spell(
-                made, row[:count].tolist()
+            expected = token_map.opening_ids.tolist() * bool(start and count) + spell(
+                token_map, row[:count].tolist()
             )
             assert got[:length].tolist() == expected and (got[length:] == 0).all()
 
 
 def test_saved_and_loaded(tokenizer, tmp_path):
     target, draft = tokenizer("larger byte level"), sentencepiece(bos=True)
-    made = between(target, draft, extra=2)
-    made.save(tmp_path)
+    token_map = between(target, draft, extra=2)
+    token_map.save(tmp_path)
     again = TokenMap.load(tmp_path, len(target) + 2, len(draft))
-    assert all(torch.equal(tensor, vars(again)[name]) for name, tensor in vars(made).items())
+    assert all(torch.equal(tensor, vars(again)[name]) for name, tensor in vars(token_map).items())
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_with_regeneration_a_row_without_an_answer_is_a_prompt(
     recipe = recipe_of(path, tmp_path, regenerate=True, on_bad_row="drop")
     bad = bad_rows(recipe.data, tmp_path / "run")
     asked = askable(training_examples(recipe, bad, None).examples, tokenizer, bad)
-    found = Counter(line_of(example.origin) for example in asked)
+    counts = Counter(line_of(example.origin) for example in asked)
     reported = {line_of(origin) for origin in bad.reasons}
-    assert set(found.values()) == {1} and not {*found} & reported
+    assert set(counts.values()) == {1} and not {*counts} & reported
     for number, (_, truth) in enumerate(lines, 1):
         assert (number in reported) == (truth.kind in BAD), truth.kind
 
@@ -267,5 +267,5 @@ def test_property_every_line_that_is_not_blank_is_one_row(tmp_path_factory, line
     path.write_bytes(b"\n".join(lines))
     split = path.read_bytes().split(b"\n")
     split[0] = split[0].removeprefix(b"\xef\xbb\xbf")
-    found = [origin for origin, _ in rows_of(Source(path=str(path)))]
-    assert found == [f"{path}:{number}" for number, line in enumerate(split, 1) if line.strip()]
+    origins = [origin for origin, _ in rows_of(Source(path=str(path)))]
+    assert origins == [f"{path}:{number}" for number, line in enumerate(split, 1) if line.strip()]

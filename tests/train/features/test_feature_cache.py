@@ -83,9 +83,9 @@ def test_exact_features_are_those_of_a_run_without_a_cache(target, rows, tmp_pat
     assert len(cache) == 24 and len(cache.shards) > 2 and not missing(cache, rows)
     kept, cached = RowFeatures(target, rows, keep_bytes=1e9), RowFeatures(target, rows, cache=cache)
     for indices in ([0, 1], [5, 2, 3]):
-        expected, found = kept.of(indices), cached.of(indices)
-        assert torch.equal(found.taps, expected.taps) and torch.equal(
-            found.last_hidden, expected.last_hidden
+        expected, features = kept.of(indices), cached.of(indices)
+        assert torch.equal(features.taps, expected.taps) and torch.equal(
+            features.last_hidden, expected.last_hidden
         )
     tokens = sum(map(len, rows))
     assert (
@@ -100,11 +100,11 @@ def test_features_come_back_as_their_encoding_says(rows, tmp_path, encoding, dty
     target = FrozenTarget(make_tiny_model("qwen3").to(getattr(torch, dtype)), TAPS)
     cache = FeatureCache(tmp_path, make_key(encoding, dtype=dtype))
     write(cache, rows, target)
-    found = RowFeatures(target, rows, cache=cache.scan()).of([1])
+    features = RowFeatures(target, rows, cache=cache.scan()).of([1])
     expected = RowFeatures(target, rows).of([1])
     for name, bound in (("taps", 0.3), ("last_hidden", 0.05)):
         expected_states = getattr(expected, name)
-        error = (getattr(found, name) - expected_states).norm() / expected_states.norm()
+        error = (getattr(features, name) - expected_states).norm() / expected_states.norm()
         assert 0 < error < bound if encoding == "rotated" else error == 0
 
 
@@ -112,10 +112,10 @@ def test_a_target_without_taps(rows, tmp_path):
     target = FrozenTarget(make_tiny_model("llama"))
     cache = FeatureCache(tmp_path, make_key(taps=()))
     write(cache, rows, target)
-    found = RowFeatures(target, rows, cache=cache.scan()).of([0, 1])
-    assert found.taps is None and cache.bytes_per_token == 32 * 4
+    features = RowFeatures(target, rows, cache=cache.scan()).of([0, 1])
+    assert features.taps is None and cache.bytes_per_token == 32 * 4
     assert torch.equal(
-        found.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden
+        features.last_hidden, RowFeatures(target, rows, keep_bytes=1e9).of([0, 1]).last_hidden
     )
 
 
@@ -127,11 +127,11 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
     cache.scan()
     alone = [PackedRow.of(text) for text in texts]
     assert not missing(cache, alone)
-    found, expected = (
+    features, expected = (
         RowFeatures(target, alone, cache=cache).of([2]),
         RowFeatures(target, alone).of([2]),
     )
-    torch.testing.assert_close(found.taps, expected.taps, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(features.taps, expected.taps, atol=1e-5, rtol=1e-4)
     more = pack([*texts, TokenRow(rng.integers(3, 100, 7), np.arange(7) >= 2)], 48)
     assert list(missing(cache, more).values()) == [7]
 
@@ -142,9 +142,9 @@ def test_other_packings_find_the_texts_they_share(target, tmp_path):
 def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
     target, rows, tmp_path, value, encoding
 ):
-    cache, made = FeatureCache(tmp_path, make_key(encoding)), RowFeatures(target, rows).made(0)
+    cache, states = FeatureCache(tmp_path, make_key(encoding)), RowFeatures(target, rows).made(0)
     (first, place), *_ = texts_of(rows[0])
-    taps, last_hidden = made[0][place], made[1][place].clone()
+    taps, last_hidden = states[0][place], states[1][place].clone()
     with pytest.raises(DataError, match="last_hidden"), ShardWriter(cache, 1e9) as writer:
         writer.add(first, taps, last_hidden)
         last_hidden[1, 2] = value
@@ -164,8 +164,8 @@ def test_whatever_features_depend_on_is_in_the_address(tmp_path, target, rows):
     for field in fields(CacheKey):
         value = {str: "x", int: 99}.get(type(tree[field.name]), (1, 2))
         key = replace(make_key(), **{field.name: value})
-        found = len(list((tmp_path / key.address).glob("*.safetensors")))
-        assert bool(found) == (field.name == "target"), field.name
+        count = len(list((tmp_path / key.address).glob("*.safetensors")))
+        assert bool(count) == (field.name == "target"), field.name
 
 
 # ---------------------------------------------------------------------------------------------

@@ -74,10 +74,10 @@ def test_any_width_comes_back_within_the_error_of_the_bits(bits, width):
     x = vectors(40, width)
     x[2] = 0
     encoding = rotated(bits, width)
-    found = through(encoding, x)
-    error = relative_error(x, found).mean()
+    decoded = through(encoding, x)
+    error = relative_error(x, decoded).mean()
     assert error < 3 * 4.0**-bits
-    assert torch.equal(found[2], torch.zeros(width))
+    assert torch.equal(decoded[2], torch.zeros(width))
     assert torch.equal(encoding.encode(x)[5:9], encoding.encode(x[5:9]))
 
 
@@ -86,9 +86,9 @@ def test_few_large_channels():
     x = vectors(100, 256, seed=3)
     x[:, [7, 200]] *= 40
     others = [i for i in range(256) if i not in (7, 200)]
-    found = through(rotated(4, 256), x)
+    decoded = through(rotated(4, 256), x)
     whole, rest = (
-        relative_error(a[:, b], found[:, b]).mean() for a, b in ((x, slice(None)), (x, others))
+        relative_error(a[:, b], decoded[:, b]).mean() for a, b in ((x, slice(None)), (x, others))
     )
     assert whole < 0.011 and whole < rest
 

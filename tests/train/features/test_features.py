@@ -21,14 +21,14 @@ def test_kept_features_are_those_of_a_forward(target):
     rows = make_rows()
     fresh, kept = RowFeatures(target, rows), RowFeatures(target, rows, keep_bytes=1e9)
     indices = [3, 0, 5]
-    expected, found = fresh.of(indices), kept.of(indices)
+    expected, again = fresh.of(indices), kept.of(indices)
     text = expected.segment_ids >= 0
     for name in ("taps", "last_hidden"):
         torch.testing.assert_close(
-            getattr(found, name)[text], getattr(expected, name)[text], atol=1e-5, rtol=1e-4
+            getattr(again, name)[text], getattr(expected, name)[text], atol=1e-5, rtol=1e-4
         )
     for name in ("input_ids", "position_ids", "segment_ids", "loss_mask"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert torch.equal(getattr(again, name), getattr(expected, name))
 
 
 def test_a_row_is_the_same_to_the_bit_in_any_batch_known_or_not(target):

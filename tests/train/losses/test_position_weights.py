@@ -24,13 +24,13 @@ def chains() -> list[torch.Tensor]:
 
 def of_anchor(values: list[torch.Tensor], anchor: int) -> list[torch.Tensor]:
     """The terms of one chain, up to the first depth that it lacks."""
-    found = []
+    chain = []
     for value, anchors in zip(values, ANCHORS, strict=True):
         where = (anchors == anchor).nonzero().flatten()
         if not len(where):
             break
-        found.append(value[where[0]])
-    return found
+        chain.append(value[where[0]])
+    return chain
 
 
 def test_d_pace_is_its_formula() -> None:

@@ -64,7 +64,7 @@ def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
     root, recipe = world
     rows = [{"category": "qa", "turns": ["ab"]}, {"category": "qa", "turns": ["ef"]}]
     (root / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = recipe(
+    built = recipe(
         prompts=[],
         suites={"mt_bench": str(root / "question.jsonl")},
         max_tokens=12,
@@ -72,7 +72,7 @@ def test_a_server_and_the_report_agree_on_a_suite(world, serving) -> None:
         temperatures=[0.0],
         lossless_check=False,
     )
-    cell = measure(made, root / "run" / "export", Stages(enabled=False)).cell("all", 0)
+    cell = measure(built, root / "run" / "export", Stages(enabled=False)).cell("all", 0)
     llm = LLM(
         str(root / "target"),
         max_num_seqs=2,
@@ -102,24 +102,24 @@ def test_conversations_without_room_are_counted(world) -> None:
     file = root / "long.jsonl"
     rows = [{"category": "x", "turns": turns} for turns in (["a", "b"], ["a", "b", "c"], ["d"])]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = recipe(suites={"mt_bench": str(file)}, max_tokens=75, suite_prompts=1)
-    (suite,) = measured_suites(made, settings_of(made))
+    built = recipe(suites={"mt_bench": str(file)}, max_tokens=75, suite_prompts=1)
+    (suite,) = measured_suites(built, settings_of(built))
     assert (suite.facts.conversations, suite.facts.conversations_in_file) == (1, 3)
     assert suite.facts.conversations_without_room == 1, "three answers of 75 tokens do not fit"
     file.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(DataError, match="'x'"):
-        measured_suites(made, settings_of(made))
+        measured_suites(built, settings_of(built))
 
 
 def test_prompts_end_where_the_target_goes_on(world) -> None:
     _, recipe = world
-    made = recipe()
-    chosen = workloads(made, settings_of(made))
+    built = recipe()
+    chosen = workloads(built, settings_of(built))
     assert {name: len(prompts) for name, prompts in chosen.items()} == {"sums": 2, "talk": 2}
     for name, prompts in chosen.items():
         for text in map(chat_bytes().decode, prompts):
             assert text.startswith(f"user:{name}") and text.endswith("assistant:")
-    assert workloads(made, settings_of(made)) == chosen
+    assert workloads(built, settings_of(built)) == chosen
     long = recipe(max_tokens=250)
     with pytest.raises(DataError, match="'sums'"):
         workloads(long, settings_of(long))

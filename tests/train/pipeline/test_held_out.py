@@ -70,19 +70,19 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     texts = written_texts(llm, 96, **filters)
     measured = llm.get_metrics().acceptance_length
     evaluation = {"num_speculative_tokens": 3, **filters}
-    found = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(
+    results = held_out_evaluation(recipe(evaluation=evaluation), llm.engine.target, {1.0: texts})(
         drafter
     )
-    error = found["expected_standard_error"]
-    assert error == found["expected_standard_error_t1"] and 0 < error < 0.02
+    error = results["expected_standard_error"]
+    assert error == results["expected_standard_error_t1"] and 0 < error < 0.02
     assert (
-        abs(found["expected_acceptance_length"] - measured) < 4 * error
+        abs(results["expected_acceptance_length"] - measured) < 4 * error
     )  # without the filters it lies 0.1 off
 
 
 def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     """Not as those to train on: other temperatures, filters and lengths."""
-    made = recipe(
+    built = recipe(
         regenerate={"top_p": 0.5, "top_k": 3},
         evaluation={"top_p": 0.9, "top_k": 20, "max_tokens": 7, "temperatures": [0.0, 0.7]},
         training={"steps": 1},
@@ -91,17 +91,17 @@ def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
     monkeypatch.setattr(recipe_module, "EVAL_TEXTS", 5)
 
     def responses(name, examples, temperatures=None, **changed):
-        asked["section"] = made.regenerate.model_copy(update=changed)
+        asked["section"] = built.regenerate.model_copy(update=changed)
         return [Response("w", (i,), (1,), t, 0) for i, t in enumerate(temperatures)]
 
     monkeypatch.setattr(run_data, "load_sources", lambda *_, **__: [example("w")] * 9)
     monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
     data: Any = DataStage.__new__(DataStage)
-    data.recipe, data.tokenizer, data.folder, data.stage = made, None, None, ""
+    data.recipe, data.tokenizer, data.folder, data.stage = built, None, None, ""
     data._responses, data._say = responses, lambda text: None
-    found, section = data.held_out(), asked["section"]
+    texts_by_t, section = data.held_out(), asked["section"]
     assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
-    assert {t: len(texts) for t, texts in found.items()} == {
+    assert {t: len(texts) for t, texts in texts_by_t.items()} == {
         0.0: 3,
         0.7: 3,
     }  # 5 texts, the same prompts at both

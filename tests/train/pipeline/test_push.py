@@ -177,7 +177,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     data, report = metadata(card), load_report(run / "acceptance.json")
     assert data["base_model"] == "org/target" and data["license"] == "apache-2.0"
     assert data["datasets"] == ["org/conversations"]
-    found = {
+    stated = {
         (
             result["dataset"]["type"],
             result["dataset"]["args"]["temperature"],
@@ -193,7 +193,7 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
             expected[cell.workload, cell.temperature, "speedup"] = (
                 cell.speedup_vs_autoregressive.value
             )
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert stated == pytest.approx(expected, abs=1e-4)
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text

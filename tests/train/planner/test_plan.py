@@ -142,8 +142,8 @@ def test_only_what_cannot_fit_is_refused(monkeypatch, recipe_file):
     for memory, code, word in ((held - 1, 1, "does not fit"), (held + 1, 0, "may not fit")):
         tiny = replace(DEVICES["l4"], memory=memory)
         monkeypatch.setitem(devices.DEVICES, "pocket", tiny)
-        found, output = call("plan", recipe_file, "--gpu", "pocket")
-        assert (found, word in output) == (code, True), output
+        exit_code, output = call("plan", recipe_file, "--gpu", "pocket")
+        assert (exit_code, word in output) == (code, True), output
     code, output = call("plan", recipe_file, "--gpu", "l4")
     assert code == 0 and "\nfits" in output
     assert not (recipe_file.parent / "run").exists()

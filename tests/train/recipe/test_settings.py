@@ -62,21 +62,21 @@ def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog
     tokenizer.mask_token = None
     tokenizer.chat_template = tokenizer.chat_template + "{# <jupyter> #}"
     tokenizer.save_pretrained(tmp_path)
-    made = recipe("dflash")
-    made = made.model_copy(
-        update={"target": made.target.model_copy(update={"model": str(tmp_path)})}
+    built = recipe("dflash")
+    built = built.model_copy(
+        update={"target": built.target.model_copy(update={"model": str(tmp_path)})}
     )
 
     class Full:
         vocab_size = max(tokenizer.get_vocab().values()) + 1
 
-    assert default_mask_token(made, Full()) == tokenizer.convert_tokens_to_ids("<repo>")
+    assert default_mask_token(built, Full()) == tokenizer.convert_tokens_to_ids("<repo>")
     assert "<repo>" in caplog.text
     every = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
     tokenizer.chat_template += "{# " + every + " #}"
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"drafter\.mask_token_id"):
-        default_mask_token(made, Full())
+        default_mask_token(built, Full())
 
 
 def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):

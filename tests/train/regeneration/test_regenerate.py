@@ -101,11 +101,11 @@ def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[s
     accelerator.wait_for_everyone()
     section = SECTION.model_copy(update={"batch_size": 1, "max_new_tokens": 2})
     llm, options = make_llm(1), {"examples": EXAMPLES[:19], "section": section}
-    found = write_in_parts(
+    responses = write_in_parts(
         accelerator, lambda part: write_with(llm, folder / name, part=part, **options)
     )
     accelerator.wait_for_everyone()
-    return found, sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
+    return responses, sorted(path.name.split(".", 1)[1] for path in (folder / name).iterdir())
 
 
 @pytest.mark.slow
@@ -121,9 +121,9 @@ def test_all_processes_write_what_one_would(tmp_path):
         Scenario(kind, processes, arguments={"name": name, "torn": torn})
         for kind, (processes, name, torn) in kinds.items()
     ]
-    found = in_worlds(parts_job, scenarios, tmp_path)
-    for kind, (responses, files) in found.items():
-        assert responses == found["one"][0], kind
+    results = in_worlds(parts_job, scenarios, tmp_path)
+    for kind, (responses, files) in results.items():
+        assert responses == results["one"][0], kind
         assert files and all(name.endswith("jsonl") for name in files), kind
 
 

@@ -92,16 +92,16 @@ def tokenizer():
 @pytest.fixture
 def fakes(tokenizer, monkeypatch):
     """Two servers, at A and B."""
-    made = {A: FakeServer(tokenizer), B: FakeServer(tokenizer)}
+    by_url = {A: FakeServer(tokenizer), B: FakeServer(tokenizer)}
     real = openai.AsyncOpenAI
 
     def client(base_url, **options):
-        http = httpx.AsyncClient(transport=httpx.MockTransport(made[base_url]))
+        http = httpx.AsyncClient(transport=httpx.MockTransport(by_url[base_url]))
         return real(base_url=base_url, http_client=http, **options)
 
     monkeypatch.setattr(servers.openai, "AsyncOpenAI", client)
     monkeypatch.setattr(servers, "RETRIES", 0)
-    return made
+    return by_url
 
 
 @pytest.fixture
@@ -259,8 +259,8 @@ def test_a_server_writes_what_this_process_writes(write, serving, tiny_model, to
     """Greedy and sampled, turn by turn; a server of another model differs from the loaded one."""
     model, other = (tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=n) for n in (3, 2))
     model.generation_config.eos_token_id = other.generation_config.eos_token_id = list(ENDS)
-    here, wrong = (LLM(each, tokenizer=tokenizer, max_num_seqs=8) for each in (model, other))
-    options = {"turns": "all", "llm": here}
+    own_llm, wrong = (LLM(source, tokenizer=tokenizer, max_num_seqs=8) for source in (model, other))
+    options = {"turns": "all", "llm": own_llm}
     there = LLM(model, tokenizer=tokenizer, max_num_seqs=8)
     url = serving(there, served_model_name=("target",)) + "/v1"
     responses = write(url, folder="there", **options)

@@ -86,12 +86,12 @@ def make_trainer(
     probe.close()
     rows = rows or make_rows()
     features = RowFeatures(target, rows, keep_bytes=recipe.training.keep_features_gb * 2**30)
-    made = make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
-    assert {p.device for p in made.parameters()} == {DEVICE}
+    trained = make_drafter(recipe, config, target, features, Stages(enabled=False), folder)
+    assert {p.device for p in trained.parameters()} == {DEVICE}
     return Trainer(
         recipe,
         target,
-        made,
+        trained,
         rows,
         accelerator=Accelerator(),
         folder=folder,

@@ -168,7 +168,7 @@ MOVES = {  # killed there, continued here
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def runs(tmp_path_factory):
     """Every run of this file, in one set of processes."""
     scenarios = [
         scenario(family, *world) for family in FAMILIES for world in [(1, False), *WORLDS[family]]
@@ -204,41 +204,41 @@ def assert_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_number_of_processes_trains_the_same_head(found, family):
+def test_any_number_of_processes_trains_the_same_head(runs, family):
     """Whole and sharded, one family on 4 processes too: losses, metrics and weights."""
     for world in WORLDS[family]:
         name = scenario(family, *world).name
-        assert_same(found[f"{family}, 1 whole"], found[name], name)
+        assert_same(runs[f"{family}, 1 whole"], runs[name], name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", MOVES)
-def test_a_killed_run_continues_on_another_number_of_processes(found, optimizer):
-    alone = found["eagle3, 1 whole" + (", optimizer=muon" if optimizer == "muon" else "")]
+def test_a_killed_run_continues_on_another_number_of_processes(runs, optimizer):
+    alone = runs["eagle3, 1 whole" + (", optimizer=muon" if optimizer == "muon" else "")]
     for number, (_, after) in enumerate(MOVES[optimizer]):
         name = scenario("eagle3", *after, run=f"{optimizer}-{number}", optimizer=optimizer).name
-        assert_same(alone, found[name], name, atol=1e-5 if optimizer == "adamw" else 1e-3)
+        assert_same(alone, runs[name], name, atol=1e-5 if optimizer == "adamw" else 1e-3)
 
 
 @pytest.mark.slow
-def test_muon_of_shards_is_muon(found):
+def test_muon_of_shards_is_muon(runs):
     """Its products are bfloat16: a last bit of a gradient may become one of those."""
-    alone = found["eagle3, 1 whole, optimizer=muon"]
-    assert_same(alone, found["eagle3, 2 sharded, optimizer=muon"], "muon", atol=1e-3)
+    alone = runs["eagle3, 1 whole, optimizer=muon"]
+    assert_same(alone, runs["eagle3, 2 sharded, optimizer=muon"], "muon", atol=1e-3)
 
 
 @pytest.mark.slow
-def test_a_sharded_target_says_the_same(found):
-    assert_same(found["eagle3, 1 whole"], found["eagle3, 2 sharded, sharding=fsdp"], "target")
+def test_a_sharded_target_says_the_same(runs):
+    assert_same(runs["eagle3, 1 whole"], runs["eagle3, 2 sharded, sharding=fsdp"], "target")
 
 
 @pytest.mark.slow
-def test_a_target_trained_along_is_the_same_on_every_number_of_processes(found):
+def test_a_target_trained_along_is_the_same_on_every_number_of_processes(runs):
     """The adapter as well as the heads; also if killed before the first checkpoint."""
-    one = found["medusa, 1 whole, joint=True"]
+    one = runs["medusa, 1 whole, joint=True"]
     assert any("lora_A" in name for name in one[1])
-    assert_same(one, found["medusa, 2 whole, joint=True"], "joint")
-    again = found[scenario("medusa", 1, run="joint-cut", joint=True, draws=7).name]
+    assert_same(one, runs["medusa, 2 whole, joint=True"], "joint")
+    again = runs[scenario("medusa", 1, run="joint-cut", joint=True, draws=7).name]
     for name, tensor in one[1].items():
         np.testing.assert_array_equal(again[1][name], tensor, err_msg=name)
 
@@ -267,7 +267,7 @@ def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path)
 
 
 @pytest.mark.slow
-def test_on_policy_texts_are_those_of_one_process(found):
-    alone = found["eagle3, 1 whole, on_policy=True"]
+def test_on_policy_texts_are_those_of_one_process(runs):
+    alone = runs["eagle3, 1 whole, on_policy=True"]
     assert any(record["on_policy"] > 0 for record in alone[0])
-    assert_same(alone, found["eagle3, 2 sharded, on_policy=True"], "on-policy")
+    assert_same(alone, runs["eagle3, 2 sharded, on_policy=True"], "on-policy")
