@@ -195,20 +195,18 @@ done
 for head in dspark mlp; do
   {EACH}
 done"""
-SUITES = f"""on() {{  # on NAME PROMPTS ENGINES METHOD
-  draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 $4 --temperature 0 \\
+SUITES = f"""on() {{  # on NAME PROMPTS METHOD: PROMPTS and METHOD are options
+  draftsmith evaluate --model runs/smollm2-135m-instruct/model $2 $3 --temperature 0 \\
     --max-tokens 48 --repeats 1 --out {OUT}/suites/$1
 }}
-both="--engine draftsmith --engine vllm" runs=runs/smollm2-135m-instruct
 quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
 mt_bench="--suite mt_bench --prompts-per-workload 1"
 humaneval="--suite humaneval --prompts-per-workload 12"
+head="--drafter runs/smollm2-135m-instruct/eagle3/export --engine draftsmith --engine vllm"
 for name in quickstart mt_bench humaneval; do
-  for head in eagle3 draft_model; do
-    on $name/$head "${{!name}}" "$both" "--drafter $runs/$head/export"
-  done
+  on $name/eagle3 "${{!name}}" "$head"
   for method in ngram suffix; do
-    on $name/$method "${{!name}}" "" "--method $method"
+    on $name/$method "${{!name}}" "--method $method"
   done
 done"""
 BENCHES = {
