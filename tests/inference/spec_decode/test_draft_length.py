@@ -184,7 +184,7 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
     monkeypatch.setattr(drafter, "read", lambda *of: states.append(read(*of)) or states[-1])
     monkeypatch.setattr(length, "settle", lambda given: proposals.append(given) or settle(given))
     llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12), False)
-    hidden = iter([state for state, _ in states])
+    hidden = iter(states)
     for proposal in proposals:
         for depth in range(proposal.width):
             state = next(hidden)
