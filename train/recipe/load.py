@@ -77,7 +77,9 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=f"{path}") from None
+        reason = getattr(error, "strerror", None) or error
+        advice = "give a recipe file, such as recipes/quickstart/eagle3.yaml"
+        raise ConfigError(f"cannot be read: {reason}; {advice}", where=f"{path}") from None
     tree = _parse(text, f"{path}")
     if not isinstance(tree, dict):
         raise ConfigError("expected a mapping of sections at the top", where=f"{path}")

@@ -44,7 +44,10 @@ class Server:
         self.url = section.url.rstrip("/").removesuffix("/v1") + "/v1"
         key = os.environ.get(section.api_key_env) if section.api_key_env else "none"
         if not key:
-            raise ConfigError("the environment variable is empty", where=str(section.api_key_env))
+            raise ConfigError(
+                f"{self.url}: the environment variable {section.api_key_env} holds no key",
+                where="regenerate.endpoints",
+            )
         timeout = max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST)
         self.client = openai.AsyncOpenAI(
             base_url=self.url, api_key=key, timeout=timeout, max_retries=RETRIES
@@ -60,8 +63,19 @@ class Server:
         fitting = fitting or cards
         if len(fitting) != 1:
             served = ", ".join(card.id for card in cards)
-            raise EndpointError(f"serves {served}; which of them is {name}?", where=self.url)
+            raise EndpointError(
+                f"serves {served}; which of them is {name}? Serve the target alone, or under that"
+                " name",
+                where=self.url,
+            )
         self.model, self.engine = fitting[0].id, fitting[0].owned_by
+        limit = getattr(fitting[0], "max_model_len", None) or self.facts.max_model_len
+        if limit < self.facts.max_model_len:
+            raise EndpointError(
+                f"serves up to {limit} tokens; start it with --max-model-len"
+                f" {self.facts.max_model_len}, or lower data.max_length",
+                where=self.url,
+            )
         try:
             choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
         except (openai.NotFoundError, openai.BadRequestError):  # it may know chats alone
@@ -71,7 +85,11 @@ class Server:
         tokenize = self.tokenizer.tokenizer
         ids = [list(tokenize(PROBE_TEXT, add_special_tokens=i).input_ids) for i in (True, False)]
         if getattr(choice, "prompt_token_ids", None) not in (None, *ids):
-            raise EndpointError("has another tokenizer than the target", where=self.url)
+            raise EndpointError(
+                f"reads {PROBE_TEXT!r} as {choice.prompt_token_ids[:12]}…, the target's tokenizer"
+                f" as {ids[0][:12]}…; serve the recipe's target with its own tokenizer",
+                where=self.url,
+            )
 
     async def compare(self, asks: Sequence[Ask], reference: Sequence[Sequence[int]]) -> None:
         """EndpointError if it continues prompts otherwise than the target: what counts is the share
