@@ -58,8 +58,6 @@ class _Claiming(Tensor):
             memo[id(self)] = claimed
         return memo[id(self)]
 
-    def record_stream(self, stream: Any) -> None: ...
-
 
 class _ClaimingParameter(_Claiming, nn.Parameter):
     pass
@@ -374,8 +372,6 @@ class _Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
     def synchronize(self) -> None: ...
-    def wait_stream(self, other: Any) -> None: ...
-    def wait_event(self, other: Any) -> None: ...
     def query(self) -> bool:
         return True
 
@@ -422,10 +418,8 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     )
     cuda = {
         "Event": _Event,
-        "Stream": _Event,
         "current_stream": _Event,
         "synchronize": lambda *a: None,
-        "stream": lambda *a: contextlib.nullcontext(),
         "max_memory_allocated": lambda *a: 0,
         "empty_cache": lambda: None,
         "memory_allocated": lambda *a: 0,

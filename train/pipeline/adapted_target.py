@@ -10,13 +10,13 @@ from accelerate import Accelerator
 
 from draftsmith.inference.provenance import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
-from draftsmith.speculators.export import resolve
+from draftsmith.speculators.export import fresh_folder, resolve
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.probe import is_quantised, refuse_incomplete
 from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import TARGET, whole_folder
+from draftsmith.train.recipe.run_folder import TARGET
 
 MERGED = "merged_adapter.json"  # what it was merged from
 
@@ -73,7 +73,7 @@ def merge_target(recipe: Recipe, folder: Path) -> Path:
             where="target.adapter",
         )
     model = merge_saved_adapter(model, adapter, "target.adapter")
-    with whole_folder(folder) as fresh:
+    with fresh_folder(folder) as fresh:
         model.save_pretrained(fresh)
         t.load_tokenizer().save_pretrained(fresh)
         (fresh / MERGED).write_text(json.dumps(source))

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import UnsupportedTarget
+from draftsmith.speculators.export import fresh_folder
 from draftsmith.speculators.layers.peft_adapter import Adapter
 from draftsmith.speculators.precision import in_dtype, to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.target.probe import is_quantised
 from draftsmith.train.losses.objective import chunked_objective
-from draftsmith.train.recipe.run_folder import whole_folder
 from draftsmith.train.recipe.sections import JointSection
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
@@ -109,7 +109,7 @@ class JointTarget(nn.Module):
 
     def export(self, folder: Path, tokenizer: Any, change: dict[str, float]) -> Path:
         """Writes the adapted target to `folder` as transformers loads it, whole or not at all."""
-        with whole_folder(folder) as fresh:
+        with fresh_folder(folder) as fresh:
             if self.section.export == "adapter":
                 self.adapter.save(fresh)
             else:
