@@ -70,7 +70,7 @@ format: $(VENV)/.installed  ## format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 
 compare: $(VENV)/.installed  ## train every family for the same time and put them side by side (about an hour)
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare $(filter-out %/base.yaml,$(wildcard recipes/quickstart/*.yaml)) $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/draftsmith compare $(wildcard recipes/quickstart/*.yaml) $(ARGS)
 
 bench: $(VENV)/.installed  ## measure what docs/results.md shows (hours; ARGS=methods for one table)
 	$(BIN)/python scripts/bench.py $(ARGS)

@@ -5,45 +5,48 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from draftsmith.speculators.errors import ConfigError
 
 SHORT = {"speculative_config": ["-sc"], "tensor_parallel_size": ["-tp"]}  # as in vLLM
+METAVARS = {  # by type in the JSON schema
+    "string": "TEXT",
+    "integer": "NUMBER",
+    "number": "NUMBER",
+    "object": "JSON",
+    "array": "TEXT…",
+}
+OBJECT = "expected a JSON object in single quotes"
 Model = TypeVar("Model", bound=BaseModel)
 Values = dict[str, Any]  # of the flags that were given, as they were typed
 
 
-def json_or_text(text: str) -> Any:
+def json_or_text(value: Any) -> Any:
+    """What a text spells in JSON; everything else as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return text
-
-
-def _json(kind: type | tuple[type, ...], expected: str) -> BeforeValidator:
-    def read(value: Any) -> Any:
-        value = json_or_text(value) if isinstance(value, str) else value
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"expected {expected}")
         return value
 
-    return BeforeValidator(read)
+
+def json_option(name: str, text: str) -> dict[str, Any] | None:
+    """The JSON object that an option of this name takes; None if it is not given."""
+    value = json_or_text(text) if text else None
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{OBJECT}, got {text}", where=name)
+    return value
 
 
-JsonObject = Annotated[dict[str, Any], _json(dict, "a JSON object in single quotes")]
-Mode = Annotated[
-    dict[str, Any] | int, _json((dict, int), "a JSON object in single quotes, or a number")
-]
-CommaSeparated = BeforeValidator(
-    lambda value: value.split(",") if isinstance(value, str) else value
-)
+JsonObject = Annotated[dict[str, Any], BeforeValidator(json_or_text)]
+Mode = Annotated[dict[str, Any] | int, BeforeValidator(json_or_text)]
+CommaSeparated = BeforeValidator(lambda values: ",".join(map(str, values)).split(","))
 
 
 class Command(TyperCommand):
@@ -94,10 +97,11 @@ def register(
     def command(context: typer.Context, **values: Any) -> None:
         run(given_values(values), context.args)
 
-    fields = model.model_fields.items()
-    kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("context", kind, annotation=typer.Context)]
-    parameters += [_parameter(field, info) for field, info in fields if not info.exclude]
+    schemas = model.model_json_schema()["properties"]
+    parameters = [_keyword("context", typer.Context)]
+    for field, info in model.model_fields.items():
+        if not info.exclude:
+            parameters.append(_keyword(field, _option(field, info, schemas[field])))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = model.__doc__
@@ -109,45 +113,30 @@ def register(
     app.command(name, cls=Command, context_settings=settings)(command)
 
 
-def _parameter(name: str, field: Any) -> inspect.Parameter:
-    """A flag as a parameter of typer's: a text wherever pydantic reads the value."""
-    kind: Any = str
-    flag, annotation, metavar = flag_name(name), field.annotation, "TEXT"
-    choices = [
-        choice
-        for part in (annotation, *get_args(annotation))
-        if get_origin(part) is Literal
-        for choice in get_args(part)
-    ]
-    if annotation in (bool, bool | None):
-        kind = bool
-        if annotation is not bool:
-            flag += f"/--no-{flag.removeprefix('--')}"
-    elif choices:
-        metavar = "|".join(choices)
-    elif get_origin(annotation) is tuple:
-        separated = any(isinstance(part, BeforeValidator) for part in field.metadata)
-        metavar = "A,B,…" if separated else "TEXT…"
-        kind = str if separated else list[str]
-    elif "dict[" in str(annotation):
-        metavar = "JSON"
-    elif re.search(r"\b(int|float)\b", str(annotation)):
-        metavar = "NUMBER"
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=annotation)
+
+
+def _option(name: str, field: FieldInfo, schema: dict[str, Any]) -> Any:
+    """The type of a flag for typer: a text wherever pydantic reads the value. `schema`: of the
+    field, in JSON schema."""
+    part = schema.get("anyOf", [schema])[0]
+    json_type = part.get("type", "string")
+    kind: Any = {"boolean": bool, "array": list[str]}.get(json_type, str)
+    metavar = "|".join(part["enum"]) if "enum" in part else METAVARS.get(json_type)
+    flag = flag_name(name)
+    if kind is bool and "anyOf" in schema:  # true, false, or neither
+        flag += f"/--no-{flag.removeprefix('--')}"
     default = None if field.is_required() else field.get_default()
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     text = field.description or ""
     if shown not in (None, "", {}, False):
         text += f" ({shown})"
     option = typer.Option(
-        flag,
-        *SHORT.get(name, ()),
-        help=text.strip(),
-        metavar=None if kind is bool else metavar,
-        show_default=False,
+        flag, *SHORT.get(name, ()), help=text.strip(), metavar=metavar, show_default=False
     )
-    annotated = Annotated[kind | None, option]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=None, annotation=annotated)
+    return Annotated[kind | None, option]
 
 
 def validated(model: type[Model], command: str, given: Values) -> Model:
@@ -157,6 +146,6 @@ def validated(model: type[Model], command: str, given: Values) -> Model:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        where = f"{command} {flag_name(name)}" if name else command
-        raise ConfigError(first["msg"].removeprefix("Value error, "), where=where) from None
+        where = " ".join([command, *(flag_name(str(name)) for name in first["loc"][:1])])
+        message = OBJECT if first["type"] == "dict_type" else first["msg"]
+        raise ConfigError(message.removeprefix("Value error, "), where=where) from None

@@ -17,15 +17,15 @@ from typing import Annotated, Any
 import typer
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.inference.console import run
+from draftsmith.inference.console import user_errors
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
-from draftsmith.inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
 from draftsmith.inference.entrypoints.vllm_options import NGRAM
 from draftsmith.inference.evaluation.demo_prompts import demo_prompts
 from draftsmith.inference.evaluation.side_by_side import compare_methods
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.whole_file import check_writable
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 
 Option = typer.Option
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -132,4 +132,5 @@ def as_prompts(
 
 
 if __name__ == "__main__":
-    run(app)
+    with user_errors():
+        app()

@@ -35,6 +35,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
+# of each place, by token: the one that stands there first, then the most probable
 SampleLogprobs = list[dict[int, Logprob]]
 
 
@@ -75,20 +76,8 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
-@dataclass
-class TokenLogprobs:
-    """Logprobs of one position. `token_ids` and `logprobs`: first its own token, then the most
-    probable ones, in falling order. `rank`: of the token that stands there, 1 for the most
-    probable."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
-
-
-Placed = tuple[
-    int, int | None
-]  # a token, and its position in the proposal, from 0; None: the target's own
+# a token, and its position in the proposal, from 0; None: the target's own
+Placed = tuple[int, int | None]
 
 
 @dataclass

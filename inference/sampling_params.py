@@ -1,8 +1,5 @@
-"""How one request wants its tokens chosen: vLLM's names, checked when made.
-
-This module must not know logits, tokenizers or the engine: it holds what the user asked for and
-refuses what cannot be honoured. What is changed in the logits is in
-`sampling/logits_processors.py`, sampling itself in `sampling/sampler.py`."""
+"""How the tokens of one request are chosen: vLLM's names, checked by the constructor. Knows no
+logits, tokenizer or engine."""
 
 from __future__ import annotations
 
@@ -26,9 +23,10 @@ MIN_TEMPERATURE = 0.01
 MOST_BIAS = 10_000
 MOST_PENALTY = 1000
 
-# Arguments of vLLM's SamplingParams that this runtime has no field for -> the values that mean what
-# is done here anyway; None: any value.
-ACCEPTED: dict[str, tuple[Any, ...] | None] = {
+# Options of vLLM that this runtime has no use for -> the values that mean what is done here anyway;
+# None: any value.
+Accepted = dict[str, tuple[Any, ...] | None]
+ACCEPTED: Accepted = {
     "best_of": (None, 1),
     "early_stopping": (False,),
     "extra_args": (None, {}),
@@ -46,17 +44,26 @@ ACCEPTED: dict[str, tuple[Any, ...] | None] = {
 }
 
 
+def without_accepted(where: str, given: Mapping[str, Any], table: Accepted) -> dict[str, Any]:
+    """The options that the table does not have. ConfigError for a value that it does not accept."""
+    for name in table.keys() & given.keys():
+        values = table[name]
+        if values is not None and given[name] not in values:
+            raise ConfigError(
+                f"{name}={given[name]!r} would change what is loaded or written, and this runtime"
+                f" does not do it; leave it out (accepted: {', '.join(map(repr, values))})",
+                where=where,
+            )
+    return {name: value for name, value in given.items() if name not in table}
+
+
 def _checked(cls: Any) -> Any:
     """Lets the constructor take the arguments of `ACCEPTED`; ConfigError for a wrong value."""
     construct = cls.__init__
 
     @functools.wraps(construct)
     def __init__(self: SamplingParams, *args: Any, **options: Any) -> None:
-        for name in [name for name in options if name in ACCEPTED]:
-            value, values = options.pop(name), ACCEPTED[name]
-            if values is not None and value not in values:
-                expected = " or ".join(map(repr, values))
-                raise _fault(name, value, f"expected {expected}: this runtime has no other way")
+        options = without_accepted("SamplingParams", options, ACCEPTED)
         try:
             construct(self, *args, **options)
         except ValidationError as error:

@@ -1,7 +1,7 @@
-"""`python -m draftsmith.inference.serve`: the name that older guides have for the server's command
-(`draftsmith.inference.server`)."""
+"""`python -m draftsmith.inference.serve`: the name that older guides have for the server."""
 
-from draftsmith.inference.server.command import main
+from draftsmith.inference.console import run_alone
+from draftsmith.inference.server.serve_command import register
 
 if __name__ == "__main__":
-    main()
+    run_alone("serve", register)

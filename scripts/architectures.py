@@ -34,7 +34,7 @@ from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.plain_decoder import plain_decoder
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
+from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadOptions
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import auto_class
@@ -238,11 +238,14 @@ def examine(model_type: str) -> Row:
         return row
     texts = own_texts(target)
     row.chains = drafting(target, texts, PartlyRight(texts))
-    lookahead = LookaheadProposer(
-        6, window_size=3, ngram_size=3, num_guesses=2, pool_from_prompt=True
+    sizes = {"window_size": 3, "ngram_size": 3, "num_guesses": 2}
+    lookahead = LookaheadOptions(
+        method="lookahead",
+        num_speculative_tokens=6,
+        **{f"lookahead_{name}": value for name, value in sizes.items()},
     )
-    row.trees = drafting(target, texts, lookahead)
-    plain = plain_decoder(target, copies=False)
+    row.trees = drafting(target, texts, lookahead.make_proposer())
+    plain = plain_decoder(target)
     row.plain_path = plain if isinstance(plain, str) else YES
     return row
 

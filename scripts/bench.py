@@ -1,7 +1,7 @@
 """Measures what the documentation publishes, and writes `docs/results/NAME.json`, which
 docs/results.md shows.
 
-    python scripts/bench.py quickstart methods        # these; without names: all, some two hours
+    python scripts/bench.py quickstart methods        # these; without names: all but gpu, hours
     python scripts/bench.py --list                    # the commands
     python scripts/bench.py methods --record          # the command has run: only write the result
 
@@ -31,6 +31,7 @@ RESULTS = ROOT / "docs" / "results"
 TARGET = "recipes/quickstart/target"
 PROMPTS = "recipes/quickstart/data/test.jsonl.gz"
 HEAD = "runs/quickstart/eagle3/export"  # the quickstart writes it
+FAMILIES = "recipes/quickstart/*.yaml"
 OUT = "runs/bench"  # what the other commands write
 Rows = list[list[str]]
 QUICKSTART = {
@@ -160,6 +161,22 @@ def load(comparison: dict[str, Any]) -> Rows:
     return rows
 
 
+def families(comparison: dict[str, Any]) -> Rows:
+    """comparison.json of `draftsmith compare` -> a row per recipe."""
+    from draftsmith.train.pipeline.compare import rows
+
+    return rows(comparison["entries"])
+
+
+def gpu(results: dict[str, Any]) -> Rows:
+    """The JSON of `make check-gpu` -> a row per measurement."""
+    rows = [["test", "measured"]]
+    for result in results["results"]:
+        measured = [f"{name} {value:.4g}" for name, value in result.items() if name != "test"]
+        rows.append([f"`{result['test']}`", ", ".join(measured)])
+    return rows
+
+
 def training(results: dict[str, Any]) -> Rows:
     """The JSON of bench_peers.py -> a row per setting."""
     from scripts.bench_peers import COLUMNS, cells
@@ -242,6 +259,26 @@ BENCHES = {
         f"{OUT}/engines/acceptance.json",
         engines,
     ),
+    "minutes": Bench(
+        "Every family on the quickstart's target, K = 4, four minutes of training each",
+        f"draftsmith compare {FAMILIES} --minutes 4 --out {OUT}/minutes"
+        " --set evaluation.temperatures=[0.0] --set evaluation.prompts_per_workload=8"
+        " --set evaluation.repeats=2",
+        f"{OUT}/minutes/comparison.json",
+        families,
+    ),
+    "tokens": Bench(
+        "Every family on the quickstart's target, K = 4, 300 steps of the same tokens each",
+        f"draftsmith compare {FAMILIES} --steps 300 --out {OUT}/tokens",
+        f"{OUT}/tokens/comparison.json",
+        families,
+    ),
+    "gpu": Bench(
+        "One GPU, random weights in the shapes of Qwen3-8B",
+        f'make check-gpu ARGS="--measured {OUT}/gpu.json"',
+        f"{OUT}/gpu.json",
+        gpu,
+    ),
     "load": Bench("Load: drafting off and on", LOAD, f"{OUT}/comparison.json", load),
     "training": Bench(
         "A training step beside vLLM's `speculators`",
@@ -256,12 +293,13 @@ def record(name: str) -> Path:
     """Writes the result of a bench whose command has run; returns the file."""
     bench = BENCHES[name]
     written = ROOT / bench.file
-    head, *rows = bench.rows(json.loads(written.read_text(encoding="utf-8")))
+    tree = json.loads(written.read_text(encoding="utf-8"))
+    head, *rows = bench.rows(tree)
     result = {
         "title": bench.title,
         "date": datetime.date.fromtimestamp(written.stat().st_mtime).isoformat(),
         "commit": git_commit(ROOT),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores",
+        "machine": tree.get("machine") or f"{cpu_model()}, {os.cpu_count()} cores",
         "command": bench.command,
         "columns": head,
         "rows": rows,
@@ -278,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", action="store_true", help="the commands have run")
     parser.add_argument("--list", action="store_true", help="print the commands")
     chosen = parser.parse_args(arguments)
-    for name in chosen.names or BENCHES:
+    for name in chosen.names or [name for name in BENCHES if name != "gpu"]:
         if name not in BENCHES:
             parser.error(f"{name}: expected {', '.join(BENCHES)}")
         print(f"{name}: {BENCHES[name].command}", flush=True)

@@ -1,8 +1,7 @@
 """Training steps of vLLM's library `speculators` beside ours, EAGLE-3 and DFlash: the same numbers
 first, then time and memory.
 
-    python scripts/bench_peers.py                               # all settings; makes .venv-peers
-        first
+    python scripts/bench_peers.py                     # all settings; makes .venv-peers first
     python scripts/bench_peers.py --setting packed --pairs 9 --threads 2
     python scripts/bench_peers.py --device cuda --peer-python /path/to/python
 

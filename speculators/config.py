@@ -1,9 +1,7 @@
 """The configuration of a trained drafter: everything that rebuilds its module without the recipe.
 
 `DrafterConfig` has the fields of every family, `DecoderConfig` those of heads made of decoder
-layers; a family adds its own in its file. Exports translate a config to and from the fields of each
-format (speculators/export). Training options (learning rates, unroll steps, losses) do not belong
-here."""
+layers; a family adds its own in its file."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def default_tap_layers(num_layers: int) -> list[int]:
-    """EAGLE-3's taps [2, n/2, n-3] in `hidden_states` numbering, kept distinct and in range for
-    shallow targets."""
+    """EAGLE-3's taps [2, n/2, n-3] in `hidden_states` numbering, distinct in any target."""
     taps = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
     candidates = [i for i in range(num_layers, -1, -1) if i not in taps]
     while len(taps) < 3 and candidates:
@@ -24,8 +21,7 @@ def default_tap_layers(num_layers: int) -> list[int]:
 
 
 class TargetShape(Protocol):
-    """The target's sizes, from which a drafter's config is derived; a target without weights has
-    them too."""
+    """The target's sizes, from which a drafter's config is derived."""
 
     @property
     def name_or_path(self) -> str: ...
@@ -40,8 +36,7 @@ class TargetShape(Protocol):
 
 
 class DrafterConfig(BaseModel):
-    """The sizes and switches of a trained head. Fields have the names of transformers and vLLM
-    where those exist."""
+    """The sizes and switches of a trained head, under the names of transformers and vLLM."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -170,8 +165,7 @@ class DecoderConfig(DrafterConfig):
 
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a Llama config.json back to DecoderConfig fields, with transformers' defaults for
-    missing ones."""
+    """DecoderConfig fields of a Llama config.json; transformers' defaults if missing."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))

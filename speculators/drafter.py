@@ -73,8 +73,7 @@ class DraftInput:
 
     @contextmanager
     def drafting(self) -> Iterator[list[int]]:
-        """Inside, slots of drafts are appended, which the cache forgets afterwards; yields the
-        lengths of the rows."""
+        """Inside, drafts are appended, then forgotten; yields the rows' lengths."""
         lengths = list(self.cache.lengths[self.start : self.stop])
         try:
             yield lengths
@@ -237,18 +236,15 @@ class Drafter(nn.Module):
 
     @property
     def draft_to_target(self) -> Tensor | None:
-        """[V_draft] target id of every draft id, or None where the draft vocabulary is the
-        target's."""
+        """[V_draft] target id of every draft id; None: the draft vocabulary is the target's."""
         return None
 
     def prepare_training(self, options: Any) -> Drafter:
-        """Applies the recipe's training options to the head, before its optimizer is made.
-        `options`: the family's."""
+        """Applies the family's options of a recipe, before the head's optimizer is made."""
         return self
 
     def checkpoint_activations(self, enabled: bool) -> None:
-        """Turns activation checkpointing of `unroll` on or off: each depth is recomputed in the
-        backward pass."""
+        """Activation checkpointing: the backward pass recomputes each depth of `unroll`."""
         self.recomputes = enabled
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -260,8 +256,7 @@ class Drafter(nn.Module):
         return self.config.max_drafts
 
     def require_depth(self, tokens: int, where: str) -> None:
-        """Raises ConfigError if it cannot draft `tokens` tokens; `where` names the option that sets
-        the number."""
+        """ConfigError if it cannot draft `tokens` tokens, as the option `where` says."""
         self._require_at_most(self.max_depth, tokens, "tokens in a round", where)
 
     @property
@@ -270,8 +265,7 @@ class Drafter(nn.Module):
         return None
 
     def require_length(self, tokens: int, where: str) -> None:
-        """Raises ConfigError if it cannot draft in texts of `tokens` tokens; `where` names the
-        option that sets it."""
+        """ConfigError if it cannot draft in texts of `tokens` tokens, as option `where` says."""
         self._require_at_most(self.max_length, tokens, "positions", where)
 
     def _require_at_most(self, most: int | None, tokens: int, what: str, where: str) -> None:
@@ -321,7 +315,7 @@ class Drafter(nn.Module):
 
     @property
     def writer(self) -> FrozenTarget | None:
-        """The drafter as a model that generates text in the target's tokens; None if it cannot."""
+        """The drafter as a model that writes text of its own; None if it cannot."""
         return None
 
     def deep_copy(self) -> Drafter:
@@ -329,7 +323,7 @@ class Drafter(nn.Module):
         return copy.deepcopy(self, {id(target): target for target in self._target})
 
     def snapshot(self, dtype: torch.dtype) -> Drafter:
-        """A frozen copy in `dtype`; it drafts exactly as an export of the current weights would."""
+        """A frozen copy in `dtype`, which drafts as an export of these weights would."""
         return self.deep_copy().to(dtype).freeze()
 
     def train(self, mode: bool = True) -> Drafter:
@@ -357,13 +351,11 @@ class Drafter(nn.Module):
     # -------------------------------------------------------------- on several processes
 
     def forward(self, work: Callable[[], Any]) -> Any:
-        """Calls `work()`. Hooks around a module's forward, such as FSDP's, so run around any use of
-        the head."""
+        """Calls `work()`: hooks around a forward, as FSDP's, run around any use."""
         return work()
 
     def shard_units(self) -> Sequence[nn.Module]:
-        """Submodules that FSDP may gather one after the other, each run once per unroll; empty: the
-        head as a whole."""
+        """Submodules, each run once per unroll, that FSDP gathers in turn; empty: the head."""
         return ()
 
     # -------------------------------------------------------------- the contract
@@ -374,8 +366,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def count_terms(self, batch: Any, steps: int) -> Tensor:
-        """[steps] number of valid terms that `unroll` will yield at each depth of a batch; needs no
-        target features."""
+        """[steps] number of terms that `unroll` will yield at each depth; needs no features."""
         return torch.stack([valid_terms(batch, depth + 2).sum() for depth in range(steps)])
 
     def head(self, hidden: Tensor, depth: int = 0) -> Tensor:
@@ -399,8 +390,7 @@ class Drafter(nn.Module):
         return []
 
     def weight_matrices(self) -> list[nn.Parameter]:
-        """Weights of two or more dimensions that are neither an embedding nor trained as part of
-        the head."""
+        """Weights of two or more dimensions, but embeddings and those of the head."""
         tables = [m for m in self.modules() if isinstance(m, nn.Embedding)]
         apart = {id(p) for p in [*self.head_parameters(), *(table.weight for table in tables)]}
         return [p for p in self.parameters() if p.ndim > 1 and id(p) not in apart]

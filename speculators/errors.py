@@ -1,5 +1,4 @@
-"""The project's exceptions. Every message says where it is, what was wrong, what was expected and
-what to do."""
+"""The project's exceptions: where, what was wrong, what was expected, what to do."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def split_revision(path_or_id: str, revision: str | None = None) -> tuple[str, s
 
 
 def with_revision(path_or_id: str, revision: str | None) -> str:
-    """Joins an id and its revision, the inverse of `split_revision`; a folder has no revision."""
+    """The inverse of `split_revision`; a folder has no revision."""
     return (
         path_or_id if revision is None or Path(path_or_id).exists() else f"{path_or_id}@{revision}"
     )
@@ -47,8 +47,7 @@ def is_repository_id(text: str) -> bool:
 
 
 def repository_id(path_or_id: str) -> str | None:
-    """The `org/name` of an id, with or without revision, or of a folder in the Hub's cache; None
-    for anything else."""
+    """The `org/name` of an id, perhaps with revision, or of a folder in the Hub's cache."""
     if cached := _CACHED.search(path_or_id):
         return f"{cached['owner']}/{cached['name']}"
     name, _ = split_revision(path_or_id)
@@ -56,8 +55,7 @@ def repository_id(path_or_id: str) -> str | None:
 
 
 def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
-    """Returns a folder as it is, and for an id the cache folder of its config.json; makes no
-    request."""
+    """A folder as it is, of an id the cache folder of its config.json; makes no request."""
     from huggingface_hub import try_to_load_from_cache
 
     name, revision = split_revision(path_or_id, revision)
@@ -72,5 +70,5 @@ def cached_folder(path_or_id: str, revision: str | None = None) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception; those of the Hub's client and of transformers are paragraphs."""
+    """The message of an exception, which may be a paragraph."""
     return " ".join(str(error).split())

@@ -17,10 +17,16 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of every recipe section: refuses unknown keys, coerces nothing (true is not 1), and is
-    immutable."""
+    """Base of recipe sections: immutable, no unknown keys, no coercion (true is not 1). The string
+    below a key is its description."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class DrafterOptions(Section):
@@ -35,8 +41,7 @@ class DrafterOptions(Section):
 
     @classmethod
     def all_depths(cls, given: dict[str, Any]) -> Any:
-        """The depths that are trained where a recipe that says `given` names no number; None: the
-        default."""
+        """The depths trained where a recipe that says `given` names none; None: the default."""
         return None
 
     @model_validator(mode="before")

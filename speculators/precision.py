@@ -1,9 +1,8 @@
 """Devices and dtypes: the meaning of `dtype: auto`, and copies between host and device.
 
 `auto` is the checkpoint's dtype, but float32 in place of bfloat16 on a CPU without bfloat16
-instructions. Such a CPU converts every operand first: a product of a few rows, as in verification,
-takes several times as long as in float32 and longer with each row, so that drafting gains nothing.
-float32 represents every bfloat16 number exactly. Accelerators run the checkpoint's dtype."""
+instructions. Such a CPU converts every operand first, which takes longer with each row, so that
+drafting gains nothing. float32 represents every bfloat16 number exactly."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ ARCHITECTURES = ("x86_64", "amd64", "arm64", "aarch64")
 
 
 def own_device() -> torch.device:
-    """This machine's accelerator if one is available, else its CPU. A CUDA build runs without a GPU
-    too."""
+    """This machine's accelerator if one is available, or its CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -69,8 +67,7 @@ def as_dtype(named: torch.dtype | str) -> torch.dtype:
 
 
 def in_dtype(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies a state dict to the CPU in `dtype`. Tied tensors stay tied, so that transformers saves
-    them once."""
+    """A state dict on the CPU in `dtype`; tied tensors stay tied."""
     keys = {name: (x.data_ptr(), x.shape, x.stride()) for name, x in state.items()}
     cast = {keys[name]: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
     return {name: cast[key] for name, key in keys.items()}
@@ -94,8 +91,7 @@ def say_widened(name: str) -> None:
 
 
 def on_device(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Copies Python numbers, or rows of them, to a device asynchronously (pinned memory,
-    non_blocking)."""
+    """Numbers, or rows of them, on a device, through pinned memory, without waiting."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )
@@ -113,8 +109,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory: what `to_device` copied, without waiting for the device;
-    else a copy."""
+    """The tensor in the host's memory: what `to_device` copied, without waiting, or a copy."""
     if tensor.device.type == "cpu":
         return tensor
     original = getattr(tensor, "original", None)

@@ -31,8 +31,7 @@ FAMILIES: dict[str, str] = {
 
 
 def family_class(name: str) -> type[Drafter]:
-    """Returns the class of a family. ConfigError, which lists all families, if there is none of
-    that name."""
+    """The class of a family. ConfigError, which lists all families, for another name."""
     if name not in FAMILIES:
         raise ConfigError(
             f"unknown drafter family {name!r}; expected one of {', '.join(sorted(FAMILIES))}"
@@ -55,8 +54,7 @@ def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
 def config_for_target(
     target: TargetShape, family: str, *, tap_layers: Sequence[int] | None = None, **overrides: Any
 ) -> DrafterConfig:
-    """The default config of `family` for a target: sizes, rope and eps of the target, except those
-    in `overrides`."""
+    """The config of `family` for a target: its sizes, rope and eps, but for `overrides`."""
     cls = family_class(family)
     fields = cls.config_class.for_target(target, family)
     if cls.reads_taps:

@@ -73,22 +73,24 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def serving():
-    """serving(llm, **options): the base URL of a server of that LLM, on a port of its own, in a
-    thread of its own; its Server is `serving.server(url)`. It is shut down when the test ends."""
+    """serving(llm, port, **options): the base URL of a server of that LLM, in a thread of its own;
+    port 0: one of its own. Its Server is `serving.server(url)`. It is shut down when the test
+    ends."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
-    from draftsmith.inference.server.options import ServerOptions
+    from draftsmith.inference.server.serve_options import ServerOptions
 
     running = {}
 
-    def start(llm, **options) -> str:
+    def start(llm, port: int = 0, **options) -> str:
         app = make_app(
             llm,
             ServerOptions(**{"served_model_name": ("tiny",), "shutdown_timeout_s": 0, **options}),
         )
         listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

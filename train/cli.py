@@ -7,9 +7,6 @@ bug and shows its traceback."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,20 +14,17 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from draftsmith.inference.bench import command as bench
-from draftsmith.inference.console import json_option, user_errors
-from draftsmith.inference.server import command as serve
+from draftsmith.inference.bench import bench_command
+from draftsmith.inference.console import user_errors
+from draftsmith.inference.flags import json_option
+from draftsmith.inference.server import serve_command
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.commands import artefact
+from draftsmith.train.commands import artefact, runs
 from draftsmith.train.commands.certify import certify
 from draftsmith.train.commands.evaluate import evaluate
-from draftsmith.train.commands.features import cache_features
 from draftsmith.train.commands.init import init
-from draftsmith.train.commands.options import Overrides, RecipeFile
-from draftsmith.train.commands.plan import plan
+from draftsmith.train.commands.options import AsJson, Model, Precision
 from draftsmith.train.commands.prepare import prepare
-from draftsmith.train.commands.publish import push
-from draftsmith.train.commands.regenerate import regenerate
 from draftsmith.train.commands.try_methods import try_methods
 
 
@@ -49,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut the names of options at 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train drafters for speculative decoding, and prove that they help.",
 )
 
 
@@ -80,7 +73,7 @@ def schema(
     family: Annotated[
         str, typer.Option(help="Family whose keys and defaults are printed.")
     ] = "eagle3",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Every key of a recipe: what it takes, its default, and why."""
     from draftsmith.train.recipe.recipe import describe_schema
@@ -101,55 +94,16 @@ def schema(
         console.print(name.append(row.description, style="").append(takes, style="dim"))
 
 
-def train(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would happen, and stop.")
-    ] = False,
-) -> None:
-    """Run a recipe: regenerate, train, export, measure, check the gates. The same command goes on
-    with a run that was stopped. Exit code 1: a gate is missed."""
-    from draftsmith.train.pipeline.run import run
-
-    with _resumable():
-        raise typer.Exit(run(recipe, overrides or (), dry_run=dry_run))
-
-
-def compare(
-    recipes: Annotated[
-        list[Path], typer.Argument(metavar="RECIPE", help="Recipe files; names must differ.")
-    ],
-    minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
-    out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.")] = Path(
-        "runs/compare"
-    ),
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
-    ] = None,
-) -> None:
-    """Train several recipes for the same time, measure each, and put them side by side."""
-    from rich.table import Table
-
-    from draftsmith.train.pipeline.compare import FILE, compare_recipes, rows
-
-    heads, *lines = rows(compare_recipes(recipes, minutes, out, override or ()))
-    table = Table(*heads, title=f"{minutes:g} minutes of training each")
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table, f"{out / FILE}", highlight=False)
-
-
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    model: Annotated[str, typer.Option(help="Target: folder or repository id.")],
+    model: Model,
     speculative_config: Annotated[
         str,
         typer.Option(metavar="JSON", help="How to draft, as in vLLM; without it drafting is off."),
     ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest response.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
+    dtype: Precision = "auto",
 ) -> None:
     """Answer one prompt, streaming the text, and say what drafting gained."""
     from transformers.utils.logging import disable_progress_bar
@@ -179,21 +133,6 @@ def generate(
         _print_speed(written, output.metrics)
 
 
-# -------------------------------------------------------------------------------- what they print
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """Prints where a run that was asked to stop has saved itself, without a traceback."""
-    from draftsmith.train.trainer.trainer import Interrupted
-
-    try:
-        yield
-    except Interrupted as stop:
-        Console(stderr=True, soft_wrap=True).print(Text(str(stop), style="yellow"))
-        raise typer.Exit(143) from None
-
-
 def _print_speed(written: int, metrics: Any) -> None:
     """Tokens per second after the first, and the acceptance length if anything was drafted."""
     from draftsmith.inference.metrics import acceptance_length
@@ -211,23 +150,23 @@ def _print_speed(written: int, metrics: Any) -> None:
 for command in (  # in the order of work, in which `--help` lists them
     init,
     prepare,
-    regenerate,
-    plan,
-    cache_features,
-    train,
-    compare,
+    runs.regenerate,
+    runs.plan,
+    runs.cache_features,
+    runs.train,
+    runs.compare,
     evaluate,
     artefact.inspect,
     artefact.export,
-    push,
+    artefact.push,
     generate,
     schema,
     certify,
 ):
     app.command()(command)
 app.command("try")(try_methods)
-serve.register(app)
-bench.register(app)
+serve_command.register(app)
+bench_command.register(app)
 
 if __name__ == "__main__":
     app()

@@ -1,5 +1,4 @@
-"""Train a DFlash drafter: `accelerate launch train/dflash.py RECIPE.yaml [training.steps=200 ...]
-[--dry-run]`."""
+"""Train a DFlash drafter: `accelerate launch train/dflash.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Distil a small model into a drafter: `accelerate launch train/distill.py RECIPE.yaml [key=value
-...] [--dry-run]`."""
+"""Distil a small model: `accelerate launch train/distill.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

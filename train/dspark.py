@@ -1,5 +1,4 @@
-"""Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [training.steps=200 ...]
-[--dry-run]`."""
+"""Train a DSpark drafter: `accelerate launch train/dspark.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

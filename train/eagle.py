@@ -1,5 +1,4 @@
-"""Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [training.steps=200
-...] [--dry-run]`."""
+"""Train an EAGLE-family head: `accelerate launch train/eagle.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Train Medusa heads: `accelerate launch train/medusa.py RECIPE.yaml [training.steps=200 ...]
-[--dry-run]`."""
+"""Train Medusa heads: `accelerate launch train/medusa.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [training.steps=200 ...]
-[--dry-run]`."""
+"""Train an MLP speculator: `accelerate launch train/mlp.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

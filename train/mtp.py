@@ -1,5 +1,4 @@
-"""Train a multi-token-prediction module: `accelerate launch train/mtp.py RECIPE.yaml
-[training.steps=200 ...]`."""
+"""Train an MTP module: `accelerate launch train/mtp.py RECIPE.yaml [KEY=VALUE ...]`."""
 
 import sys
 

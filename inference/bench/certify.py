@@ -28,7 +28,11 @@ from typing import Any
 import openai
 import torch
 
-from draftsmith.inference.bench.load import drafting_counters, drafting_results, served_card
+from draftsmith.inference.bench.load_generator import (
+    drafting_counters,
+    drafting_results,
+    served_card,
+)
 from draftsmith.inference.evaluation.lossless import first_difference
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.evaluation.suites import SUITES, json_lines, load_suite
 from draftsmith.speculators.errors import ConfigError, DataError
 

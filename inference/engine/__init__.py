@@ -1,5 +1,5 @@
 """The loop: prefill, draft, verify, commit, for the rows of a batch.
 
-`engine.py` is the loop on one page; log-probabilities and the trace of rounds lie beside it.
+`engine.py` is the loop on one page; log-probabilities lie beside it.
 No loading, no prompts and no HTTP belongs here.
 """

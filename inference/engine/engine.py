@@ -1,14 +1,12 @@
-"""The loop: schedule -> propose -> verify -> commit. Everything a round does, in this order, is on
-this page.
+"""The loop: schedule -> propose -> verify -> commit.
 
 Between rounds a running row's cache holds all its committed tokens but the last, the anchor. A
 round feeds the anchor and the drafts through the target at once, keeps the drafts the rule accepts
-plus one token of the target's own, and rolls the rest back by not counting it. No tokenizer and no
-particular drafter belongs here."""
+plus one token of the target's own, and rolls the rest back by not counting it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
@@ -20,6 +18,7 @@ from draftsmith.inference.engine.logprobs import record_logprobs
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
 from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.outputs import JudgedRound, Placed
 from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.scheduler import Scheduler
@@ -36,20 +35,14 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 if TYPE_CHECKING:
     from draftsmith.inference.compilation.compiled_rounds import CompiledRounds
 
-# What was judged in a round, before it is committed: the requests in their rows, their drafts, the
-# new tokens of each (the accepted drafts and one more; what follows the end of a response among
-# them will be dropped).
-OnRound = Callable[[Sequence[Request], Proposal, Sequence[Sequence[int]]], None]
-
 
 class Engine:
     """Runs requests in at most `max_num_seqs` rows. Not thread-safe: `add`, `step` and `abort` from
     one thread.
 
-    `options`: with max_model_len given. `on_round`: called after every verification. `counters`:
-    totals of drafting since `reset_metrics`. `drafting`: the proposer, None while speculation is
-    off. `compiled`: None where rounds run eager (docs/runtime.md). `rejection_sample_method`: the
-    verification rule at temperature > 0."""
+    `options`: with max_model_len given. `counters`: totals of drafting since `reset_metrics`.
+    `drafting`: the proposer, None while speculation is off. `compiled`: None where rounds run eager
+    (docs/runtime.md). `rejection_sample_method`: the verification rule at temperature > 0."""
 
     def __init__(
         self,
@@ -58,15 +51,16 @@ class Engine:
         *,
         proposer: Proposer | None = None,
         draft_length: DraftLength | None = None,
-        on_round: OnRound | None = None,
         rejection_sample_method: str = AUTO,
     ) -> None:
         if options.max_model_len is None:
             raise ConfigError("an engine needs max_model_len", where="EngineOptions")
         how = read_compilation(options, target.device.type)
         _require_abilities(target, how is not None, proposer)
-        self.target, self.options, self.max_model_len = target, options, options.max_model_len
-        self.proposer, self.drafting, self.on_round = proposer, proposer, on_round
+        self.target = target
+        self.options = options
+        self.max_model_len = options.max_model_len
+        self.proposer = self.drafting = proposer
         self.scheduler = Scheduler(options.max_num_seqs)
         drafts = proposer.max_width if proposer is not None else 0
         self.cache = RaggedCache(
@@ -108,10 +102,6 @@ class Engine:
 
     def reset_metrics(self) -> None:
         self.counters = SpecDecodeCounters()
-
-    def read_weights(self) -> None:
-        """Must be called when weights of the target were changed in place."""
-        self.target_forward.read_weights()
 
     def add(self, request: Request) -> None:
         """The request waits for a row."""
@@ -163,16 +153,14 @@ class Engine:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
         decided_at = perf_counter()
-        if self.on_round is not None:
-            self.on_round(rows, proposal, [row_kept.tokens for row_kept in kept])
         # of each row the anchor and the accepted drafts
         kept_nodes = [[0, *(1 + node for node in row_kept.nodes)] for row_kept in kept]
         self.cache.keep(kept_nodes)
         num_accepted = [len(row_kept.nodes) for row_kept in kept]
         depths = proposal.depths()
         for row, request in enumerate(rows):
-            # what follows the end was not accepted
-            accepted = min(num_accepted[row], request.commit(kept[row].tokens))
+            committed = _commit(request, proposal, row, kept[row])
+            accepted = min(num_accepted[row], committed)  # what follows the end was not
             drafted = proposal.counts[row]
             depth = max(depths[row][:drafted], default=0)
             request.count_round(drafted, accepted, depth)
@@ -191,8 +179,8 @@ class Engine:
     def _prefill(self, first: int) -> list[Request]:
         """Feeds the prompts of the rows from `first` on, longest first, in chunks of at most
         max_num_batched_tokens; then samples the first token of each."""
-        self.target_forward.renew()
-        new, proposer = self.scheduler.running[first:], self.drafting
+        new = self.scheduler.running[first:]
+        proposer = self.drafting
         if proposer is not None:
             for row in range(first, first + len(new)):
                 proposer.reset(row)
@@ -215,11 +203,12 @@ class Engine:
                 proposer.prefill(first, rows, counts, taps, last_hidden)
             done += width
         logits = self.target_forward.logits(torch.stack(ends[::-1])[:, None])  # [b, 1, V]
-        first_tokens = self._decide(logits, Proposal.empty(len(new), self.target.device), new)
+        nothing = Proposal.empty(len(new), self.target.device)
+        kept = self._decide(logits, nothing, new)
         now = perf_counter()
-        for request, kept in zip(new, first_tokens, strict=True):
+        for row, request in enumerate(new):
             request.first_token_time = now
-            request.commit(kept.tokens)
+            _commit(request, nothing, row, kept[row])
         return self._release_finished()
 
     # ------------------------------------------------------------------ its parts
@@ -244,13 +233,12 @@ class Engine:
         """token_ids [b, T], written at each row's own length -> taps [b, T, n·H] or None,
         last_hidden [b, T, H]. `proposal`: what the tokens after the first are, where it is a
         tree."""
-        T, cache = token_ids.shape[1], self.cache
-        if self.compiled is not None:
-            features = self.compiled.forward(start, stop, token_ids, proposal)
-            if features is not None:
-                return cast("tuple[Tensor | None, Tensor]", features)
-        key_position_ids = None
+        T, cache, key_position_ids = token_ids.shape[1], self.cache, None
         if proposal is None or proposal.parents is None or T == 1:
+            if self.compiled is not None:
+                features = self.compiled.forward(start, token_ids)
+                if features:
+                    return cast("tuple[Tensor | None, Tensor]", features)
             position_ids, mask = cache.position_ids(start, stop, T), cache.mask(start, stop, T)
         else:
             position_ids, mask, key_position_ids = tree_inputs(cache, start, stop, proposal, T - 1)
@@ -275,24 +263,36 @@ class Engine:
         kept = verify_and_sample(
             processed, proposal, params, generators, self._rejection_sample_method
         )
-        record_logprobs(logits, proposal, rows, [row_kept.tokens for row_kept in kept])
+        record_logprobs(logits, rows, kept)
         return kept
+
+
+def _commit(request: Request, proposal: Proposal, row: int, kept: Kept) -> int:
+    """Commits a row's tokens, and shows what became of its drafts if that is asked for; returns how
+    many tokens were committed."""
+    committed = request.commit(kept.tokens)
+    if request.rounds is not None:
+        drafted = proposal.drafted[row]
+        depths = proposal.depths()[row]
+        tokens = list(zip(kept.tokens, [*range(len(kept.nodes)), None], strict=True))
+        rejected: list[Placed] = [
+            (drafted[node], depths[node] - 1)
+            for node in range(proposal.counts[row])
+            if node not in kept.nodes
+        ]
+        request.rounds.append(JudgedRound(tokens[:committed], rejected, proposal.counts[row]))
+    return committed
 
 
 def _require_abilities(target: FrozenTarget, compiles: bool, proposer: Proposer | None) -> None:
     """UnsupportedTarget for what cannot be decoded; ConfigError for options that recurrent layers
     rule out."""
     target.require_rollback("decoding")
-    if target.recurrent is None:
-        return
-    layers = f"target {target.name_or_path} has recurrent layers, whose states"
-    if proposer is not None and proposer.drafts_trees:
+    trees = proposer is not None and proposer.drafts_trees
+    if target.recurrent is not None and (trees or compiles):
         raise ConfigError(
-            f"{layers} follow one chain of drafts: a tree cannot be verified; draft chains (no"
-            " tree)"
-        )
-    if compiles:
-        raise ConfigError(
-            f"{layers} are copied around every forward, which is not compiled; set"
-            " enforce_eager=True"
+            "it has recurrent layers, whose states follow one chain of drafts and are copied around"
+            " every forward: a tree cannot be verified, and rounds cannot be compiled; draft chains"
+            " (no tree) and set enforce_eager=True",
+            where=f"target {target.name_or_path}",
         )

@@ -14,23 +14,26 @@ from draftsmith.speculators.precision import free_memory
 
 def memory_fault(engine: Engine) -> str | None:
     """What is wrong if the rows do not fit the free memory; None if they fit, and on a CPU. Runs
-    two tokens through target and drafter, in caches of one row, for the bytes of a position. While
-    no row holds anything."""
-    device = engine.target.device
+    two tokens in caches of one row, for the bytes of a position. Before any request."""
+    device, proposer = engine.target.device, engine.proposer
     if device.type != "cuda":
         return None
     caches = [engine.cache]
-    if engine.proposer is not None and engine.proposer.cache is not None:
-        caches.append(engine.proposer.cache)
+    if proposer is not None and proposer.cache is not None:
+        caches.append(proposer.cache)
     probes = [RaggedCache(1, cache.max_len, device=device) for cache in caches]
-    with torch.inference_mode():
-        _two_tokens(engine, *probes)
-    free_memory()
+    _use(engine, probes)
+    params, length = SamplingParams(temperature=0, max_tokens=1), engine.max_model_len
+    engine.add(Request("", 0, [0, 0], params, generator=None, max_model_len=length))
+    engine.step()
+    _use(engine, caches)
     needed = sum(
         probe.bytes() // probe.capacity * cache.max_len * cache.max_rows
         for probe, cache in zip(probes, caches, strict=True)
     )
-    room = torch.cuda.mem_get_info(device)[0] + sum(cache.bytes() for cache in [*caches, *probes])
+    del probes
+    free_memory()
+    room = torch.cuda.mem_get_info(device)[0] + sum(cache.bytes() for cache in caches)
     if needed <= room:
         return None
     return (
@@ -40,16 +43,7 @@ def memory_fault(engine: Engine) -> str | None:
     )
 
 
-def _two_tokens(engine: Engine, cache: RaggedCache, drafters: RaggedCache | None = None) -> None:
-    """Prefills two tokens into caches of one row."""
-    token_ids = torch.zeros(1, 2).long().to(engine.target.device)
-    positions, mask = cache.position_ids(0, 1, 2), cache.mask(0, 1, 2)
-    features = engine.target_forward(token_ids, positions, mask, cache.view(0, 1, 2))
-    proposer, length = engine.proposer, engine.max_model_len
-    if proposer is not None and drafters is not None:
-        request = Request("", 0, [0, 0], SamplingParams(), generator=None, max_model_len=length)
-        proposer.cache, whole = drafters, proposer.cache
-        proposer.reset(0)
-        proposer.prefill(0, [request], [2], *features)
-        proposer.reset(0)
-        proposer.cache = whole
+def _use(engine: Engine, caches: list[RaggedCache]) -> None:
+    engine.cache = caches[0]
+    if engine.proposer is not None and len(caches) == 2:
+        engine.proposer.cache = caches[1]

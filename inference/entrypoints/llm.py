@@ -13,16 +13,17 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.inference.engine.engine import Engine, OnRound
+from draftsmith.inference.engine.engine import Engine
 from draftsmith.inference.engine.memory import memory_fault
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.checks import prompt_faults, sampling_faults
 from draftsmith.inference.entrypoints.loading import (
     default_device,
     end_of_sequence_ids,
@@ -34,15 +35,14 @@ from draftsmith.inference.entrypoints.loading import (
     model_limit,
 )
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
-from draftsmith.inference.entrypoints.sampling import RequestSampling
-from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.entrypoints.speculative_defaults import complete
+from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
 from draftsmith.inference.entrypoints.vllm_options import read_options, read_speculative_config
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.requests.response import Response
+from draftsmith.inference.sampling.logits_processors import bad_word_ids
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
@@ -56,13 +56,14 @@ logger = logging.getLogger(__name__)
 
 DUMMY_TOKENS = 32  # of prompts and responses whose rounds are measured before any request
 
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+
 
 class LLM:
     """A target, optionally drafted for.
 
     model      folder or repository id; or a loaded FrozenTarget or PreTrainedModel
     tokenizer  folder, repository id or tokenizer object; None: the model's own
-    on_round   called after every verification with what was drafted and kept (see Engine)
     options    those of EngineOptions (inference/engine_options.py), and options of vLLM that change
                no output, today's and those of its older versions
                (inference/entrypoints/vllm_options.py)
@@ -72,33 +73,29 @@ class LLM:
         self,
         model: str | FrozenTarget | PreTrainedModel,
         tokenizer: Any = None,
-        *,
-        on_round: OnRound | None = None,
         **options: Any,
     ) -> None:
         given = read_options({**options, "tokenizer": tokenizer})
-        drafting = given.speculative_config
-        device = default_device(given.device)
         source: dict[str, Any] = {
             "trust_remote_code": given.trust_remote_code,
             "revision": given.revision,
         }
-        config = parse_speculative_config(
-            complete(read_speculative_config(drafting), model, **source)
-        )
+        drafting = read_speculative_config(given.speculative_config)
+        config = parse_speculative_config(complete(drafting, model, **source))
+        device = default_device(given.device)
         target = load_target(model, dtype=given.dtype, device=device, **source)
         tokenizer = load_tokenizer(model, given.tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
         limit = model_limit(target, given.max_model_len, drafter)
-        engine = Engine(
+        self._set_up(
             target,
-            given.model_copy(update={"max_model_len": limit}),
+            given,
+            limit,
+            tokenizer,
             proposer=make_proposer(config, target, drafter, given.max_num_seqs, limit),
             draft_length=make_draft_length(config),
-            on_round=on_round,
             rejection_sample_method=config.rejection_sample_method,
         )
-        self._set_up(engine, tokenizer, length_given=options.get("max_model_len") is not None)
 
     @classmethod
     def from_modules(
@@ -122,32 +119,34 @@ class LLM:
         target = load_target(target, taps)
         given = options or EngineOptions()
         limit = model_limit(target, given.max_model_len, drafter)
-        options = given.model_copy(update={"max_model_len": limit})
         if drafter is not None:
             head, how = drafter.attach(target), drafting or DraftOptions()
-            proposer = HeadProposer(head, target, how, options.max_num_seqs, limit)
+            proposer = HeadProposer(head, target, how, given.max_num_seqs, limit)
         llm = cls.__new__(cls)
-        engine = Engine(target, options, proposer=proposer, **others)
-        llm._set_up(engine, tokenizer, length_given=given.max_model_len is not None)
+        llm._set_up(target, given, limit, tokenizer, proposer=proposer, **others)
         return llm
 
-    def _set_up(self, engine: Engine, tokenizer: Any, *, length_given: bool) -> None:
+    def _set_up(
+        self, target: FrozenTarget, options: EngineOptions, limit: int, tokenizer: Any, **rest: Any
+    ) -> None:
         """ConfigError if an accelerator's memory does not hold rows of the length that was given; a
         warning, if it was not: few texts are as long as a model's own limit."""
-        if (fault := memory_fault(engine)) is not None:
-            if length_given:
+        self.engine = Engine(target, options.model_copy(update={"max_model_len": limit}), **rest)
+        if (fault := memory_fault(self.engine)) is not None:
+            if options.max_model_len is not None:
                 raise ConfigError(fault)
             logger.warning("%s, or expect to run out of memory in long texts", fault)
-        self.engine, self._tokenizer = engine, tokenizer
-        self._eos_token_ids = end_of_sequence_ids(engine.target, tokenizer)
-        self._sampling = RequestSampling(tokenizer, engine.target.vocab_size, self._eos_token_ids)
+        self._tokenizer = tokenizer
+        self._eos_token_ids = end_of_sequence_ids(target, tokenizer)
         self._num_prompts = 0  # names requests
         self._num_seeded = 0  # numbers the responses that brought no seed
+
+    # ------------------------------------------------------------------ text
 
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         speculate: bool = True,
@@ -155,10 +154,8 @@ class LLM:
         """Responses to prompts, in their order.
 
         A prompt is a string, {"prompt": str}, a list of token ids or {"prompt_token_ids": [int]};
-        one or a list of them.
-        `sampling_params`: one for all or one per prompt. `speculate=False` runs these prompts in
-        the same engine with drafting off. Every prompt is checked before any is run: ConfigError
-        names each one that cannot be."""
+        one or a list of them. `sampling_params`: one for all or one per prompt. `speculate=False`:
+        drafting is off. ConfigError, before any is run, names every prompt that cannot be."""
         return self._run(
             read_prompts(prompts, self._tokenizer), sampling_params, use_tqdm, speculate
         )
@@ -166,7 +163,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         speculate: bool = True,
@@ -177,12 +174,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Responses to one conversation, a list of {"role", "content"}, or a list of them, by the
         chat template."""
-        options = dict(
-            add_generation_prompt=add_generation_prompt, chat_template=chat_template, tools=tools
-        )
-        prompts = chat_prompts(
-            messages, self._tokenizer, {**options, **(chat_template_kwargs or {})}
-        )
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "chat_template": chat_template,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = chat_prompts(messages, self._tokenizer, options)
         return self._run(prompts, sampling_params, use_tqdm, speculate)
 
     def stream(
@@ -190,87 +188,34 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """One prompt's response as it is written: each output holds what is new since the last one.
 
-        Text that may still turn out to be a stop string is held back. The request starts with the
-        first output asked for; closing the iterator aborts it."""
+        Text that may still turn out to be a stop string is held back. The prompt is checked, and
+        the request starts, with the first output asked for; closing the iterator aborts it."""
         prompts = read_prompts(prompt, self._tokenizer)
         if len(prompts) != 1:
             raise ConfigError(
                 f"{len(prompts)} prompts; expected one (use generate for several)", where="stream"
             )
-        self._check(prompts, _params_per_prompt(sampling_params, 1))
-        return self._stream(prompts, sampling_params, speculate)
-
-    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable
-        from any thread."""
-        self._check([prompt], [sampling_params])
-
-    def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams, *, streaming: bool = False
-    ) -> Response:
-        """Hands a prompt to the engine and returns at once, for whoever calls `engine.step`
-        themselves: each step writes on the response, whose `delta` (with `streaming`) and `output`
-        tell what there is."""
-        (response,) = self._submit([prompt], sampling_params, True, streaming)
-        return response
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request between two outputs of its stream; its last output says finish_reason
-        "abort"."""
-        self.engine.abort(request_id)
-
-    def warm_up(
-        self, report: Callable[[int, int], None] = lambda *_: None, limit_s: float = math.inf
-    ) -> int:
-        """Compiles every shape that rounds can have, and measures what an adaptive draft length
-        goes by, so that neither stalls a request later. Returns how many graphs there are, 0 where
-        rounds run eager. From the thread that will run the rounds, before any request. `report` and
-        `limit_s`: as for `CompiledRounds.warm_up`."""
-        graphs, sizes = 0, {2**i for i in range(self.engine.scheduler.max_num_seqs.bit_length())}
-        if (compiled := self.engine.compiled) is not None:
-            for speculate in (True, False):  # what each step is given
-                self._write_dummies(1, speculate)
-            with torch.inference_mode():
-                graphs = compiled.warm_up(report, limit_s)
-        if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
-            length.forget(costs=True)  # compiling took part of the time
-            for rows in sorted(sizes | {self.engine.scheduler.max_num_seqs}):
-                self._write_dummies(rows)
-            length.forget()  # acceptance on dummies says nothing about real text
-        self.reset_metrics()
-        return graphs
-
-    def _write_dummies(self, rows: int, speculate: bool = True) -> None:
-        prompt = [0] * min(DUMMY_TOKENS, self.engine.max_model_len // 2)
-        tokens = min(DUMMY_TOKENS, self.engine.max_model_len - len(prompt))
-        few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
-        self.generate([{"prompt_token_ids": prompt}] * rows, few, False, speculate=speculate)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """New sampling parameters, as `generate` takes them where none are given."""
-        return SamplingParams()
-
-    def get_tokenizer(self) -> Any:
-        return self._tokenizer
-
-    def get_metrics(self) -> SpecDecodeCounters:
-        """Totals over all requests since the start or `reset_metrics`, under vLLM's metric names: a
-        dict by `.to_dict()`, or one Metric after the other."""
-        return copy.deepcopy(self.engine.counters)
-
-    def reset_prefix_cache(self) -> None:
-        """As in vLLM. Here nothing is reused between requests; needed when somebody changes the
-        weights of the target in place."""
-        self.engine.read_weights()
-
-    def reset_metrics(self) -> None:
-        """Sets the counters to zero."""
-        self.engine.reset_metrics()
+        (params,) = _params_per_prompt(sampling_params, 1)
+        response = self.submit(prompts[0], params, streaming=True, speculate=speculate)
+        try:
+            while not response.finished:
+                self.engine.step()
+                if (new := response.delta()) is not None:
+                    yield new
+            if (new := response.delta()) is not None:  # what an abort left
+                yield new
+        finally:
+            self.abort(response.request_id)
 
     def _run(
-        self, prompts: list[Prompt], sampling_params: Any, use_tqdm: bool, speculate: bool
+        self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, speculate: bool
     ) -> list[RequestOutput]:
-        responses = self._submit(prompts, sampling_params, speculate)
+        params = _params_per_prompt(sampling_params, len(prompts))
+        self._check(prompts, params)
+        responses = [
+            self.submit(prompt, prompt_params, speculate=speculate)
+            for prompt, prompt_params in zip(prompts, params, strict=True)
+        ]
         unfinished = {id(request) for response in responses for request in response.requests}
         bar = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm)
         tokens = 0
@@ -286,46 +231,50 @@ class LLM:
         finally:
             # after an error or an interrupt the engine is left usable
             for response in responses if unfinished else ():
-                self.engine.abort(response.request_id)
+                self.abort(response.request_id)
             bar.close()
         return [response.output() for response in responses]
 
-    def _stream(
-        self, prompts: list[Prompt], sampling_params: Any, speculate: bool
-    ) -> Iterator[RequestOutput]:
-        (response,) = self._submit(prompts, sampling_params, speculate, streaming=True)
-        try:
-            while not response.finished:
-                self.engine.step()
-                if (new := response.delta()) is not None:
-                    yield new
-            if (new := response.delta()) is not None:  # what an abort left
-                yield new
-        finally:
-            self.engine.abort(response.request_id)
+    # ------------------------------------------------------------------ one request
 
-    def _submit(
-        self, prompts: list[Prompt], sampling_params: Any, speculate: bool, streaming: bool = False
-    ) -> list[Response]:
-        """Checks everything, then hands all requests to the engine: n of them for each prompt."""
-        params = _params_per_prompt(sampling_params, len(prompts))
-        self._check(prompts, params)
+    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+        """ConfigError if the prompt cannot be run with these parameters. Changes nothing: callable
+        from any thread."""
+        self._check([prompt], [sampling_params])
+
+    def _check(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
+        faults = []
+        for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+            wrong = prompt_faults(prompt, vocab_size, limit)
+            wrong += sampling_faults(asked, self._tokenizer, vocab_size, self._eos_token_ids)
+            faults += [f"prompt {i} {fault}" for fault in wrong]
+        if faults:
+            raise ConfigError("; ".join(faults))
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        streaming: bool = False,
+        speculate: bool = True,
+    ) -> Response:
+        """Checks a prompt, hands it to the engine and returns at once, for whoever calls
+        `engine.step` themselves: each step writes on the response, whose `delta` (with `streaming`)
+        and `output` tell what there is."""
+        self.check(prompt, sampling_params)
         self.engine.set_speculation(speculate)
-        responses = []
-        for prompt, prompt_params in zip(prompts, params, strict=True):
-            request_id, self._num_prompts = str(self._num_prompts), self._num_prompts + 1
-            requests = [
-                self._request(request_id, i, prompt, prompt_params, streaming)
-                for i in range(prompt_params.n)
-            ]
-            tokenizer = self._tokenizer if prompt_params.detokenize else None
-            responses.append(
-                Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer)
-            )
-        for response in responses:
-            for request in response.requests:
-                self.engine.add(request)
-        return responses
+        request_id = str(self._num_prompts)
+        self._num_prompts += 1
+        requests = [
+            self._request(request_id, i, prompt, sampling_params, streaming)
+            for i in range(sampling_params.n)
+        ]
+        for request in requests:
+            self.engine.add(request)
+        tokenizer = self._tokenizer if sampling_params.detokenize else None
+        return Response(request_id, prompt.text, prompt.token_ids, requests, tokenizer)
 
     def _request(
         self, request_id: str, index: int, prompt: Prompt, params: SamplingParams, streaming: bool
@@ -348,42 +297,71 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.engine.max_model_len,
             detokenizer=detokenizer,
-            **self._sampling.options(params),
+            bad_words=bad_word_ids(self._tokenizer, params.bad_words),
         )
 
-    def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> None:
-        limit, vocab_size = self.engine.max_model_len, self.engine.target.vocab_size
-        faults = []
-        for i, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
-            length = len(prompt.token_ids)
-            if length == 0:
-                faults.append(f"prompt {i} is empty; give it at least one token")
-            elif length >= limit:
-                faults.append(
-                    f"prompt {i} has {length} tokens, max_model_len is {limit} and at least one"
-                    " must be left for the response; shorten it or raise max_model_len"
-                )
-            elif not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < vocab_size:
-                faults.append(
-                    f"prompt {i} has token ids outside 0..{vocab_size - 1}; is the tokenizer the"
-                    " model's?"
-                )
-            faults += [f"prompt {i}: {fault}" for fault in self._sampling.faults(prompt_params)]
-        if faults:
-            raise ConfigError("; ".join(faults))
+    def abort(self, request_id: str) -> None:
+        """Ends a request between two outputs of its stream; its last output says finish_reason
+        "abort"."""
+        self.engine.abort(request_id)
+
+    # ------------------------------------------------------------------ the engine
+
+    def warm_up(self, limit_s: float = math.inf) -> None:
+        """Compiles every shape that rounds can have, and measures what an adaptive draft length
+        goes by. From the thread that will run the rounds, before any request. `limit_s`: seconds
+        after which no further shape is begun; those left are compiled when they are first met."""
+        if (compiled := self.engine.compiled) is not None:
+            for speculate in (True, False):  # what each step is given
+                self._write_dummies(1, speculate)
+            with torch.inference_mode():
+                compiled.warm_up(limit_s)
+        if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
+            length.forget(costs=True)  # compiling took part of the time
+            most = self.engine.scheduler.max_num_seqs
+            for rows in sorted({2**i for i in range(most.bit_length())} | {most}):
+                self._write_dummies(rows)
+            length.forget()  # acceptance on dummies says nothing about real text
+        self.reset_metrics()
+
+    def _write_dummies(self, rows: int, speculate: bool = True) -> None:
+        prompt = [0] * min(DUMMY_TOKENS, self.engine.max_model_len // 2)
+        tokens = min(DUMMY_TOKENS, self.engine.max_model_len - len(prompt))
+        few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
+        self.generate([{"prompt_token_ids": prompt}] * rows, few, False, speculate=speculate)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """New sampling parameters, as `generate` takes them where none are given."""
+        return SamplingParams()
+
+    def get_tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def get_metrics(self) -> SpecDecodeCounters:
+        """Totals over all requests since the start or `reset_metrics`, under vLLM's metric names: a
+        dict by `.to_dict()`, or one Metric after the other."""
+        return copy.deepcopy(self.engine.counters)
+
+    def reset_metrics(self) -> None:
+        """Sets the counters to zero."""
+        self.engine.reset_metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """As in vLLM. Here nothing is reused between requests; needed when somebody changes the
+        target in place, its weights or its modules."""
+        self.engine.target_forward.read_weights()
 
 
-def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
+def _params_per_prompt(given: Params, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
-        given = SamplingParams() if given is None else given.clone()
-        return [given] * count
+        return [SamplingParams() if given is None else given.clone()] * count
     params = list(given)
     if len(params) != count:
         raise ConfigError(
             f"{len(params)} sampling params for {count} prompts; give one for all, or one for each"
         )
-    wrong = [i for i, one in enumerate(params) if not isinstance(one, SamplingParams)]
-    if wrong:
-        kind = type(params[wrong[0]]).__name__
-        raise ConfigError(f"sampling_params[{wrong[0]}] is a {kind}; expected SamplingParams")
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            kind = type(one).__name__
+            raise ConfigError(f"sampling_params[{i}] is a {kind}; expected SamplingParams")
     return [one.clone() for one in params]

@@ -1,5 +1,4 @@
-"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits. No prompts and no rounds
-here."""
+"""Loads the parts of an LLM: target, drafter, proposer, tokenizer, limits."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,19 +17,17 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
 from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
+from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
-
-if TYPE_CHECKING:
-    from draftsmith.speculators.drafter import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -47,37 +44,28 @@ def target_config(
     revision: str | None = None,
 ) -> PretrainedConfig:
     """The configuration of the target's language model, without its weights."""
-    if isinstance(model, (FrozenTarget, PreTrainedModel)):
+    if not isinstance(model, str):
         return model.config.get_text_config()
-    return whole_config(
-        model, trust_remote_code=trust_remote_code, revision=revision
-    ).get_text_config()
-
-
-def whole_config(
-    model: str, *, trust_remote_code: bool = False, revision: str | None = None
-) -> PretrainedConfig:
-    """The same with that of the multimodal model around it, if there is one."""
-    name, revision = split_revision(str(model), revision)
+    name, revision = split_revision(model, revision)
     adapter = Path(name) / "adapter_config.json"
-    if (
-        adapter.is_file() and not adapter.with_name("config.json").exists()
-    ):  # peft writes it without the model's own
+    # peft writes it without the model's own
+    if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
         if not base:
             raise CheckpointError(
                 f"{adapter.name} names no base_model_name_or_path; merge it first",
                 where=f"target {name}",
             )
-        return whole_config(base, trust_remote_code=trust_remote_code)
+        return target_config(base, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"its config.json could not be read: {one_line(error)}", where=f"target {model}"
         ) from error
+    return config.get_text_config()
 
 
 def load_target(
@@ -85,11 +73,9 @@ def load_target(
 ) -> FrozenTarget:
     """The target with these taps. One that is loaded already is shared, not copied."""
     if isinstance(model, FrozenTarget):
-        return (
-            model
-            if model.tap_layers == tuple(sorted(tap_layers))
-            else FrozenTarget(model.model, tap_layers)
-        )
+        if model.tap_layers == tuple(sorted(tap_layers)):
+            return model
+        model = model.model
     if isinstance(model, PreTrainedModel):
         return FrozenTarget(model, tap_layers)
     return FrozenTarget.from_pretrained(str(model), tap_layers=tap_layers, **options)
@@ -103,8 +89,6 @@ def load_drafter_for(
     for a head of another family than `config` says."""
     if not isinstance(config, HeadOptions):
         return load_target(target), None
-    from draftsmith.speculators.export import load_drafter, read_drafter_config
-
     head = read_drafter_config(config.model, target.num_layers)
     if head.family != config.method:
         raise ConfigError(
@@ -166,79 +150,76 @@ def load_tokenizer(
         raise CheckpointError(
             f"could not be loaded: {one_line(error)}; {advice}", where=f"tokenizer {source}"
         ) from error
-    if len(loaded_tokenizer) <= len(
-        getattr(loaded_tokenizer, "added_tokens_decoder", ())
-    ):  # empty: there were no files
+    added = getattr(loaded_tokenizer, "added_tokens_decoder", ())
+    if len(loaded_tokenizer) <= len(added):  # empty: there were no files
         raise CheckpointError(
             f"there is no vocabulary beside config.json; {advice}", where=f"tokenizer {source}"
         )
     return loaded_tokenizer
 
 
-def end_of_sequence_ids(target: FrozenTarget, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a response: those of the model's generation config, and the tokenizer's."""
-    generation = getattr(target.model, "generation_config", None)
-    return _ending_tokens(generation, target.config, tokenizer, target.vocab_size)
-
-
-def saved_ending_tokens(model: str, tokenizer: Any, **source: Any) -> frozenset[int]:
-    """The same, of a folder or repository. `source`: revision, trust_remote_code."""
+def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any) -> frozenset[int]:
+    """Tokens that end a response: those of the model's generation config, or of its own config
+    where it has none, and the tokenizer's. `source`: revision and trust_remote_code of a folder or
+    repository."""
     config = target_config(model, **source)
-    try:
-        generation = GenerationConfig.from_pretrained(
-            model, revision=source.get("revision") or "main"
-        )
-    except OSError:
-        generation = None
-    return _ending_tokens(generation, config, tokenizer, config.vocab_size)
-
-
-def _ending_tokens(generation: Any, config: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """The model's own config says where it has no generation config."""
+    if isinstance(model, FrozenTarget):
+        generation = getattr(model.model, "generation_config", None)
+    else:
+        try:
+            generation = GenerationConfig.from_pretrained(
+                model, revision=source.get("revision") or "main"
+            )
+        except OSError:
+            generation = None
     ids: set[int] = set()
-    for said in (config if generation is None else generation, tokenizer):
-        eos = getattr(said, "eos_token_id", None)
+    for origin in (generation or config, tokenizer):
+        eos = getattr(origin, "eos_token_id", None)
         ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
-    return frozenset(token for token in ids if 0 <= token < vocab_size)
+    return frozenset(token for token in ids if 0 <= token < config.vocab_size)
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
     """max_model_len: what is asked, within the positions the model was made for; by default what
     both it and its drafter were made for, of LongRoPE the original length. The target is made ready
     for texts of this length."""
-    own = getattr(target.config, "max_position_embeddings", None)
+    own: Any = getattr(target.config, "max_position_embeddings", None)
     if asked is None and own is None:
         raise ConfigError(
             "no max_position_embeddings in its config; pass max_model_len",
             where=f"target {target.name_or_path}",
         )
-    if asked is not None and (asked < 2 or (own is not None and asked > own)):
+    limit = own if asked is None else asked
+    if own is not None and limit > own:
         raise ConfigError(
-            f"max_model_len={asked}; expected 2 to {own or 'more'}, the model's"
-            " max_position_embeddings"
+            f"max_model_len={asked}; expected at most {own}, the model's max_position_embeddings",
+            where="LLM",
         )
     if asked is None:
         original = original_length(target.config)
-        if original is not None and own is not None and original < own:
-            message = "%s: beyond %d tokens its short frequencies end, and so does max_model_len=%d"
-            logger.warning(message, target.name_or_path, original, original)
-            own = original
-        limits = (own, drafter.max_length if drafter is not None else None)
-        asked = min(limit for limit in limits if limit)
-    target.serve_up_to(asked)
-    return asked
+        if original is not None and original < limit:
+            message = "%s: beyond %d tokens its short frequencies end, and so does max_model_len"
+            logger.warning(message, target.name_or_path, original)
+            limit = original
+        limit = min(limit, (drafter and drafter.max_length) or limit)
+    target.serve_up_to(limit)
+    return limit
 
 
-def default_device(device: str | torch.device | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def default_device(device: str | None) -> torch.device:
+    """A GPU if there is one, also in place of a kind that only another build of vLLM knows: where a
+    model runs changes no output beyond rounding."""
+    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device or default)
+    except RuntimeError:
+        logger.warning("device=%r: torch knows no such device here; %s is used", device, default)
+        return default
 
 
 def make_draft_length(config: MethodOptions) -> DraftLength:
     """As `speculative_config` says."""
-    most = config.num_speculative_tokens or 0
-    schedule = config.num_speculative_tokens_per_batch_size
+    most, schedule = config.most_drafts, config.num_speculative_tokens_per_batch_size
     if not config.enable_adaptive_verification or not most:
         return DraftLength(most, schedule)
-    given = config.adaptive_verification_costs
-    costs = None if given is None else RoundCosts.given(given, most)
-    return AdaptiveDraftLength(most, costs, schedule)
+    return AdaptiveDraftLength(most, config.adaptive_verification_costs, schedule)

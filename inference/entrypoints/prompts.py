@@ -1,5 +1,4 @@
-"""Prompts in every shape users give them -> token ids. Knows a tokenizer and nothing of engines or
-limits."""
+"""Prompts in every shape users give them -> token ids."""
 
 from __future__ import annotations
 
@@ -59,23 +58,19 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
         )
     token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if token_ids is not None:
-        wrong = [token for token in token_ids if not _is_token_id(token)]
+        wrong = [t for t in token_ids if not isinstance(t, Integral) or isinstance(t, bool)]
         if wrong:
             raise ConfigError(f"token ids {wrong[:3]}; expected whole numbers")
         return Prompt(text, [int(token) for token in token_ids])
     if not isinstance(text, str):
         raise ConfigError(f"its text is a {type(text).__name__}; expected a string")
-    return Prompt(text, list(_needed(tokenizer)(text).input_ids))
-
-
-def _is_token_id(token: Any) -> bool:
-    return isinstance(token, Integral) and not isinstance(token, bool)
+    return Prompt(text, list(_required(tokenizer)(text).input_ids))
 
 
 def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
     """Conversations through the tokenizer's chat template, which writes every special token
     itself."""
-    tokenizer = _needed(tokenizer)
+    tokenizer = _required(tokenizer)
     if not messages:
         raise ConfigError(
             "no messages; expected a list of {'role': ..., 'content': ...}", where="chat"
@@ -100,44 +95,21 @@ def template_message(index: int, message: Any) -> dict[str, Any]:
         raise ConfigError(
             f"message {index}: expected {{'role': ..., 'content': ...}}", where="chat"
         )
-    read = {**message, "content": _content_text(index, message.get("content"))}
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = _tool_calls(index, calls)
-    return read
-
-
-def _content_text(index: int, content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
+    read = copy.deepcopy(message)
+    parts = message.get("content")
+    parts = "" if parts is None else parts
+    if not isinstance(parts, (str, list, tuple)):
         raise ConfigError(
-            f"the content of message {index} is a {type(content).__name__};"
+            f"the content of message {index} is a {type(parts).__name__};"
             " expected a string or text parts",
             where="chat",
         )
-    return "\n".join(_part_text(index, part) for part in content)
-
-
-def _part_text(index: int, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
-        raise ConfigError(
-            f"message {index} has a part of type {kind}; only text is read", where="chat"
-        )
-    if not isinstance(part.get("text"), str):
-        raise ConfigError(f"message {index} has a text part without a text", where="chat")
-    return part["text"]
-
-
-def _tool_calls(index: int, calls: Any) -> list[Any]:
-    """The calls with their arguments as objects, which clients send as JSON text."""
-    read = copy.deepcopy(list(calls))
-    for call in read:
+    if not isinstance(parts, str):
+        parts = "\n".join(_part_text(index, part) for part in parts)
+    read["content"] = parts
+    for call in read.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
+        # clients send the arguments as JSON text
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
@@ -148,7 +120,19 @@ def _tool_calls(index: int, calls: Any) -> list[Any]:
     return read
 
 
-def _needed(tokenizer: Any) -> Any:
+def _part_text(index: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"message {index} has a part of type {kind}; only text is read", where="chat"
+        )
+    return text
+
+
+def _required(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise ConfigError(
             'text needs a tokenizer; pass LLM(tokenizer=...), or {"prompt_token_ids": [...]}'

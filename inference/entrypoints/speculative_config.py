@@ -1,68 +1,97 @@
-"""speculative_config: how the target is drafted for, under vLLM's option names: a union of the
-options of all methods, distinguished by `method`. Knows no model and loads nothing."""
+"""speculative_config: the options of all methods under vLLM's names, distinguished by `method`."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedModel
 
-from draftsmith.inference.spec_decode.proposers.methods import method_options, methods, owners
+from draftsmith.inference.entrypoints.loading import loaded, target_config
+from draftsmith.inference.spec_decode.proposers.methods import (
+    TRAINING_FREE,
+    method_options,
+    owners,
+)
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.export import read_drafter_config, read_fields
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
+from draftsmith.speculators.hub import with_revision
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+
+logger = logging.getLogger(__name__)
 
 
-def parse_speculative_config(options: dict[str, Any] | MethodOptions | None) -> MethodOptions:
+def parse_speculative_config(options: Mapping[str, Any] | None) -> MethodOptions:
     """The checked options; ConfigError names every one that is wrong or unknown. None is drafting
     off."""
     if options is None:
         return MethodOptions()
-    if isinstance(options, MethodOptions):
-        return options
-    if not isinstance(options, dict):
-        raise ConfigError(
-            f"speculative_config is a {type(options).__name__}; expected a dict of options, or None"
-        )
-    if odd := [name for name in options if not isinstance(name, str)]:
-        raise ConfigError(
-            f"the name of an option is {odd[0]!r}; expected a string", where="speculative_config"
-        )
     if "method" not in options:
         raise ConfigError(
             "method is missing: name one, or the model of a drafter, whose config.json says it",
             where="speculative_config",
         )
-    method = options["method"]
-    if not isinstance(method, str | None):
-        raise ConfigError(
-            f"method={method!r}; expected a name, or None (off)", where="speculative_config"
-        )
+    kind, method = MethodOptions, options["method"]
     try:
-        kind = MethodOptions if method is None else method_options(method)
-        return kind(**options)
+        if isinstance(method, str):
+            kind = method_options(method)
+        return kind.model_validate(options)
     except ConfigError as error:
         raise ConfigError(f"{error}", where="speculative_config") from None
     except ValidationError as error:
-        faults = [_fault(fault, kind, method) for fault in error.errors()]
-        known = ", ".join(kind.model_fields)
-        raise ConfigError(
-            f"{'; '.join(faults)} (options: {known})", where="speculative_config"
-        ) from error
+        raise ConfigError(faults_of(error, kind), where="speculative_config") from error
 
 
-def known_options() -> set[str]:
-    """The names of the options of all methods."""
-    return {option for name in methods() for option in method_options(name).model_fields}
-
-
-def _fault(error: Any, kind: type[MethodOptions], method: str | None) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        if known := owners(where):
+def faults_of(error: ValidationError, model: type[BaseModel]) -> str:
+    """What is wrong with options of `model`, each named with its value, and which there are."""
+    faults = []
+    for fault in error.errors():
+        name = ".".join(map(str, fault["loc"]))
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "missing":
+            message = f"{name} is missing: {model.model_fields[str(fault['loc'][0])].description}"
+        elif fault["type"] != "extra_forbidden":
+            message = f"{name}={fault['input']!r}: {message}" if name else message
+        elif known := owners(name):
             some = " and ".join(known) if len(known) < 3 else "trained drafters"
-            return f"{where} belongs to {some}, not to {method!r}"
-        return f"{where}: unknown option"
-    if error["type"] == "missing":
-        return f"{where} is missing: {kind.model_fields[where].description}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{where}={error['input']!r}: {message}" if where else message
+            message = f"{name} belongs to {some}"
+        else:
+            message = f"{name}: unknown option"
+        faults.append(message)
+    return f"{'; '.join(faults)} (options: {', '.join(model.model_fields)})"
+
+
+def complete(
+    options: Mapping[str, Any] | None, model: str | FrozenTarget | PreTrainedModel, **source: Any
+) -> Mapping[str, Any] | None:
+    """`options` with `method` and `num_speculative_tokens` filled in from the drafter's folder:
+    config.json and the names of the tensors say which family it holds, never a path. `model`: the
+    target; `source`: its revision and trust_remote_code. CheckpointError for a folder that holds no
+    drafter."""
+    if options is None or options.get("method") in [*TRAINING_FREE]:
+        return options
+    filled = dict(options)
+    if filled.get("method") == "mtp" and filled.get("model") is None and not loaded(model):
+        # a module that the target came with
+        filled["model"] = with_revision(str(model), source.get("revision"))
+    drafter, tokens = filled.get("model"), filled.get("num_speculative_tokens")
+    if not isinstance(drafter, str) or ("method" in filled and tokens is not None):
+        return filled
+    config = read_drafter_config(drafter, target_config(model, **source).num_hidden_layers)
+    filled.setdefault("method", config.family)
+    if filled["method"] is None or tokens is not None:
+        return filled
+    own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
+    filled["num_speculative_tokens"] = own or config.usual_drafts or NUM_SPECULATIVE_TOKENS
+    if not own and not config.usual_drafts:
+        logger.warning(
+            "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
+            " are drafted",
+            drafter,
+            NUM_SPECULATIVE_TOKENS,
+        )
+    return filled

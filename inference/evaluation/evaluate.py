@@ -106,21 +106,6 @@ class EvaluationSettings:
     lossless_prompts: int = 4
     seed: int = 0
 
-    def chosen(
-        self, workloads: Workloads, suites: Sequence[MeasuredSuite]
-    ) -> list[tuple[str | None, str, list[Chat]]]:
-        """(suite, workload, its conversations) of what is measured; suites are whole."""
-        parts: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
-            (None, name, prompts[: self.prompts_per_workload])
-            for name, prompts in workloads.items()
-        ]
-        for suite in suites:
-            parts += [(suite.facts.name, *category) for category in suite.workloads.items()]
-        return [
-            (suite, name, [p if isinstance(p, Chat) else Chat(p) for p in prompts])
-            for suite, name, prompts in parts
-        ]
-
     def sampling(self, temperature: float, seeds: Sequence[int]) -> list[SamplingParams]:
         """One SamplingParams per seed."""
         common = SamplingParams(
@@ -224,23 +209,31 @@ def _provenance(
 
 @dataclass
 class _CellRun(Measurement):
-    """One (workload, temperature) while it is measured. `prompts`: those of first turns, then those
-    that were asked after them, as `requests` has their responses, and `baseline` those without
-    drafting."""
+    """One (workload, temperature) while it is measured. `baseline`: the responses without drafting
+    to the prompts of `requests`."""
 
     chats: list[Chat] = field(default_factory=list)
-    prompts: list[Sequence[int]] = field(default_factory=list)
     baseline: list[RequestOutput] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Those of first turns, then those that were asked after them."""
+        return [output.prompt_token_ids for output in self.requests]
 
 
 def _cells(
     workloads: Workloads, suites: Sequence[MeasuredSuite], settings: EvaluationSettings
 ) -> list[_CellRun]:
-    """By temperature, then workload, those of suites last. DataError or ConfigError if there is
-    nothing to measure."""
-    chosen = settings.chosen(workloads, suites)
-    if not chosen or any(not chats for *_, chats in chosen):
-        counts = {name: len(chats) for _, name, chats in chosen}
+    """By temperature, then workload, those of suites last and whole. DataError or ConfigError if
+    there is nothing to measure."""
+    parts: list[tuple[str | None, str, Sequence[Sequence[int] | Chat]]] = [
+        (None, name, prompts[: settings.prompts_per_workload])
+        for name, prompts in workloads.items()
+    ]
+    for measured in suites:
+        parts += [(measured.facts.name, *category) for category in measured.workloads.items()]
+    counts = {name: len(prompts) for _, name, prompts in parts}
+    if not all(len(prompts) for *_, prompts in parts) or not parts:
         raise DataError(
             f"every workload needs at least one prompt; there are {counts or 'none'}",
             where="evaluate",
@@ -248,11 +241,13 @@ def _cells(
     if not settings.temperatures:
         raise ConfigError("give at least one temperature, such as 0", where="evaluate")
     k = settings.num_speculative_tokens
-    return [
-        _CellRun(name, temperature, "", k, suite=suite, chats=chats)  # method: once it is known
-        for temperature in settings.temperatures
-        for suite, name, chats in chosen
-    ]
+    cells = []
+    for temperature in settings.temperatures:
+        for suite, name, prompts in parts:
+            chats = [p if isinstance(p, Chat) else Chat(p) for p in prompts]
+            # the method is filled in once it is known
+            cells.append(_CellRun(name, temperature, "", k, suite=suite, chats=chats))
+    return cells
 
 
 class _Evaluation:
@@ -282,7 +277,9 @@ class _Evaluation:
             self._note(f"T={temperature:g}: acceptance")
             self._write(cells)
             if self.engine.drafting_off and temperature == 0:
-                self._write_without_drafting(cells)
+                written = self._greedy(self.engine, [cell.prompts for cell in cells], False)
+                for cell, baseline in zip(cells, written, strict=True):
+                    cell.baseline = baseline
             for cell in cells:
                 if s.repeats:
                     self._time(cell)
@@ -293,8 +290,7 @@ class _Evaluation:
             if self.engine.replayed(cell.temperature):
                 self._replay(cell)
             if cell.baseline:
-                check = self._compare(self.engine, cell.prompts, cell.baseline, cell.requests)
-                cell.lossless.append(check)
+                cell.lossless.append(self._compare(self.engine, cell.baseline, cell.requests))
 
     def _warm_up(self, prompts: Prompts) -> None:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the
@@ -313,10 +309,11 @@ class _Evaluation:
         answers: list[str] = []
         turns = [(cell, chat, answers, chat.prompt) for cell in cells for chat in cell.chats]
         while turns:
+            asked = {id(cell): len(cell.requests) for cell in cells}
             seeds = []
-            for cell, *_, prompt in turns:
-                seeds.append(len(cell.prompts))
-                cell.prompts.append(prompt)
+            for cell, *_ in turns:
+                seeds.append(asked[id(cell)])
+                asked[id(cell)] += 1
             params = self.settings.sampling(cells[0].temperature, seeds)
             prompts = [prompt for *_, prompt in turns]
             outputs = self.engine.write(prompts, params, speculate=True, batch=self.settings.rows)
@@ -330,19 +327,22 @@ class _Evaluation:
                         following.append((cell, chat, answers, prompt))
             turns = following
 
-    def _write_without_drafting(self, cells: Sequence[_CellRun]) -> None:
-        """The greedy responses to the same prompts."""
-        prompts = [prompt for cell in cells for prompt in cell.prompts]
+    def _greedy(
+        self, engine: MeasuredEngine, parts: Sequence[Prompts], speculate: bool
+    ) -> list[list[RequestOutput]]:
+        """The greedy responses to the prompts of each part, all written in one go."""
+        prompts = [prompt for part in parts for prompt in part]
         params = self.settings.sampling(0.0, range(len(prompts)))
         rows = self.settings.rows
-        outputs = iter(self.engine.write(prompts, params, speculate=False, batch=rows))
-        for cell in cells:
-            cell.baseline = list(islice(outputs, len(cell.prompts)))
+        outputs = iter(engine.write(prompts, params, speculate=speculate, batch=rows))
+        return [list(islice(outputs, len(part))) for part in parts]
 
     def _text(self, output: RequestOutput) -> str:
         """An answer as the next turn of its conversation reads it."""
         return self.engine.tokenizer.decode(
-            _tokens(output), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            output.outputs[0].token_ids,
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
 
     def _replay(self, cell: _CellRun) -> None:
@@ -353,7 +353,7 @@ class _Evaluation:
         cell.replay = expected_acceptance(
             target,
             drafter,
-            [(output.prompt_token_ids, _tokens(output)) for output in cell.requests],
+            [(output.prompt_token_ids, output.outputs[0].token_ids) for output in cell.requests],
             cell.temperature,
             s.num_speculative_tokens,
             top_p=s.top_p,
@@ -402,46 +402,29 @@ class _Evaluation:
         It makes an engine of its own, once the first one has been closed, and adds a check to the
         cells of the lowest temperature."""
         s, coldest = self.settings, min(self.settings.temperatures)
-        parts = [
-            (cell, cell.prompts[: s.lossless_prompts])
-            for cell in self.cells
-            if cell.temperature == coldest
-        ]
-        prompts = [prompt for _, part in parts for prompt in part]
+        cells = [cell for cell in self.cells if cell.temperature == coldest]
+        parts = [cell.prompts[: s.lossless_prompts] for cell in cells]
+        prompts = [prompt for part in parts for prompt in part]
         exact = self.engine.in_float32(min(s.rows, len(prompts)))
         if exact is None:
             return
         self._note("float32: the same tokens with and without drafting")
-        params = s.sampling(0.0, range(len(prompts)))
         try:
             exact.prepare(prompts, s.max_tokens)
-            off = iter(exact.write(prompts, params, speculate=False, batch=s.rows))
-            on = iter(exact.write(prompts, params, speculate=True, batch=s.rows))
-            for cell, part in parts:
-                both = (list(islice(outputs, len(part))) for outputs in (off, on))
-                cell.lossless.insert(0, self._compare(exact, part, *both))
+            off, on = (self._greedy(exact, parts, speculate) for speculate in (False, True))
+            for cell, references, outputs in zip(cells, off, on, strict=True):
+                cell.lossless.insert(0, self._compare(exact, references, outputs))
         finally:
             exact.close()
 
     def _compare(
         self,
         engine: MeasuredEngine,
-        prompts: Prompts,
         off: Sequence[RequestOutput],
         on: Sequence[RequestOutput],
     ) -> LosslessCheck:
-        return compare_greedy(
-            engine.target,
-            prompts,
-            [_tokens(output) for output in off],
-            [_tokens(output) for output in on],
-            num_speculative_tokens=self.settings.num_speculative_tokens,
-            rows=min(self.settings.rows, len(prompts)),
-        )
+        k, rows = self.settings.num_speculative_tokens, min(self.settings.rows, len(on))
+        return compare_greedy(engine.target, off, on, num_speculative_tokens=k, rows=rows)
 
     def _note(self, text: str) -> None:
         self.progress(self.done / len(self.cells), text)
-
-
-def _tokens(output: RequestOutput) -> list[int]:
-    return output.outputs[0].token_ids

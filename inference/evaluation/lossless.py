@@ -16,39 +16,40 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
+from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.plain_decoder import TargetForward
 from draftsmith.inference.report.schema import LosslessCheck, TokenDifference
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
-Tokens = Sequence[int]
 # logits whose noise is watched: a single one, rounded to bfloat16, often happens not to move
 LEADING = 8
 
 
 def compare_greedy(
     target: FrozenTarget,
-    prompts: Sequence[Tokens],
-    references: Sequence[Tokens],
-    outputs: Sequence[Tokens],
+    references: Sequence[RequestOutput],
+    outputs: Sequence[RequestOutput],
     *,
     num_speculative_tokens: int,
     rows: int,
 ) -> LosslessCheck:
-    """Outputs with drafting against references without, both greedy and from `target` in its
-    present dtype.
+    """Outputs with drafting against references without, both greedy, of the same prompts and from
+    `target` in its present dtype.
 
     `num_speculative_tokens` and `rows`: the batch shapes that the runs used, re-run at a
     difference."""
     dtype = str(target.dtype).removeprefix("torch.")
     details: list[TokenDifference] = []
     forward: TargetForward | None = None  # the engine's: its kernels round in their own way
-    for i, (prompt, reference, output) in enumerate(zip(prompts, references, outputs, strict=True)):
+    for i, (without, drafted) in enumerate(zip(references, outputs, strict=True)):
+        prompt = without.prompt_token_ids
+        reference, output = without.outputs[0].token_ids, drafted.outputs[0].token_ids
         position = first_difference(reference, output)
         if position is None:
             continue
         forward = forward or TargetForward(target)
         after = partial(_logits_after, target.device, forward)
-        shapes = _shapes(list(prompt), list(reference[:position]), num_speculative_tokens + 1, rows)
+        shapes = _shapes(prompt, reference[:position], num_speculative_tokens + 1, rows)
         expected = reference[position] if position < len(reference) else None
         produced = output[position] if position < len(output) else None
         gap, noise, tie = _judge((after(*shape) for shape in shapes), expected, produced)
@@ -66,7 +67,7 @@ def compare_greedy(
     ties = sum(detail.tie for detail in details)
     return LosslessCheck(
         dtype=dtype,
-        checked_prompts=len(prompts),
+        checked_prompts=len(outputs),
         mismatches=len(details) - ties,
         ties=ties,
         details=details,

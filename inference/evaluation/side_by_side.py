@@ -95,18 +95,13 @@ class SideBySide:
             if params.greedy:
                 check = compare_greedy(
                     self.target,
-                    [prompt.token_ids for prompt in prompts],
-                    _token_ids(measured[DEFAULT]),
-                    _token_ids(measurement),
+                    measured[DEFAULT].requests,
+                    measurement.requests,
                     num_speculative_tokens=measurement.num_speculative_tokens,
                     rows=min(self.rows, len(prompts)),
                 )
                 measurement.lossless.append(check)
         return measured
-
-
-def _token_ids(measurement: Measurement) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in measurement.requests]
 
 
 def compare_methods(
@@ -182,7 +177,7 @@ def remarks(measured: Mapping[str, Measurement]) -> list[str]:
     """What the table does not say: responses that repeat themselves, and every first difference
     from the default."""
     lines = []
-    responses = _token_ids(measured[DEFAULT])
+    responses = [output.outputs[0].token_ids for output in measured[DEFAULT].requests]
     if repeated := sum(map(repeats_itself, responses)):
         lines.append(
             f"{repeated} of {len(responses)} responses repeat themselves to the end: n-grams and"

@@ -6,11 +6,8 @@ the rest away. Here a row is a slot of preallocated memory and an integer; new t
 each row's own length, rolling back is lowering the integer, and what lies beyond it is masked until
 it is overwritten. Every layer keeps every position (sliding-window layers too: the window is a
 matter of masks), so key j of a row is always that row's token j. States of recurrent layers, which
-have no positions, are rolled back by speculators/target/recurrent.py.
-
-This module knows nothing of requests, drafters, verification, or any architecture: head counts,
-head sizes, dtype and the number of layers are learnt from the first keys and values that arrive.
-"""
+have no positions, are rolled back by speculators/target/recurrent.py. Knows no request, drafter or
+architecture: shapes and layers are learnt from the first keys and values that arrive."""
 
 from __future__ import annotations
 
@@ -25,68 +22,39 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 from draftsmith.speculators.target.recurrent import RecurrentLayers, RecurrentStates
 
+INITIAL_CAPACITY = 256  # positions
+
 
 class RaggedCache:
     """Keys/values of at most `max_rows` rows, per layer [rows, kv_heads, capacity, head_dim].
 
-    All rows are allocated. Capacity starts at `initial_capacity` positions and doubles when a view
-    needs more, up to `max_len`. A round may write tokens that are then rolled back, so `max_len`
-    must hold the longest sequence plus the drafts of one round."""
+    All rows are allocated. Capacity starts at INITIAL_CAPACITY and doubles when a view needs more,
+    up to `max_len`. A round may write tokens that are then rolled back, so `max_len` must hold the
+    longest sequence plus the drafts of one round. `lengths`: tokens of each row. `states`: those of
+    recurrent layers, once a target that has some has run."""
 
     static = False  # its lengths are numbers of the host
 
-    def __init__(
-        self,
-        max_rows: int,
-        max_len: int,
-        *,
-        initial_capacity: int = 256,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if max_rows < 1 or max_len < 1:
-            raise ConfigError(
-                f"max_rows={max_rows} and max_len={max_len} must both be at least 1",
-                where="RaggedCache",
-            )
-        self.max_rows, self.max_len = max_rows, max_len
-        self.capacity = max(1, min(initial_capacity, max_len))
+    def __init__(self, max_rows: int, max_len: int, *, device: torch.device | str = "cpu") -> None:
+        self.max_rows = max_rows
+        self.max_len = max_len
+        self.capacity = min(INITIAL_CAPACITY, max_len)
         self.device = torch.device(device)
         self.lengths: list[int] = [0] * max_rows
-        self.states: RecurrentStates | None = (
-            None  # of recurrent layers, once a target that has some has run
-        )
-        self._keys: list[Tensor | None] = []
-        self._values: list[Tensor | None] = []
-        self._row_views: dict[
-            tuple[int, int, int], tuple[Tensor, Tensor]
-        ] = {}  # (layer, start, stop) -> keys, values
-        self._arange = torch.arange(self.capacity, device=self.device)  # [capacity]
+        self.states: RecurrentStates | None = None
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values
+        self._arange = torch.arange(max_len, device=self.device)
 
     # ------------------------------------------------------------------ what a forward needs
 
     def view(self, start: int, stop: int, num_new_tokens: int) -> RaggedView:
         """Rows [start, stop) as `past_key_values` of one forward over `num_new_tokens` (T) tokens
-        per row.
+        per row, written at each row's own length.
 
-        The forward writes T tokens at each row's own length; the lengths themselves move only with
-        `advance`, so a row that has fewer than T real tokens is padded and advanced by its real
-        count."""
-        if not 0 <= start < stop <= self.max_rows:
-            raise ConfigError(
-                f"rows [{start}, {stop}) are not within the {self.max_rows} rows",
-                where="RaggedCache.view",
-            )
-        if num_new_tokens < 1:
-            raise ConfigError(
-                f"num_new_tokens={num_new_tokens}, expected at least 1", where="RaggedCache.view"
-            )
+        Lengths move only with `advance`: a row of fewer than T tokens is padded, and advanced by
+        its real count."""
         self.reserve(start, stop, num_new_tokens)
         return RaggedView(self, start, stop, num_new_tokens)
-
-    def reserve(self, start: int, stop: int, num_new_tokens: int) -> None:
-        """Makes room for more tokens in rows [start, stop), for a head that keeps their number but
-        no keys."""
-        self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
 
     def mask(self, start: int, stop: int, num_new_tokens: int) -> Tensor | None:
         """bool [b, 1, T, S], True = attend: query i of row b sees its keys 0 … length_b + i. S =
@@ -98,22 +66,19 @@ class RaggedCache:
         longest = max(lengths)
         if (T == 1 or longest == 0) and min(lengths) == longest:
             return None
-        self._reserve(longest + T)
         last_visible = self.position_ids(start, stop, T)[:, None, :, None]  # [b, 1, T, 1]
         return self._arange[: longest + T] <= last_visible
 
     def tree_mask(
         self, start: int, stop: int, base: Sequence[int], visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For T new tokens per row whose last N positions, counted from base[b] on, are no text but
-        a tree.
+        """For T new tokens per row whose last N positions, from base[b] on, are a tree.
 
-        visible bool [b, T, N]: which of these N, the new ones last, each new token sees (itself
-        included) beside the row's first base[b] positions. Returns mask [b, 1, T, S] as `mask`
-        does, and index [b, S] that says which of the N each key is: below 0 for the text."""
+        visible bool [b, T, N]: which of these N, the new ones last, a new token sees (itself
+        included) beside the text. Returns mask [b, 1, T, S] as `mask` does, and index [b, S]: which
+        of the N a key is, below 0 for the text."""
         T, N = visible.shape[1:]
         longest = max(self.lengths[start:stop]) + T
-        self._reserve(longest)
         first = on_device(base, self.device)[:, None]  # [b, 1]
         index = self._arange[:longest] - first  # [b, S]
         inside = index.clamp(0, N - 1)[:, None].expand(-1, T, -1)  # [b, T, S]
@@ -154,11 +119,6 @@ class RaggedCache:
             for to, place in enumerate(kept)
             if place != to
         ]
-        if moved and self.states is not None:
-            raise ConfigError(
-                "recurrent states follow a chain of tokens, not the branches of a tree",
-                where="RaggedCache.keep",
-            )
         if moved:
             rows, source, target = on_device(moved, self.device).unbind(1)
             for tensor in self._tensors():
@@ -166,16 +126,13 @@ class RaggedCache:
         self.advance_rows(0, [len(kept) for kept in places])
 
     def truncate(self, row: int, length: int) -> None:
-        """Rolls `row` back to its first `length` tokens."""
-        if not 0 <= length <= self.lengths[row]:
+        """Rolls `row` back to its first `length` tokens; recurrent states cannot be."""
+        held = self.lengths[row]
+        if not 0 <= length <= held or (self.states is not None and length != held):
             raise ConfigError(
-                f"row {row} holds {self.lengths[row]} tokens, cannot keep {length}",
-                where="RaggedCache.truncate",
-            )
-        if self.states is not None and length != self.lengths[row]:
-            raise ConfigError(
-                f"row {row} has the recurrent states after"
-                f" {self.lengths[row]} tokens, not those after {length}",
+                f"row {row} holds {held} tokens"
+                f"{' and the recurrent states after them' if self.states is not None else ''},"
+                f" cannot keep {length}",
                 where="RaggedCache.truncate",
             )
         self.lengths[row] = length
@@ -191,37 +148,46 @@ class RaggedCache:
         length = self.lengths[src_row]
         for tensor in self._tensors():
             tensor[dst_row, :, :length] = tensor[src_row, :, :length]
-        self.lengths[dst_row], self.lengths[src_row] = length, 0
+        self.lengths[dst_row] = length
+        self.lengths[src_row] = 0
         if self.states is not None:
             self.states.move(src_row, dst_row)
 
-    def bytes(self) -> int:
-        """Memory of keys and values held now, in bytes: all layers, all rows, the whole
-        capacity."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+    # ------------------------------------------------------------------ memory
 
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer [rows, kv_heads, capacity, head_dim]; none before the
         first are written."""
-        keys = [tensor for tensor in self._keys if tensor is not None]
-        return keys, [tensor for tensor in self._values if tensor is not None]
+        layers = [self._layers[index] for index in sorted(self._layers)]
+        return [keys for keys, _ in layers], [values for _, values in layers]
 
     def keys_of(self, layer_idx: int, start: int, stop: int) -> Tensor:
         """[b, kv_heads, capacity, head_dim] of rows [start, stop), of which each row's own length
         is meaningful."""
-        keys = self._keys[layer_idx]
-        assert keys is not None, f"nothing was written to layer {layer_idx}"
-        return keys[start:stop]
+        return self._layers[layer_idx][0][start:stop]
 
-    # ------------------------------------------------------------------ memory
+    def bytes(self) -> int:
+        """Memory of keys and values held now, in bytes: all layers, all rows, the whole
+        capacity."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def reserve(self, start: int, stop: int, num_new_tokens: int) -> None:
+        """Makes room for more tokens in rows [start, stop)."""
+        self._reserve(max(self.lengths[start:stop]) + num_new_tokens)
 
     def reserve_all(self) -> None:
         """Gives every row its full length now, for whoever needs memory that stays where it is."""
         self._reserve(self.max_len)
 
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's memory, allocated in the shape of the first `key`/`value` [b, kv_heads, T,
+        head_dim] seen."""
+        if index not in self._layers:
+            self._layers[index] = self._allocate(key), self._allocate(value)
+        return self._layers[index]
+
     def _tensors(self) -> list[Tensor]:
-        keys, values = self.memory()
-        return [*keys, *values]
+        return [tensor for layer in self._layers.values() for tensor in layer]
 
     def _reserve(self, length: int) -> None:
         if length <= self.capacity:
@@ -231,118 +197,94 @@ class RaggedCache:
                 f"{length} positions are needed; expected at most max_len={self.max_len}",
                 where="RaggedCache",
             )
-        capacity = self.capacity
-        while capacity < length:
-            capacity = min(2 * capacity, self.max_len)
-        self.capacity = capacity
-        used = max(self.lengths)
-        self._row_views.clear()
-        for tensors in (self._keys, self._values):
-            for i, old in enumerate(tensors):
-                if old is not None:
-                    new = tensors[i] = self._allocate(old)
-                    new[:, :, :used] = old[:, :, :used]
-        with torch.inference_mode(False):
-            self._arange = torch.arange(capacity, device=self.device)
+        while self.capacity < length:
+            self.capacity = min(2 * self.capacity, self.max_len)
+        for index, old in self._layers.items():
+            self._layers[index] = self._allocate(old[0]), self._allocate(old[1])
+            for new, tensor in zip(self._layers[index], old, strict=True):
+                new[:, :, : tensor.shape[2]] = tensor
 
     def _allocate(self, like: Tensor) -> Tensor:
-        """[rows, kv_heads, capacity, head_dim] of zeros. Zeros, since a masked NaN would still
-        reach the output; and never an inference tensor, so that the cache may outlive the
-        `inference_mode` block that filled it."""
+        """[rows, kv_heads, capacity, head_dim]. Zeros, since a masked NaN would reach the output;
+        never an inference tensor, so that the cache may outlive a block of `inference_mode`."""
         shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
-    def _layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's buffers, allocated in the shape of the first `key`/`value` [b, kv_heads, T,
-        head_dim] seen."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(None)
-            self._values.append(None)
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if keys is None or values is None:
-            keys = self._keys[layer_idx] = self._allocate(key)
-            values = self._values[layer_idx] = self._allocate(value)
-        return keys, values
 
-    def _layer_rows(
-        self, layer_idx: int, start: int, stop: int, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rows [start, stop) of the layer's buffers; the views are kept, since making them costs as
-        much as a write."""
-        views = self._row_views.get((layer_idx, start, stop))
-        if views is None:
-            keys, values = self._layer(layer_idx, key, value)
-            with torch.inference_mode(False):
-                views = self._row_views[layer_idx, start, stop] = (
-                    keys[start:stop],
-                    values[start:stop],
-                )
-        return views
-
-
-class RaggedView(Cache):
-    """`past_key_values` of one forward over some rows of a RaggedCache. Made by `RaggedCache.view`,
-    used once."""
+class CacheView(Cache):
+    """What transformers asks of a cache beside keys and values. `past`: positions before the
+    forward, the longest row's."""
 
     layer_class_to_replicate = None
     offloading = False
     is_compileable = False
     is_sliding = ()  # type: ignore[assignment]  # no layer drops positions
 
+    def __init__(self, past: int, capacity: int) -> None:
+        self.layers: list = []
+        self.past = past
+        self.capacity = capacity
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.past + query_length, 0
+
+
+class RaggedView(CacheView):
+    """`past_key_values` of one forward over some rows of a RaggedCache. Made by `RaggedCache.view`,
+    used once."""
+
     def __init__(self, cache: RaggedCache, start: int, stop: int, num_new_tokens: int) -> None:
         lengths = cache.lengths[start:stop]
-        self.layers: list = []
-        self.cache, self._start, self._stop = cache, start, stop
-        self._lengths, self._past, self._T = lengths, max(lengths), num_new_tokens
-        self._end = self._past + num_new_tokens  # S
-        self.capacity = cache.capacity
-        self._equal = min(lengths) == self._past
-        self._flat_index: dict[
-            tuple[int, int], Tensor
-        ] = {}  # (kv_heads, capacity) -> [b·kv_heads·T], all layers share
+        super().__init__(max(lengths), cache.capacity)
+        self.cache = cache
+        self._start = start
+        self._stop = stop
+        self._lengths = lengths
+        self._T = num_new_tokens
+        # (kv_heads, capacity) -> [b·kv_heads·T], which all layers share
+        self._flat_index: dict[tuple[int, int], Tensor] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Writes key/value [b, kv_heads, T, head_dim] at each row's length; returns views [b,
         kv_heads, S, …]."""
-        if key_states.shape[2] != self._T or key_states.shape[0] != len(self._lengths):
-            brought = f"{key_states.shape[0]} × {key_states.shape[2]}"
+        rows, T = key_states.shape[0], key_states.shape[2]
+        if (rows, T) != (len(self._lengths), self._T):
             raise ConfigError(
-                f"made for {len(self._lengths)} rows × {self._T} tokens, not for {brought}",
+                f"made for {len(self._lengths)} rows × {self._T} tokens, not for {rows} × {T}",
                 where="RaggedView",
             )
-        keys, values = self.cache._layer_rows(
-            layer_idx, self._start, self._stop, key_states, value_states
-        )
-        seen_keys, seen_values = (
-            keys.narrow(2, 0, self._end),
-            values.narrow(2, 0, self._end),
-        )  # [b, h, S, d]
-        if self._equal:
-            seen_keys.narrow(2, self._past, self._T).copy_(key_states)
-            seen_values.narrow(2, self._past, self._T).copy_(value_states)
-        else:
-            keys, values = self.cache._layer(layer_idx, key_states, value_states)
-            self._scatter(keys, key_states)
-            self._scatter(values, value_states)
-        return seen_keys, seen_values
+        keys, values = self.cache.layer(layer_idx, key_states, value_states)
+        return self._written(keys, key_states), self._written(values, value_states)
 
-    def _scatter(self, buffer: Tensor, states: Tensor) -> None:
-        """buffer [rows, h, capacity, d], seen as [rows·h·capacity, d]: one index copy of [b·h·T,
+    def _written(self, memory: Tensor, new: Tensor) -> Tensor:
+        """memory [rows, h, capacity, d] gets new [b, h, T, d] -> what these rows hold, [b, h, S,
         d]."""
-        heads, capacity, dim = buffer.shape[1:]
-        index = self._flat_index.get((heads, capacity))
-        if index is None:
-            device = buffer.device
+        held = memory[self._start : self._stop].narrow(2, 0, self.past + self._T)
+        if min(self._lengths) == self.past:
+            held.narrow(2, self.past, self._T).copy_(new)
+        else:
+            # seen as [rows·h·capacity, d]: one index copy of [b·h·T, d]
+            dim = new.shape[-1]
+            memory.view(-1, dim).index_copy_(0, self._index(memory), new.reshape(-1, dim))
+        return held
+
+    def _index(self, memory: Tensor) -> Tensor:
+        heads, capacity = memory.shape[1:3]
+        if (heads, capacity) not in self._flat_index:
+            device = memory.device
             rows = torch.arange(self._start, self._stop, device=device)[:, None, None]  # [b, 1, 1]
             head = torch.arange(heads, device=device)[None, :, None]  # [1, h, 1]
             first = on_device(self._lengths, device)[:, None, None]  # [b, 1, 1]
             position = first + torch.arange(self._T, device=device)  # [b, 1, T]
             index = ((rows * heads + head) * capacity + position).reshape(-1)
             self._flat_index[heads, capacity] = index
-        buffer.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
+        return self._flat_index[heads, capacity]
 
     @contextmanager
     def recurrent(self, layers: RecurrentLayers) -> Iterator[None]:
@@ -351,16 +293,6 @@ class RaggedView(Cache):
         cache = self.cache
         cache.states = cache.states or RecurrentStates(layers, cache.max_rows)
         with cache.states.forward(
-            self._start, self._stop, self._T, fresh=self._past == 0
+            self._start, self._stop, self._T, fresh=self.past == 0
         ) as self.layers:
             yield
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Length of the longest row before this forward."""
-        return self._past
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._past + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.cache.max_len

@@ -25,6 +25,10 @@ from draftsmith.inference.report.schema import (
 from draftsmith.speculators.errors import ConfigError
 
 History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
+OF_CELLS = (  # attributes of a cell that the summary has under the same names
+    *("acceptance_length", "tokens_per_forward", "speedup_vs_autoregressive"),
+    *("speedup_vs_transformers", "limit_speedup", "efficiency"),
+)
 DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 
 
@@ -61,18 +65,11 @@ def summarise(pooled: Sequence[Cell]) -> dict[str, float]:
     if gaps := [abs(cell.expected.relative_difference) for cell in pooled if cell.expected]:
         summary["expected_measured_gap"] = max(gaps)
     for cell in pooled:
-        expected = cell.expected
-        results: dict[str, Any] = {
-            "acceptance_length": cell.acceptance_length,
-            "tokens_per_forward": cell.tokens_per_forward,
-            "expected_acceptance_length": expected and expected.acceptance_length,
-            "expected_measured_gap": expected and abs(expected.relative_difference),
-            "tokens_per_second": cell.tokens_per_second.get(SPECULATIVE),
-            "speedup_vs_autoregressive": cell.speedup_vs_autoregressive,
-            "speedup_vs_transformers": cell.speedup_vs_transformers,
-            "limit_speedup": cell.limit_speedup,
-            "efficiency": cell.efficiency,
-        }
+        results: dict[str, Any] = {name: getattr(cell, name) for name in OF_CELLS}
+        results["tokens_per_second"] = cell.tokens_per_second.get(SPECULATIVE)
+        if expected := cell.expected:
+            results["expected_acceptance_length"] = expected.acceptance_length
+            results["expected_measured_gap"] = abs(expected.relative_difference)
         for name, value in results.items():
             if value is not None:
                 number = value.value if isinstance(value, Estimate) else value

@@ -93,7 +93,11 @@ def speedup_bars(report: AcceptanceReport) -> Figure | None:
     """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers; None if
     nothing was timed."""
     workloads, temperatures = report.workloads(), report.temperatures()
-    timed = [cell for cell in report.own_cells() if cell.speedup_vs_autoregressive]
+    timed = [
+        (cell.temperature, workloads.index(cell.workload), speedup)
+        for cell in report.own_cells()
+        if (speedup := cell.speedup_vs_autoregressive)
+    ]
     if not timed:
         return None
     height = 0.8 / len(temperatures)
@@ -101,11 +105,7 @@ def speedup_bars(report: AcceptanceReport) -> Figure | None:
     figure = Figure(figsize=size, label="Speedup by workload")
     axes = figure.subplots()
     for index, temperature in enumerate(temperatures):
-        speedups = {
-            workloads.index(cell.workload): cell.speedup_vs_autoregressive
-            for cell in timed
-            if cell.temperature == temperature and cell.speedup_vs_autoregressive
-        }
+        speedups = {place: speedup for at, place, speedup in timed if at == temperature}
         values = np.array([(s.value, s.low, s.high) for s in speedups.values()]).reshape(-1, 3)
         bars = axes.barh(
             [place + (index - (len(temperatures) - 1) / 2) * height for place in speedups],

@@ -68,14 +68,6 @@ class Measurement:
     def cell(self) -> Cell:
         return make_cell([self], self.workload)
 
-    def timed_counts(self) -> tuple[int, int]:
-        """Rounds with a draft and accepted drafts of the timed passes, or of all requests if none
-        was timed."""
-        timed: Sequence[Any] = self.passes.get(SPECULATIVE, [])
-        if not any(run.num_drafts for run in timed):
-            timed = [request.metrics for request in self.requests]
-        return sum(run.num_drafts for run in timed), sum(run.num_accepted_tokens for run in timed)
-
 
 def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
     """The report's cell of measurements that differ in their workload alone, with every rate; what
@@ -143,13 +135,17 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def _limit(parts: Sequence[Measurement]) -> float | None:
-    """The time of all tokens without drafting ÷ that of all rounds; of one part it is
-    τ · V(1) / (V(K+1) + D(K))."""
+    """The time of all tokens without drafting ÷ that of all rounds with a draft, those of the timed
+    passes or of all requests if none was timed; of one part it is τ · V(1) / (V(K+1) + D(K))."""
     without = with_drafts = 0.0
     for part in parts:
         if part.costs is None:
             return None
-        drafts, accepted = part.timed_counts()
+        timed: Sequence[Any] = part.passes.get(SPECULATIVE, [])
+        if not any(run.num_drafts for run in timed):
+            timed = [request.metrics for request in part.requests]
+        drafts = sum(run.num_drafts for run in timed)
+        accepted = sum(run.num_accepted_tokens for run in timed)
         without += (drafts + accepted) * part.costs.target_step_ms
         with_drafts += drafts * (part.costs.verify_ms + part.costs.draft_ms)
     return without / with_drafts if with_drafts else None
@@ -216,19 +212,15 @@ def expected_acceptance(
 
 def _sums_of_checks(checks: Sequence[LosslessCheck]) -> list[LosslessCheck]:
     """One check for each dtype."""
-    groups: dict[str, list[LosslessCheck]] = {}
+    sums: dict[str, LosslessCheck] = {}
     for check in checks:
-        groups.setdefault(check.dtype, []).append(check)
-    return [
-        LosslessCheck(
-            dtype=dtype,
-            checked_prompts=sum(check.checked_prompts for check in group),
-            mismatches=sum(check.mismatches for check in group),
-            ties=sum(check.ties for check in group),
-            details=[difference for check in group for difference in check.details],
-        )
-        for dtype, group in groups.items()
-    ]
+        nothing = LosslessCheck(dtype=check.dtype, checked_prompts=0, mismatches=0, ties=0)
+        total = sums.setdefault(check.dtype, nothing)
+        total.checked_prompts += check.checked_prompts
+        total.mismatches += check.mismatches
+        total.ties += check.ties
+        total.details += check.details
+    return list(sums.values())
 
 
 def _known(rates: Sequence[float]) -> list[float | None]:

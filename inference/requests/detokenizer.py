@@ -1,8 +1,7 @@
 """Token ids to text, block by block, and stop strings wherever they fall across blocks.
 
-The text after n tokens is a function of those n tokens alone: how they were split into blocks (by
-drafting, streaming or not at all) changes neither the text nor the token that a stop string ends
-at. Knows no engine and no requests."""
+The text after n tokens is a function of those n tokens alone: how they were split into blocks
+changes neither the text nor the token that a stop string ends at."""
 
 from __future__ import annotations
 
@@ -24,11 +23,10 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
-        self._stops = tuple(params.stop or ())
+        self._stops = list(params.stop)
         self._include_stop = params.include_stop_str_in_output
-        self._held = (
-            0 if self._include_stop else max((len(stop) - 1 for stop in self._stops), default=0)
-        )
+        longest = max(map(len, self._stops), default=1)
+        self._held = 0 if self._include_stop else longest - 1
         self.text = ""
         self._sent = 0
         self._stopped = False
@@ -39,35 +37,28 @@ class Detokenizer:
         self._base = ""  # text up to `_read`
 
     def push(self, token_ids: Sequence[int], first_checked: int = 0) -> tuple[int, str | None]:
-        """Adds a block; returns how many of its tokens the response keeps and the stop string that
-        ended it, if any.
+        """Adds a block; returns how many of its tokens the response keeps, the one that completes a
+        stop string being the last, and this stop string, if any.
 
-        Stop strings that are complete before token `first_checked` of the block do not count. On a
-        stop the text is cut before the stop string (after it with include_stop_str_in_output); the
-        token completing it is kept."""
-        total = len(token_ids)
-        if not self._stops or first_checked >= total:
+        The text is cut before it (after it with include_stop_str_in_output). Those that are
+        complete before token `first_checked` do not count."""
+        if not self._stops:
             self._extend(token_ids)
-            return total, None
-        if first_checked > 0:
-            self._extend(token_ids[:first_checked])
-        start = max(first_checked, 0)
-        state = (self.text, self._ids, self._read, self._known, self._base)
-        whole = self._extend(token_ids[start:])
-        if self._find(whole, len(state[0])) is None:
-            return total, None
-        self.text, self._ids, self._read, self._known, self._base = state
-        for used in range(start, total):  # which token completes it?
-            before = len(self.text)
-            self._extend(token_ids[used : used + 1])
-            hit = self._find(self.text, before)
-            if hit is not None:
-                place, stop = hit
-                end = place + len(stop) if self._include_stop else place
-                self.text = self.text[:end]
+            return len(token_ids), None
+        for i, token in enumerate(token_ids):
+            checked = len(self.text)
+            self._extend([token])
+            if i < first_checked:
+                continue
+            # where each stop string begins that ends after the characters that were checked
+            starts = [self.text.find(s, max(0, checked - len(s) + 1)) for s in self._stops]
+            start = min((place for place in starts if place >= 0), default=None)
+            if start is not None:
+                stop = self._stops[starts.index(start)]
+                self.text = self.text[: start + len(stop) if self._include_stop else start]
                 self._stopped = True
-                return used + 1, stop
-        return total, None
+                return i + 1, stop
+        return len(token_ids), None
 
     def finish(self) -> str:
         """The final text; bytes that never became a character show as U+FFFD."""
@@ -80,44 +71,23 @@ class Detokenizer:
         """The text that is new since the last call and can no longer turn out to be part of a stop
         string."""
         end = len(self.text) if self._stopped else max(self._sent, len(self.text) - self._held)
-        new, self._sent = self.text[self._sent : end], end
+        new = self.text[self._sent : end]
+        self._sent = end
         return new
 
-    def _extend(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens; returns the text with any half-decoded character still in it."""
-        self._ids = [*self._ids, *token_ids]
+    def _extend(self, token_ids: Sequence[int]) -> None:
+        self._ids += token_ids
         decoded = self._decode(self._ids)
         stable = decoded.rstrip(REPLACEMENT)
-        whole = self._base + decoded[self._known :]
-        self.text = whole if stable == decoded else self._base + stable[self._known :]
-        if (
-            stable == decoded and len(decoded) > self._known
-        ):  # ends on a character: forget what lies before the block
+        self.text = self._base + stable[self._known :]
+        # ends on a character: forget what lies before the block
+        if stable == decoded and len(decoded) > self._known:
             self._base = self.text
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
             self._known = len(self._decode(self._ids))
-        return whole
-
-    def _find(self, text: str, checked: int) -> tuple[int, str] | None:
-        """The first stop string that ends after the first `checked` characters: (where it starts,
-        which)."""
-        hits = [(text.find(stop, max(0, checked - len(stop) + 1)), stop) for stop in self._stops]
-        return min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=None)
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
-
-
-def full_text(
-    tokenizer: Any,
-    prompt_token_ids: Sequence[int],
-    token_ids: Sequence[int],
-    params: SamplingParams,
-) -> str:
-    """The text of a finished response that needed no detokenizer on the way."""
-    detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
-    detokenizer._extend(token_ids)
-    return detokenizer.finish()

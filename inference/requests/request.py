@@ -1,8 +1,5 @@
 """Request: one response being written. All of a row's state that outlives a round is here, and its
-end is decided here.
-
-Knows nothing of tensors, caches, drafters or other rows.
-"""
+end is decided here."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from time import perf_counter
 import torch
 
 from draftsmith.inference.metrics import SpecDecodeCounters
-from draftsmith.inference.outputs import TokenLogprobs
+from draftsmith.inference.outputs import JudgedRound, SampleLogprobs
 from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.sampling.logits_processors import RequestProcessors
 from draftsmith.inference.sampling_params import SamplingParams
@@ -31,6 +28,7 @@ class Request:
                      cannot go on
     processors       what it changes in its logits
     logprobs         of each output token, if its parameters ask
+    rounds           those that nobody took yet, where somebody set it to a list; else None
     """
 
     def __init__(
@@ -46,31 +44,25 @@ class Request:
         detokenizer: Detokenizer | None = None,
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.request_id, self.index, self.params = request_id, index, params
-        self.generator, self.detokenizer = generator, detokenizer
+        self.request_id = request_id
+        self.index = index
+        self.params = params
+        self.generator = generator
+        self.detokenizer = detokenizer
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_model_len = max_model_len
-        longest = (
-            max_model_len
-            if params.max_tokens is None
-            else self.num_prompt_tokens + params.max_tokens
-        )
-        self.end = min(max_model_len, longest)
+        longest = max_model_len if params.max_tokens is None else params.max_tokens
+        self.end = min(max_model_len, self.num_prompt_tokens + longest)
         self.eos_token_ids = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
-        self.most_drafts = (
-            max_model_len
-            if params.num_speculative_tokens is None
-            else params.num_speculative_tokens
-        )
-        self.may_stop_at = (
-            self.num_prompt_tokens + params.min_tokens
-        )  # first position whose token may end it
-        self.processors = RequestProcessors(
-            params, list(prompt_token_ids), self.stop_ids, bad_words
-        )
-        self.logprobs: list[TokenLogprobs] = []
+        self.stop_ids = self.eos_token_ids | frozenset(params.stop_token_ids)
+        drafts = params.num_speculative_tokens
+        self.most_drafts = max_model_len if drafts is None else drafts
+        # first position whose token may end it
+        self.may_stop_at = self.num_prompt_tokens + params.min_tokens
+        self.processors = RequestProcessors(params, prompt_token_ids, self.stop_ids, bad_words)
+        self.logprobs: SampleLogprobs = []
+        self.rounds: list[JudgedRound] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         # 1 if the response ends with a stop token that its text does not show
@@ -89,11 +81,6 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def text_token_ids(self) -> list[int]:
-        """The output tokens that its text shows."""
-        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_hidden_tokens]
 
     @property
     def draft_limit(self) -> int:

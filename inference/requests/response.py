@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.inference.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SampleLogprobs,
-    TokenLogprobs,
-)
-from draftsmith.inference.requests.detokenizer import full_text
+from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.requests.request import Request
 
 
@@ -39,10 +32,9 @@ class Response:
 
     def output(self) -> RequestOutput:
         """Everything there is."""
-        completions = [
-            _completion(r, _text(r, self.tokenizer), 0, self.tokenizer) for r in self.requests
-        ]
-        return self._output(completions)
+        return self._output(
+            [self._completion(request, self._text(request), 0) for request in self.requests]
+        )
 
     def delta(self) -> RequestOutput | None:
         """The text and tokens added since the last call; None if there are none. The end is
@@ -52,12 +44,10 @@ class Response:
             written = len(request.token_ids) - request.num_prompt_tokens
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             if written > self._sent[i] or text or request.finished > self._ended[i]:
-                new.append(_completion(request, text, self._sent[i], self.tokenizer))
+                new.append(self._completion(request, text, self._sent[i]))
             self._sent[i] = written
             self._ended[i] = request.finished
-        if not new:
-            return None
-        return self._output(new)
+        return self._output(new) if new else None
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
@@ -69,34 +59,38 @@ class Response:
             _metrics(self.requests),
         )
 
+    def _completion(self, request: Request, text: str, start: int) -> CompletionOutput:
+        """With what was written from output token `start` on."""
+        completion = CompletionOutput(
+            request.index,
+            text,
+            request.output_token_ids[start:],
+            request.finish_reason,
+            request.stop_reason,
+            copy.deepcopy(request.counters),
+        )
+        if request.rounds is not None:
+            completion.rounds = request.rounds
+            request.rounds = []
+        if request.params.logprobs is not None:
+            completion.logprobs = request.logprobs[start:]
+            own = zip(request.output_token_ids, request.logprobs, strict=True)
+            completion.cumulative_logprob = sum(entry[token].logprob for token, entry in own)
+            for entry in completion.logprobs if self.tokenizer is not None else ():
+                for token, logprob in entry.items():
+                    logprob.decoded_token = self.tokenizer.decode([token])
+        return completion
 
-def _completion(request: Request, text: str, start: int, tokenizer: Any) -> CompletionOutput:
-    """With what was written from output token `start` on."""
-    completion = CompletionOutput(
-        request.index,
-        text,
-        request.token_ids[request.num_prompt_tokens + start :],
-        request.finish_reason,
-        request.stop_reason,
-        copy.deepcopy(request.counters),
-    )
-    if request.params.logprobs is not None:
-        completion.logprobs = as_dicts(request.logprobs[start:], tokenizer)
-        completion.cumulative_logprob = sum(entry.logprobs[0] for entry in request.logprobs)
-    return completion
-
-
-def _text(request: Request, tokenizer: Any) -> str:
-    if request.detokenizer is not None:
-        return request.detokenizer.text
-    if tokenizer is None:
-        return ""
-    return full_text(
-        tokenizer,
-        request.token_ids[: request.num_prompt_tokens],
-        request.text_token_ids,
-        request.params,
-    )
+    def _text(self, request: Request) -> str:
+        if request.detokenizer is not None:
+            return request.detokenizer.text
+        if self.tokenizer is None:
+            return ""
+        # a response that needed no text on the way
+        detokenizer = Detokenizer(self.tokenizer, self.prompt_token_ids, request.params)
+        output = request.output_token_ids
+        detokenizer.push(output[: len(output) - request.num_hidden_tokens])
+        return detokenizer.finish()
 
 
 def _metrics(requests: Sequence[Request]) -> RequestMetrics:
@@ -112,17 +106,3 @@ def _metrics(requests: Sequence[Request]) -> RequestMetrics:
         metrics.accepted_per_round += request.accepted_per_round
         metrics.drafted_per_round += request.drafted_per_round
     return metrics
-
-
-def as_dicts(entries: Sequence[TokenLogprobs], tokenizer: Any) -> SampleLogprobs:
-    """As the user gets them: one dict per place, the token that stands there first."""
-    return [dict(_named(entry, tokenizer)) for entry in entries]
-
-
-def _named(entry: TokenLogprobs, tokenizer: Any) -> Iterator[tuple[int, Logprob]]:
-    ranks = [entry.rank, *range(1, len(entry.token_ids))]
-    for token, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        yield (
-            token,
-            Logprob(logprob, rank, None if tokenizer is None else tokenizer.decode([token])),
-        )

@@ -1,14 +1,13 @@
 """Which request holds which row: continuous batching between rounds.
 
 The rows in use are always 0 .. len(running) - 1, so that a forward takes a contiguous slice of
-every cache. Knows no tensors: whoever owns rows of memory moves them as `release` says."""
+every cache: whoever owns rows of memory moves them as `release` says."""
 
 from __future__ import annotations
 
 from collections import deque
 
 from draftsmith.inference.requests.request import Request
-from draftsmith.speculators.errors import ConfigError
 
 
 class Scheduler:
@@ -16,8 +15,6 @@ class Scheduler:
     row."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        if max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs={max_num_seqs}; expected at least 1")
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -1,10 +1,8 @@
 """A request's changes to its logits before softmax: at every drafted place as if the drafts before
 it had been written, so that drafting changes nothing. Also at temperature 0.
 
-In vLLM's order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties;
-temperature and filters are `sampler.py`'s. A place is known by its path, the drafted tokens that
-lead to it, so chains and trees are the same here. A batch, and a drafter's logits, are
-`spec_decode/logits.py`'s."""
+In vLLM's order: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties. A place is known
+by its path, the drafted tokens that lead to it, so chains and trees are the same here."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.sampling.penalties import Penalties
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.speculators.precision import on_device
 
@@ -24,10 +21,8 @@ FORBIDDEN = -1e30
 
 
 class RequestProcessors:
-    """The logits processors of one request, with the state they keep of its text.
-
-    Its memory follows the committed text it is shown, which only grows; drafts leave nothing
-    behind."""
+    """The logits processors of one request. Their counts, a number per token of the vocabulary,
+    follow the committed text, which only grows; drafts leave nothing behind."""
 
     def __init__(
         self,
@@ -38,14 +33,18 @@ class RequestProcessors:
     ) -> None:
         """`bad_words`: token ids, as `bad_word_ids` gives them."""
         self.params = params
-        self._start = len(prompt_token_ids)
+        self._prompt = list(prompt_token_ids)
+        self._start = len(self._prompt)
         self._stop_ids = sorted(stop_ids) if params.min_tokens else []
         self._bad_words = [list(word) for word in bad_words]
         self._bias: Tensor | None = None  # [V], from the first round on; forbidden tokens as well
+        self._counted = self._start  # tokens of the text that are in the counts
+        self._times: Tensor | None = None  # [V] float32, how often each token is in the output
+        self._prompted: Tensor | None = None  # bool [V], whether it is in the prompt
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self._penalties = Penalties(params, prompt_token_ids) if penalties != (1, 0, 0) else None
+        self._penalised = penalties != (1, 0, 0)
         self._biased = bool(params.allowed_token_ids or params.logit_bias)
-        self._always = self._biased or bool(bad_words) or self._penalties is not None
+        self._always = self._biased or self._penalised or bool(bad_words)
 
     def active(self, length: int) -> bool:
         """True if logits after a text of so many tokens are changed."""
@@ -58,18 +57,18 @@ class RequestProcessors:
     ) -> None:
         """Changes float32 logits [P, V] in place: place j follows the committed text and the
         drafted tokens paths[j]. Waits for no device."""
-        forbidden = [*self._ends_of_bad_words(token_ids, paths), *self._early(token_ids, paths)]
-        if forbidden:
+        if forbidden := list(self._forbidden(token_ids, paths)):
             logits[on_device(forbidden, logits.device).unbind(1)] = FORBIDDEN
         if self._biased:
             if self._bias is None:
                 self._bias = self._bias_of(logits.shape[1], logits.device)
             logits += self._bias
-        if self._penalties is not None:
-            self._penalties.apply(logits, token_ids, paths)
+        if self._penalised:
+            self._penalise(logits, token_ids, paths)
 
     def _bias_of(self, vocab_size: int, device: torch.device) -> Tensor:
-        bias, added = torch.zeros(vocab_size, device=device), self.params.logit_bias or {}
+        bias = torch.zeros(vocab_size, device=device)
+        added = self.params.logit_bias or {}
         if self.params.allowed_token_ids:
             bias.fill_(FORBIDDEN)
             bias[on_device(list(self.params.allowed_token_ids), device)] = 0.0
@@ -78,26 +77,46 @@ class RequestProcessors:
         )
         return bias
 
-    def _early(
+    def _forbidden(
         self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, int]]:
-        """(place, token) of each stop token where min_tokens are not written yet."""
+        """(place, token) of each stop token where min_tokens are not written yet, and of each bad
+        word whose beginning ends the output."""
         left = self._start + self.params.min_tokens - len(token_ids)
-        for place, path in enumerate(paths):
-            if len(path) < left:
-                yield from ((place, token) for token in self._stop_ids)
-
-    def _ends_of_bad_words(
-        self, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int]]:
-        """(place, token) of each bad word whose beginning ends the output."""
         longest = max((len(word) - 1 for word in self._bad_words), default=0)
         written = list(token_ids[max(self._start, len(token_ids) - longest) :])
         for place, path in enumerate(paths):
+            if len(path) < left:
+                yield from ((place, token) for token in self._stop_ids)
             tail = written + list(path)
             for *beginning, last in self._bad_words:
                 if tail[len(tail) - len(beginning) :] == beginning:
                     yield place, last
+
+    def _penalise(
+        self, logits: Tensor, token_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> None:
+        """By the definitions of CTRL (1909.05858; repetition by sign, as in vLLM) and of OpenAI's
+        API (frequency, presence)."""
+        device = logits.device
+        if self._times is None or self._prompted is None:
+            self._times = torch.zeros(logits.shape[1], device=device)
+            self._prompted = torch.zeros(logits.shape[1], dtype=torch.bool, device=device)
+            self._prompted[on_device(self._prompt, device)] = True
+        committed = on_device(token_ids[self._counted :], device)
+        self._times.index_add_(0, committed, torch.ones(len(committed), device=device))
+        self._counted = len(token_ids)
+        times = self._times.repeat(len(paths), 1)  # [P, V]
+        drafted = [(place, token) for place, path in enumerate(paths) for token in path]
+        if drafted:
+            ones = torch.ones(len(drafted), device=device)
+            times.index_put_(on_device(drafted, device).unbind(1), ones, accumulate=True)
+        written = times > 0
+        factor = self.params.repetition_penalty
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        torch.where(written | self._prompted, repeated, logits, out=logits)
+        logits -= self.params.frequency_penalty * times
+        logits -= self.params.presence_penalty * written
 
 
 def bad_word_ids(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:

@@ -1,9 +1,7 @@
 """From logits to probabilities, and from probabilities to tokens.
 
 `probabilities` is the one definition of p (and of q, when a drafter samples): what is drawn from
-and what is verified must be the same tensor. Nothing here knows drafts or verification. No row
-reads another row of its batch, and a row's generator is asked for the same numbers whatever its
-neighbours are."""
+and what is verified must be the same tensor. No row depends on another of its batch."""
 
 from __future__ import annotations
 
@@ -88,8 +86,7 @@ def uniforms(generator: torch.Generator | None, n: int) -> list[float]:
 
 
 def make_generator(seed: int | None) -> torch.Generator:
-    """A row's own source of randomness, always on the CPU, so that a seed means the same on every
-    device.
+    """A row's own source of randomness, on the CPU, so that a seed means the same on every device.
 
     None seeds it from torch's global generator. torch keeps only the lowest 32 bits of a seed, so
     all bits are mixed into those first."""
@@ -100,9 +97,8 @@ def make_generator(seed: int | None) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws from torch's global generators inside depend on `seed` alone, not on earlier draws;
-    outside they go on as if nothing had been drawn. `device`: the one that is drawn on, beside the
-    CPU."""
+    """Draws from torch's global generators inside depend on `seed` alone; outside they go on as if
+    nothing had been drawn. `device`: the one that is drawn on, beside the CPU."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

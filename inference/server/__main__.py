@@ -1,5 +1,6 @@
 """`python -m draftsmith.inference.server` serves, as `draftsmith serve` does."""
 
-from draftsmith.inference.server.command import main
+from draftsmith.inference.console import run_alone
+from draftsmith.inference.server.serve_command import register
 
-main()
+run_alone("serve", register)

@@ -35,9 +35,9 @@ from draftsmith.inference.provenance import package_version
 from draftsmith.inference.server.answers import ChatWriter, CompletionWriter
 from draftsmith.inference.server.api_errors import APIError, error_json, error_response, fault
 from draftsmith.inference.server.engine_thread import EngineThread, Ticket
-from draftsmith.inference.server.options import ServerOptions
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from draftsmith.inference.server.serve_options import ServerOptions
 from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -22,15 +22,14 @@ from functools import partial
 
 from starlette.exceptions import HTTPException
 
-from draftsmith.inference.engine.round_trace import RoundTracer
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.response import Response
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.api_errors import APIError, fault
-from draftsmith.inference.server.options import ServerOptions
 from draftsmith.inference.server.prometheus import ServerMetrics
+from draftsmith.inference.server.serve_options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,6 @@ class EngineThread:
         # the thread's own
         self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
         self._updates: list[Update] = []  # of this round
-        self._tracer = RoundTracer(llm.engine)
 
     # ------------------------------------------------------------------ clients
 
@@ -193,8 +191,8 @@ class EngineThread:
         except Exception as error:
             self._updates.append((ticket, index, fault(error)))
             return
-        if ticket.traced:
-            self._tracer.watch(response.requests)
+        for request in response.requests if ticket.traced else ():
+            request.rounds = []
         ticket.begun[index] = response
         self._active[response.request_id] = (ticket, index)
 
@@ -215,7 +213,6 @@ class EngineThread:
         """Takes a response out of the engine, if it is there."""
         if self._active.pop(response.request_id, None) is not None:
             self.llm.abort(response.request_id)
-            self._tracer.forget(response.requests)
             for request in response.requests:
                 self.metrics.finished(request)
 
@@ -228,8 +225,6 @@ class EngineThread:
         elif response.finished:
             output = response.output()
         if output is not None:
-            for completion in output.outputs if ticket.traced else ():
-                completion.rounds = self._tracer.take(response.requests[completion.index])
             self._updates.append((ticket, index, output))
         if response.finished:
             self._end(response)

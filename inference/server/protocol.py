@@ -17,7 +17,7 @@ from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.server.api_errors import APIError
-from draftsmith.inference.server.options import ServerOptions, SpecDecodeDetail
+from draftsmith.inference.server.serve_options import ServerOptions, SpecDecodeDetail
 from draftsmith.speculators.errors import ConfigError
 
 # change no answer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.inference.flags import Values, validated
-from draftsmith.inference.server.options import ServeFlags, as_words
+from draftsmith.inference.server.serve_options import ServeFlags, as_words
 from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.speculators.errors import ConfigError
 
@@ -33,14 +33,14 @@ def vllm_command(given: Values, words: Sequence[str]) -> list[str]:
 def _drafting(flags: ServeFlags) -> dict[str, Any] | None:
     """speculative_config under vLLM's names, with its method. What vLLM does not know it refuses
     itself."""
-    from draftsmith.inference.entrypoints.speculative_defaults import complete
+    from draftsmith.inference.entrypoints.speculative_config import complete
     from draftsmith.inference.entrypoints.vllm_options import RULES
     from draftsmith.speculators.export.serving_commands import vllm_method
 
     if flags.speculative_config is None:
         return None
     source = {"trust_remote_code": flags.trust_remote_code, "revision": flags.revision}
-    options = dict(complete(flags.speculative_config, flags.model, **source))
+    options = dict(complete(flags.speculative_config, flags.model, **source) or {})
     if "method" not in options:
         raise ConfigError("names neither a drafter nor a method", where="--speculative-config")
     rule = options.pop("rejection_sample_method", "auto")

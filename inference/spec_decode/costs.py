@@ -28,57 +28,32 @@ SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
 SCALE_RATE, MOST_DEPARTURE = 0.05, 2.0  # of the moving mean; a pause of the machine is no cost
 
 
+GivenCosts = Mapping[str, Sequence[float]]
+
+
 class RoundCosts:
-    """Constant costs, the same at every batch size: `verify` V(1) … V(K+1), `draft` D(1) … D(K), in
-    any one unit."""
+    """`given`: {"verify": [V(1), …, V(K+1)], "draft": [D(1), …, D(K)]} in any one unit, of all
+    batch sizes. None: measured in the engine that runs the rounds, in seconds."""
 
-    def __init__(self, verify: Sequence[float], draft: Sequence[float]) -> None:
-        self._verify, self._draft = [float(cost) for cost in verify], [0.0, *map(float, draft)]
-
-    @classmethod
-    def given(cls, costs: Mapping[str, Sequence[float]], num_speculative_tokens: int) -> RoundCosts:
-        """Reads {"verify": [...], "draft": [...]}; ConfigError if they are not costs of K
-        drafts."""
-        k = num_speculative_tokens
-        verify, draft = list(costs.get("verify", ())), list(costs.get("draft", ()))
-        sound = all(0 <= cost < math.inf for cost in (*verify, *draft)) and min(verify, default=0)
-        if (len(verify), len(draft)) != (k + 1, k) or not sound or len(costs) != 2:
-            raise ConfigError(
-                f"adaptive_verification_costs={dict(costs)}; expected verify, {k + 1} times above 0"
-                f" of 1 to {k + 1} tokens per row, and draft, {k} times of 1 to {k} drafts"
-            )
-        return cls(verify, draft)
-
-    def attach(self, proposer: Proposer, forward: Forward) -> None:
-        """Called once; measured costs use both."""
-
-    def forget(self) -> None:
-        """What was measured is measured again."""
-
-    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
-        """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
-        return self._verify, self._draft
-
-    def learn(self, rows: int, depth: int, width: int, seconds: Seconds) -> None:
-        """After a round that drafted `depth` tokens and verified `width`."""
-
-
-class MeasuredCosts(RoundCosts):
-    """Costs measured in the engine that runs the rounds, in seconds."""
-
-    def __init__(self, num_speculative_tokens: int) -> None:
+    def __init__(self, num_speculative_tokens: int, given: GivenCosts | None = None) -> None:
+        """ConfigError if `given` are not the costs of K drafts."""
         self._most = num_speculative_tokens
-        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
-        self._scales: dict[int, list[float]] = {}  # of D and V, by what rounds took
+        self._given = None if given is None else _checked(given, num_speculative_tokens)
+        self.forget()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
+        """Called once, by the engine whose rounds are measured."""
         self._proposer, self._forward = proposer, forward
 
     def forget(self) -> None:
-        self._found.clear()
-        self._scales.clear()
+        """What was measured is measured again."""
+        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
+        self._scales: dict[int, list[float]] = {}  # of D and V, by what rounds took
 
     def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
+        """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
+        if self._given is not None:
+            return self._given
         size = len(rows)
         if size not in self._found:
             near = min(self._found, key=lambda other: max(other / size, size / other), default=0)
@@ -89,6 +64,9 @@ class MeasuredCosts(RoundCosts):
         return [of_verify * cost for cost in verify], [of_draft * cost for cost in draft]
 
     def learn(self, rows: int, depth: int, width: int, seconds: Seconds) -> None:
+        """After a round that drafted `depth` tokens and verified `width`."""
+        if self._given is not None:
+            return
         (verify, draft), scales = self._found[rows], self._scales[rows]
         for i, expected in enumerate((draft[depth], verify[width])):
             if seconds[i] > 0 and expected > 0:
@@ -125,3 +103,14 @@ class MeasuredCosts(RoundCosts):
 def _between(most: int, known: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Interpolates the seconds at `known` to 0 … most, never falling."""
     return np.interp(range(most + 1), known, np.maximum.accumulate(seconds)).tolist()
+
+
+def _checked(costs: GivenCosts, k: int) -> tuple[list[float], list[float]]:
+    verify, draft = list(costs.get("verify", ())), list(costs.get("draft", ()))
+    sound = all(0 <= cost < math.inf for cost in (*verify, *draft)) and min(verify, default=0)
+    if (len(verify), len(draft)) != (k + 1, k) or not sound or len(costs) != 2:
+        raise ConfigError(
+            f"adaptive_verification_costs={dict(costs)}; expected verify, {k + 1} times above 0"
+            f" of 1 to {k + 1} tokens per row, and draft, {k} times of 1 to {k} drafts"
+        )
+    return verify, [0.0, *draft]

@@ -25,7 +25,7 @@ from itertools import accumulate
 from math import inf
 
 from draftsmith.inference.requests.request import Request
-from draftsmith.inference.spec_decode.costs import Forward, MeasuredCosts, RoundCosts, Seconds
+from draftsmith.inference.spec_decode.costs import Forward, GivenCosts, RoundCosts, Seconds
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 
@@ -123,21 +123,17 @@ class RoundPlan:
         verify: Sequence[float],
         draft: Sequence[float],
     ) -> None:
-        self._acceptance, self.room, self._most = acceptance, list(room), max(room)
+        self._acceptance, self.room = acceptance, list(room)
         self._verify, self._draft = verify, draft
-        self._means = [[a] * len(room) for a in acceptance.rates(self._most)]  # [K][B]
+        self._means = [[a] * len(room) for a in acceptance.rates(max(room))]  # [K][B]
         self._survival = [1.0] * len(room)  # [B] that the committed drafts are all accepted
         self.committed_length = self.forced_length = 0
         self.confidences: list[Sequence[float]] = []
         tokens = accumulate([float(len(room)), *self._gains()])
         ratios = [t / (v + d) for t, v, d in zip(tokens, verify, draft, strict=False)]
         self._rate = max(ratios)  # ρ
-        self.best_nonzero_length = max(range(1, self._most + 1), key=ratios.__getitem__)
+        self.best_nonzero_length = max(range(1, max(room) + 1), key=ratios.__getitem__)
         self.best_length = self.best_nonzero_length if ratios[0] < self._rate else 0
-
-    def rest_is_free(self, depth: int) -> bool:
-        """Drafting on from `depth` takes so little that all K may be drafted."""
-        return self._draft[self._most] - self._draft[depth] < FREE_DRAFTING * self._verify[0]
 
     def relative_time(self, drafts: int) -> float:
         """The time of a round that drafts and verifies so many, in plain decoding steps."""
@@ -146,18 +142,16 @@ class RoundPlan:
     def decide_next(self, confidence: Sequence[float], *, drafted: bool) -> int:
         """The number of drafts to go on with, the next one included, given its confidence [B]; 0 is
         final. `drafted`: the chain is there already, and costs nothing more."""
-        k = self.committed_length
+        k, this = self.committed_length, self._acceptance.given(confidence)
         self.confidences.append(confidence)
-        this = self._acceptance.given(confidence)
         further = max(self._best(self._gains([this]), drafted), self.forced_length - k)
         if further:
             self._survival, self.committed_length = self._survives(self._survival, k, this), k + 1
         return further
 
     def decide_all(self, confidences: Confidences) -> int:
-        """The number of drafts to verify of a chain that is there already, given the confidences
-        [d][B] of all of its depths, only where none of them depends on a draft; [] where there are
-        none."""
+        """The number of drafts to verify of a chain that is there already, given all its
+        confidences [d][B], or []; only where none of them depends on a draft."""
         self.confidences = list(confidences)
         known = [self._acceptance.given(confidence) for confidence in confidences]
         self.committed_length = max(self._best(self._gains(known), True), self.forced_length)
@@ -165,8 +159,7 @@ class RoundPlan:
 
     def _survives(self, survival: Sequence[float], k: int, rates: Sequence[float]) -> list[float]:
         """Survival [B] of draft k + 1, 0 in rows without such a draft."""
-        rows = zip(survival, rates, self.room, strict=True)
-        return [s * a if k < limit else 0.0 for s, a, limit in rows]
+        return [s * a * (k < limit) for s, a, limit in zip(survival, rates, self.room)]
 
     def _gains(self, known: Confidences = ()) -> list[float]:
         """Expected accepted tokens, over all rows, of each further depth. known: acceptance [B] of
@@ -184,16 +177,15 @@ class RoundPlan:
         k, best, most, gained = self.committed_length, 0, 0.0, 0.0
         for w, gain in enumerate(gains, k + 1):
             gained += gain
-            time = self._verify[w] - self._verify[k]
-            if not drafted:
-                time += self._draft[w] - self._draft[k + 1]
+            drafting = 0.0 if drafted else self._draft[w] - self._draft[k + 1]
+            time = self._verify[w] - self._verify[k] + drafting
             if gained - self._rate * time > most:
                 best, most = w - k, gained - self._rate * time
         return best
 
 
 class AdaptiveDraftLength(DraftLength):
-    """The length that pays now, at most K; `schedule` limits it too.
+    """The length that pays now, at most K; `schedule` limits it too. Costs: see RoundCosts.
 
     What is never tried cannot be found to pay again: where nothing is drafted, drafts are forced
     once losing all of them is PROBE_SHARE of the time since the last ones."""
@@ -201,11 +193,11 @@ class AdaptiveDraftLength(DraftLength):
     def __init__(
         self,
         num_speculative_tokens: int,
-        costs: RoundCosts | None = None,
+        costs: GivenCosts | None = None,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
-        self._costs = costs or MeasuredCosts(num_speculative_tokens)
+        self._costs = RoundCosts(num_speculative_tokens, costs)
         self.forget()
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
@@ -214,7 +206,6 @@ class AdaptiveDraftLength(DraftLength):
         self._stops_early = proposer.stops_early
 
     def _continues(self, confidence: Sequence[float]) -> int:
-        """As `RoundPlan.decide_next`, asked by the proposer before it draws the next draft."""
         assert self._plan is not None  # `limits` has planned the round
         return self._plan.decide_next(confidence, drafted=False)
 
@@ -230,19 +221,19 @@ class AdaptiveDraftLength(DraftLength):
         self._plan, self._depth = None, max(room)
         if not self._depth:
             return room
-        plan = self._plan = RoundPlan(self._acceptance, room, *self._costs.of(rows))
+        verify, draft = self._costs.of(rows)
+        plan = self._plan = RoundPlan(self._acceptance, room, verify, draft)
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
             plan.forced_length = plan.best_nonzero_length
         depth = max(plan.best_length, plan.forced_length)
-        # on a CPU `go_on` stops the proposer
-        if plan.rest_is_free(depth) or (depth and self._stops_early):
-            return room
-        self._depth = depth
-        return [min(limit, depth) for limit in room]
+        free = draft[self._depth] - draft[depth] < FREE_DRAFTING * verify[0]
+        if not free and not (depth and self._stops_early):  # where `go_on` stops the proposer
+            self._depth = depth
+        return [min(limit, self._depth) for limit in room]
 
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
-        if plan is None or plan.confidences or not proposal.width or proposal.parents is not None:
+        if plan is None or plan.confidences or not proposal.width:
             return proposal
         plan.room = [min(pair) for pair in zip(plan.room, proposal.counts, strict=True)]
         known = [] if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]

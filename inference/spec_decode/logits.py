@@ -18,11 +18,8 @@ from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
 
 def active_rows(requests: Sequence[Request]) -> list[int]:
     """The rows whose logits are changed."""
-    return [
-        row
-        for row, request in enumerate(requests)
-        if request.processors.active(len(request.token_ids))
-    ]
+    rows = enumerate(requests)
+    return [row for row, one in rows if one.processors.active(len(one.token_ids))]
 
 
 def process_logits(logits: Tensor, proposal: Proposal, requests: Sequence[Request]) -> Tensor:
@@ -74,7 +71,6 @@ def process_chain_logits(
     if not active_rows(requests):
         return logits
     chains = torch.stack(list(drafted), dim=1).tolist() if drafted else [[] for _ in requests]
+    vocabularies = draft_to_target, vocab_size
     paths = [[chain] for chain in chains]
-    return process_draft_logits(
-        logits.unsqueeze(1), requests, paths, draft_to_target, vocab_size
-    ).squeeze(1)
+    return process_draft_logits(logits[:, None], requests, paths, *vocabularies)[:, 0]

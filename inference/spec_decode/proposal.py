@@ -76,22 +76,22 @@ class Proposal:
         *,
         parents: Sequence[list[int]] | None = None,
         unverified: list[int] | None = None,
+        confidence: Sequence[list[float]] | None = None,
     ) -> Proposal:
-        """Drafts per row, of any lengths; the last unverified[b] of row b are unverified."""
+        """Drafts per row, of any lengths, and how sure each is; the last unverified[b] of row b are
+        unverified."""
         width = max(map(len, drafts))
         if width == 0:
             return cls.empty(len(drafts), device)
-        padded = [row + [0] * (width - len(row)) for row in drafts]
         proposal = cls(
-            on_device(padded, torch.device(device)),
-            [
-                len(row) - extra
-                for row, extra in zip(drafts, unverified or [0] * len(drafts), strict=True)
-            ],
+            on_device(padded(drafts), torch.device(device)),
+            [len(row) - extra for row, extra in zip(drafts, unverified or [0] * len(drafts))],
             parents=None if parents is None else list(parents),
             unverified=unverified,
         )
-        proposal.drafted = padded
+        if confidence is not None:
+            proposal.confidence = torch.tensor(padded(confidence), dtype=torch.float64)
+        proposal.drafted = padded(drafts)
         return proposal
 
     @property
@@ -143,14 +143,12 @@ class Proposal:
     def depths(self) -> list[list[int]]:
         """Per row and node, judged or not, how many tokens after the committed text it stands:
         1, 2, ..."""
-        if self.parents is None:
-            return [list(range(1, count + 1)) for count in self.counts]
         depths_of_rows = []
-        for parents in self.parents:
-            depths: list[int] = []
-            for parent in parents:
-                depths.append(1 + (depths[parent] if parent >= 0 else 0))
-            depths_of_rows.append(depths)
+        for row in range(self.num_rows):
+            depths = [0]  # of the root, and node by node
+            for parent in self.parents_of(row) if self.parents is None else self.parents[row]:
+                depths.append(1 + depths[1 + parent])
+            depths_of_rows.append(depths[1:])
         return depths_of_rows
 
     def shortened(self, width: int) -> Proposal:
@@ -161,6 +159,12 @@ class Proposal:
         return Proposal(
             self.token_ids[:, :width], counts, None if self.q is None else self.q[:, :width]
         )
+
+
+def padded(rows: Sequence[Sequence], width: int | None = None) -> list[list]:
+    """Every row as long as the longest one, or `width`, with zeros behind it."""
+    width = max(map(len, rows)) if width is None else width
+    return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,7 @@ given probabilities."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -17,11 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from draftsmith.inference.metrics import acceptance_length, influences, sum_of_squares
-
-
-def _pairs(first: Sequence[float], second: Sequence[float]) -> Iterable[tuple[float, float]]:
-    """Both sequences side by side; the shorter one goes on with zeros."""
-    return zip_longest(first, second, fillvalue=0.0)
 
 
 @dataclass
@@ -46,11 +41,12 @@ class ReplayResult:
         return acceptance_length(self.accepted, self.rounds)
 
     def __add__(self, other: ReplayResult) -> ReplayResult:
-        return ReplayResult(
-            self.rounds + other.rounds,
-            [a + b for a, b in _pairs(self.accepted_per_position, other.accepted_per_position)],
-            [a + b for a, b in _pairs(self.rounds_by_accepted, other.rounds_by_accepted)],
+        counts = (
+            (self.accepted_per_position, other.accepted_per_position),
+            (self.rounds_by_accepted, other.rounds_by_accepted),
         )
+        added = ([a + b for a, b in zip_longest(*pair, fillvalue=0.0)] for pair in counts)
+        return ReplayResult(self.rounds + other.rounds, *added)
 
 
 def standard_error(samples: Sequence[Mapping[Hashable, ReplayResult]]) -> float:

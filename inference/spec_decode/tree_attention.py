@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.inference.spec_decode.verification.tree_rules import ROOT
+from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.speculators.precision import on_device, to_device
 
 
@@ -35,26 +34,20 @@ def ancestors(proposal: Proposal, width: int, device: torch.device | str) -> tup
 
     visible[b, i, j]: entry i sees entry j, which is itself, the anchor or an ancestor. Padding sees
     the anchor and itself."""
-    B, T = proposal.num_rows, 1 + width
     assert proposal.parents is not None
-    parents = np.array(
-        [row + [ROOT] * (width - len(row)) for row in proposal.parents], dtype=np.int64
-    ).reshape(B, width)
-    used = np.array([[len(row)] for row in proposal.parents]) > np.arange(width)  # [B, K]
-    rows, depths = np.arange(B), np.zeros((B, T), dtype=np.int64)
-    visible = np.eye(T, dtype=bool)[None].repeat(B, axis=0)
+    above = np.array(padded([[1 + parent for parent in row] for row in proposal.parents], width))
+    rows = np.arange(proposal.num_rows)
+    visible = np.eye(1 + width, dtype=bool)[None].repeat(len(rows), axis=0)
     visible[:, :, 0] = True
-    for node in range(1, T):
-        above = parents[:, node - 1] + 1
-        depths[:, node] = np.where(used[:, node - 1], depths[rows, above] + 1, 0)
-        visible[:, node] |= visible[rows, above]
+    for node in range(width):
+        visible[:, 1 + node] |= visible[rows, above[:, node]]
+    depths = padded([[0, *row] for row in proposal.depths()], 1 + width)
     device = torch.device(device)
-    return to_device(torch.from_numpy(depths), device), to_device(torch.from_numpy(visible), device)
+    return on_device(depths, device), to_device(torch.from_numpy(visible), device)
 
 
 def along(nodes: Sequence[Sequence[int]], features: Tensor) -> Tensor:
     """Features [b, 1+K, ·] of the last committed token and of every node -> [b, T, ·] at the
     nodes kept."""
-    width = max(map(len, nodes))
-    index = on_device([[*row, *[0] * (width - len(row))] for row in nodes], features.device)
+    index = on_device(padded(nodes), features.device)
     return features.gather(1, index.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -25,31 +25,23 @@ class StaticTree:
     def parse(cls, given: str | Sequence[Sequence[int]]) -> StaticTree:
         """A list of choices, or its text as vLLM takes it. ConfigError names a choice without its
         parent or an older sibling."""
-        if isinstance(given, str):
-            try:
-                given = ast.literal_eval(given)
-            except (ValueError, SyntaxError) as error:
-                raise ConfigError(
-                    f"{given!r} is no list of choices: {error}", where="speculative_token_tree"
-                ) from None
+        where = "speculative_token_tree"
         try:
-            choices = {tuple(int(rank) for rank in choice) for choice in given}
-        except TypeError:
+            parsed = ast.literal_eval(given) if isinstance(given, str) else given
+            choices = {tuple(int(rank) for rank in choice) for choice in parsed}
+        except (ValueError, SyntaxError, TypeError) as error:
             raise ConfigError(
-                f"{given!r}; expected choices such as [(0,), (0, 0)]",
-                where="speculative_token_tree",
+                f"{given!r} is no list of choices: {error}; expected such as [(0,), (0, 0)]",
+                where=where,
             ) from None
         for choice in sorted(choices):
-            before = (*choice[:-1], choice[-1] - 1) if choice and choice[-1] > 0 else choice[:-1]
-            if not choice or min(choice) < 0 or (before and before not in choices):
-                needed = (
-                    f"{before} as well" if choice and min(choice) >= 0 else "ranks of 0 and more"
-                )
-                raise ConfigError(f"choice {choice} needs {needed}", where="speculative_token_tree")
+            if not choice or min(choice) < 0:
+                raise ConfigError(f"choice {choice} needs ranks of 0 and more", where=where)
+            before = (*choice[:-1], choice[-1] - 1) if choice[-1] else choice[:-1]
+            if before and before not in choices:
+                raise ConfigError(f"choice {choice} needs {before} as well", where=where)
         if not choices:
-            raise ConfigError(
-                "speculative_token_tree is empty; expected at least one choice, such as [(0,)]"
-            )
+            raise ConfigError("empty; expected at least one choice, such as [(0,)]", where=where)
         return cls(tuple(sorted(choices, key=lambda choice: (len(choice), choice))))
 
     @property

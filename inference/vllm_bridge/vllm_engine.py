@@ -21,7 +21,7 @@ from typing import Any
 
 from draftsmith.inference.entrypoints.loading import (
     default_device,
-    saved_ending_tokens,
+    end_of_sequence_ids,
     target_config,
 )
 from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts
@@ -217,7 +217,7 @@ class VllmEngine(MeasuredEngine):
 
 def ending_token_ids(drafting: Drafting, tokenizer: Any) -> list[int]:
     """Tokens that end a response in this runtime."""
-    return sorted(saved_ending_tokens(drafting.model, tokenizer, **drafting.source))
+    return sorted(end_of_sequence_ids(drafting.model, tokenizer, **drafting.source))
 
 
 def sampling_fields(params: SamplingParams, end: Sequence[int]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Drafters as folders that engines load: written whole or not at all, read back strictly.
 
-`export_drafter` writes into a temporary sibling and renames it; `load_drafter` refuses a missing,
-unexpected or mis-shaped tensor (vLLM loads most of those silently and then accepts nothing). The
-contents of a folder are defined by one `Layout` per format and family (formats.py)."""
+`load_drafter` refuses a missing, unexpected or mis-shaped tensor, most of which vLLM loads
+silently. One `Layout` per format and family (formats.py) defines the contents of a folder."""
 
 from __future__ import annotations
 
@@ -62,16 +61,14 @@ def export_drafter(
 
 
 def describe_target(target: Any) -> dict[str, Any]:
-    """The fields of an export for its target (or a sketch of it): the name, and the class, of a
-    multimodal model the whole one's."""
+    """The target's fields in an export: the name, and the whole class."""
     names = getattr(target.model.config, "architectures", None) or [type(target.model).__name__]
     return {"name_or_path": target.name_or_path, "architectures": list(names)}
 
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` afterwards; an error leaves
-    `folder` as it was."""
+    """A new folder to write into, which replaces `folder` unless there is an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -83,7 +80,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Moves `fresh` to `folder`; the old folder is removed only once the new one is in place."""
+    """Moves `fresh` to `folder`, whose old contents go last."""
     old = folder.with_name(f".{folder.name}-old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -123,8 +120,7 @@ def resolve(
 
 
 def _headers(folder: Path) -> dict[str, Header]:
-    """The header of every tensor; CheckpointError for a folder without config.json or
-    safetensors."""
+    """Every tensor's header; CheckpointError for a folder without config.json or safetensors."""
     if not (folder / "config.json").exists() or not any(folder.glob("*.safetensors")):
         hint = "".join(
             f"; {name} is a pickle, which is never opened: convert it to safetensors first"

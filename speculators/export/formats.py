@@ -72,8 +72,7 @@ FAMILIES = tuple(family for format_, family in LAYOUTS if format_ == NATIVE)
 
 
 def layout_for(format_: str, family: str) -> Layout:
-    """The table of a family in a format. ConfigError if there is none, with the formats that the
-    family has."""
+    """The table of a family in a format. ConfigError names those that it has."""
     if format_ not in FORMATS:
         raise ConfigError(
             f"expected one of {', '.join(FORMATS)}", where=f"export format {format_!r}"

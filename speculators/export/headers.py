@@ -1,5 +1,4 @@
-"""Reads names, shapes and precisions of a folder's tensors from the headers of its safetensors
-files."""
+"""Names, shapes and dtypes of a folder's tensors, from safetensors' headers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Header(NamedTuple):
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Every tensor of a folder by name. CheckpointError for a file that is damaged or no
-    safetensors."""
+    """Every tensor of a folder by name. CheckpointError for a damaged file."""
     headers: dict[str, Header] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

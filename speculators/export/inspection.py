@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of
 from draftsmith.speculators.errors import CheckpointError, DraftsmithError
 from draftsmith.speculators.export import resolve
-from draftsmith.speculators.export.formats import LAYOUTS, NATIVE, format_of, layout_of
+from draftsmith.speculators.export.formats import format_of, layout_of
 from draftsmith.speculators.export.headers import Header, pickled_files, read_headers
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout
@@ -29,8 +29,7 @@ CONFIG = "config.json"
 
 @dataclass
 class Inspection:
-    """The contents of a folder and its faults. `layout` and `config` are None where the files do
-    not say enough."""
+    """The contents of a folder and its faults. `layout` and `config`: None where unknown."""
 
     folder: Path
     faults: list[Fault] = field(default_factory=list)
@@ -143,20 +142,17 @@ def _read_config(result: Inspection, layout: Layout, layers: int | None) -> Draf
             result.add(base.PREFIX, text, base.REFUSES)
         names = base.bare_names(names)
     plain = dict(layout.from_engine(result.fields, CONFIG))
-    native = LAYOUTS[NATIVE, layout.family]
     readable = layout.architectures if format_of(result.fields) != "speculators" else ()
     if readable and (plain.get("architectures") or [None])[0] not in readable:
         text = f"architectures is {plain.get('architectures')}; expected {' or '.join(readable)}"
         result.add("architectures", text, base.REFUSES)
-    if native.architectures:
-        known = (plain.get("architectures") or [None])[0] in native.architectures
-        plain["architectures"] = plain["architectures"] if known else [native.architectures[0]]
+        plain["architectures"] = readable[:1]
     result.faults += layout.field_faults(result.fields, plain, names)
     section = plain.get("dflash_config") or {}
     ids = plain.get("target_layer_ids") or section.get("target_layer_ids") or ()
     taps = plain.get("eagle_aux_hidden_state_layer_ids") or ()
     stand_in = layers or max([*taps, *(i + 1 for i in ids), 1])
-    return native.from_config(base.Source(plain, names, CONFIG, stand_in))
+    return layout.from_config(base.Source(plain, names, CONFIG, stand_in))
 
 
 def _read_tensors(result: Inspection, layout: Layout, config: DrafterConfig) -> None:

@@ -101,7 +101,7 @@ class DraftsmithHead(PreTrainedModel):
 
 
 class DraftsmithDFlash(DraftsmithHead):
-    """A DFlash block: its slots read the context that the target's states make, and each other."""
+    """A DFlash block: slots read a context of the target's states, and each other."""
 
     def __init__(self, config: DraftsmithConfig) -> None:
         super().__init__(config)
@@ -124,8 +124,7 @@ class DraftsmithDFlash(DraftsmithHead):
         cache: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutput:
-        """noise_embeds [1, Q, H], context_hidden_states [1, n, taps·H], position_ids [1, n + Q] ->
-        states [1, Q, H]."""
+        """noise_embeds [1, Q, H], context_hidden_states [1, n, taps·H] -> states [1, Q, H]."""
         cache = past_key_values if cache is None else cache  # its name until 5.23
         state = noise_embeds.to(self.dtype)
         context = self.hidden_norm(self.fc(context_hidden_states.to(self.dtype)))

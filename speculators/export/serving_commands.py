@@ -22,8 +22,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ServingCommand:
-    """Of one engine. `options`: of its speculative_config, or its flags; None where it cannot
-    serve the drafter."""
+    """Of one engine. `options`: its speculative_config or flags; None: it cannot serve this."""
 
     engine: str
     command: str = ""

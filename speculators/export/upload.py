@@ -1,4 +1,4 @@
-"""Uploads a folder to a repository of the Hub, which is created private; errors hide the token."""
+"""Uploads a folder to a private repository of the Hub; errors hide the token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def upload(
 
 
 def account() -> str:
-    """The name of the account whose token would be used; HubError if the token is not accepted."""
+    """The account whose token would be used; HubError if it is not accepted."""
     from huggingface_hub import HfApi
 
     with _as_hub_error("push", None):
@@ -61,7 +61,7 @@ def account() -> str:
 
 @contextmanager
 def _as_hub_error(action: str, token: str | None) -> Iterator[None]:
-    """Raises the client's exceptions as HubError, without the token, which they may quote."""
+    """The client's exceptions as HubError, without the token they may quote."""
     from huggingface_hub import get_token
 
     try:

@@ -4,7 +4,7 @@ Slot t of such a head reads what the target computed at t and no other slot, so 
 predicts x_{t+2+k}, is a function of that one state and, if the family wants them, of the tokens
 x_{t+1} .. x_{t+1+k}. `unroll` does that for all slots that have a term, `draft_steps` for the
 newest slot of each row; both run the family's `start`, `advance` and `read`. The cache of such a
-head holds no keys, only the lengths of its rows. Knows no tensor of any family."""
+head holds the lengths of its rows alone."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ class SlotwiseDrafter(Drafter):
         return last_hidden.to(next(self.parameters()).dtype)
 
     def advance(self, state: Tensor, token_ids: Tensor, depth: int) -> Tensor:
-        """State before `depth` [N, S] and the tokens x_{t+1+depth} [N] -> state of that depth [N,
-        S]."""
+        """State before `depth` [N, S], tokens x_{t+1+depth} [N] -> its state [N, S]."""
         return state
 
     def read(self, state: Tensor, depth: int) -> Tensor:

@@ -35,8 +35,7 @@ WORTH_NARROWING = 0.8  # share of the slots still in use below which an unroll d
 
 
 class ChainDrafter(Drafter):
-    """A family gives its first state, its embedding, its layers, and the `positions` at which they
-    rotate."""
+    """A family gives its first state, embedding and layers, and their `positions`."""
 
     positions: RotaryTable
     selects_queries = True  # whether `run` can leave out the queries that nobody asks for
@@ -54,13 +53,11 @@ class ChainDrafter(Drafter):
         return None
 
     def first_state(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
-        """taps [B, T, n·H], last_hidden [B, T, H] of the target -> the state that depth 0 reads [B,
-        T, H]."""
+        """taps [B, T, n·H], last_hidden [B, T, H] -> the state that depth 0 reads [B, T, H]."""
         raise NotImplementedError
 
     def embed(self, token_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """token_ids and the positions of their slots [B, T] -> [B, T, H] from the own table, or the
-        target's."""
+        """token_ids, positions of slots [B, T] -> [B, T, H], of its table or the target's."""
         table = self.embed_tokens if self.config.own_embeddings else self.target.embed_tokens
         return table(token_ids)
 
@@ -143,8 +140,7 @@ class ChainDrafter(Drafter):
             queries = queries.within(self.window - depth)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            """Keeps its keys and values for later depths. A recomputed forward calls it a second
-            time."""
+            """Keeps its keys and values for later depths; a recomputed forward calls it again."""
             if depth == 0:
                 if len(causal) == layer:
                     causal.append((k, v))
@@ -193,8 +189,7 @@ class ChainDrafter(Drafter):
                 inputs.advance([level.token_ids.shape[1]] * len(base))
 
     def _append(self, inputs: DraftInput, queries: Asked = None) -> Tensor:
-        """Appends the slots of each row; the state of its newest one [b, 1, H], unless `queries` is
-        empty."""
+        """Appends each row's slots; the newest's state [b, 1, H], unless `queries` is empty."""
         state = self.first_state(inputs.taps, inputs.last_hidden)
         rows = (inputs.cache, inputs.start, inputs.stop)
         states = self._extend(*rows, inputs.token_ids, state, queries)
@@ -263,8 +258,7 @@ class DecoderChain(ChainDrafter):
 
     @torch.no_grad()
     def start_small(self) -> None:
-        """Random weights of half the usual size outside the head, and layers that hardly add to
-        their input."""
+        """Half the usual random weights, layers that hardly add to their input."""
         apart = {id(parameter) for parameter in self.head_parameters()}
         for module in self.modules():
             if isinstance(module, nn.Linear) and id(module.weight) not in apart:
@@ -281,7 +275,8 @@ def slots_in_use(needed: Tensor) -> Tensor:
     A row that needs fewer is filled up with slots that are not needed: they have no term, and
     nobody reads them."""
     M = max(int(needed.sum(1).max()), 1)
-    return torch.argsort(~needed, dim=1, stable=True)[:, :M]
+    slots = torch.arange(needed.shape[1], device=needed.device)
+    return torch.where(needed, slots, 2 * needed.shape[1] - slots).argsort(dim=1)[:, :M]
 
 
 def _narrowed(

@@ -108,8 +108,7 @@ class DFlashOptions(DecoderOptions, TapOptions):
         5, description="decoder layers of the head, all run once per round"
     )
     block_size: Annotated[int, Field(ge=2)] = Field(
-        16,
-        description="slots of a block, the anchor's included; drafts are at most one fewer",
+        16, description="slots of a block, the anchor's included; drafts are at most one fewer"
     )
     is_causal: bool = Field(
         False, description="true: a slot sees only the slots before it in its block (JetSpec)"
@@ -175,8 +174,7 @@ class BlockBatch:
 
 
 class DFlash(Drafter):
-    """The backbone. A family over it says in `read` what its head reads of a slot's state and the
-    token before it."""
+    """The backbone. In `read` a family says what its head reads of a state and a token."""
 
     config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     options: ClassVar[type[DFlashOptions]] = DFlashOptions
@@ -223,16 +221,14 @@ class DFlash(Drafter):
     def initialise_from(
         self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> DFlash:
-        """See `start_weights`; with `init: least_squares`, fitted to `features` from there. None:
-        weights of a checkpoint will follow."""
+        """`start_weights`; with `init: least_squares` fitted to `features`."""
         self.start_weights(target)
         if options is not None and options.init == "least_squares" and features is not None:
             self.start_reading(target, *start_from_least_squares(self, target, features))
         return self
 
     def start_weights(self, target: FrozenTarget) -> None:
-        """Layers that hardly add to their input, the mean of the taps as context, and the target's
-        norm and head."""
+        """Layers that hardly add to their input, the taps' mean, the target's norm and head."""
         width, taps = self.config.hidden_size, len(self.config.tap_layers)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -251,19 +247,16 @@ class DFlash(Drafter):
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
 
     def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
-        """Starts what `read` makes of the token before each prediction [N], given what the block
-        leaves of the needed state [N, H]."""
+        """Starts what `read` makes of the tokens before [N], by what the block leaves [N, H]."""
 
     # -------------------------------------------------------------- the family's part
 
     def read(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """State of one slot [..., H] and the token before the one it predicts [...] -> what `head`
-        reads [..., D]."""
+        """A slot's state [..., H], the token before its own [...] -> what `head` reads [..., D]."""
         return state
 
     def head(self, hidden: Tensor, depth: int = 0, base: Tensor | None = None) -> Tensor:
-        """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if they are
-        known."""
+        """[N, D] -> [N, V_draft]. `base`: `base_logits` of the states in `hidden`, if known."""
         return self.base_logits(hidden) if base is None else base
 
     def base_logits(self, state: Tensor) -> Tensor:
@@ -285,8 +278,7 @@ class DFlash(Drafter):
     # -------------------------------------------------------------- shared by training and drafting
 
     def context(self, taps: Tensor, rotary: Rotary) -> list[tuple[Tensor, Tensor]]:
-        """taps [B, T, n·H_t] -> per layer the rotated keys and the values of the context [B, g, T,
-        d]."""
+        """taps [B, T, n·H_t] -> per layer rotated keys and values of the context [B, g, T, d]."""
         return self._project_context(self._read_taps(taps), rotary)
 
     def _read_taps(self, taps: Tensor) -> Tensor:
@@ -296,8 +288,7 @@ class DFlash(Drafter):
         return [layer.self_attn.project_context(c, rotary) for layer in self.layers]
 
     def run(self, embeds: Tensor, rotary: Rotary, attends: Sequence[Attend], slots: int) -> Tensor:
-        """Embeddings of blocks of `slots` slots [B, A·slots, H] -> their normed states [B, A,
-        slots, H]."""
+        """Embeddings of blocks [B, A·slots, H] -> their normed states [B, A, slots, H]."""
         state = embeds.to(self.fc.weight.dtype)
         for layer, attend in zip(self.layers, attends, strict=True):
             given = (layer, state, rotary, attend, slots)
@@ -391,8 +382,7 @@ class DFlash(Drafter):
 
     @staticmethod
     def attend_blocks(context: tuple[Tensor, Tensor], blocks: Blocks) -> Attend:
-        """Attention of blocks to a layer's keys and values of the context, and to their own
-        slots."""
+        """Attention of blocks to a layer's keys and values of the context, and to themselves."""
         return lambda q, k, v, scale: attention(q, context, [(k, v)], blocks, scale)
 
     def _like(self, x: Tensor) -> Tensor:
@@ -411,8 +401,7 @@ class DFlash(Drafter):
         inputs.advance(inputs.counts)
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
-        """See `Drafter.draft_steps`. All `k` states come from one forward of k slots, or k + 1 with
-        `fill_in`."""
+        """See `Drafter.draft_steps`: one forward of k slots, or of k + 1 with `fill_in`."""
         self.append(inputs)
         tokens = inputs.newest(inputs.token_ids)
         states = self._block(inputs.cache, inputs.start, inputs.stop, tokens, k)

@@ -66,7 +66,7 @@ class DFlash2Options(DFlash2Shape, DFlashOptions):
 
 
 class BlockConv(nn.Module):
-    """The two convolutions around one part of a layer: before it (side 0) and after it (side 1)."""
+    """The convolutions before (side 0) and after (side 1) one part of a layer."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -92,8 +92,7 @@ class BlockConv(nn.Module):
 
 
 class ConvLayer(DecoderLayer):
-    """The decoder layer with convolutions along the slots of each block. `slots`: those of a
-    block."""
+    """The decoder layer with convolutions along the `slots` of each block."""
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
@@ -131,8 +130,7 @@ class Selector(nn.Module):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Small codebooks of predecessors, and successors of 0: the selector begins as the block's
-        own choice."""
+        """Small codebooks, successors of 0: the selector begins as the block's own choice."""
         nn.init.normal_(self.predecessor_codebook, std=0.25)
         nn.init.zeros_(self.successor_codebook)
 
@@ -163,7 +161,7 @@ class DFlash2(DFlash):
 
     @torch.no_grad()
     def start_weights(self, target: FrozenTarget) -> None:
-        """As DFlash; convolutions start as the identity, the selector as the block's own choice."""
+        """As DFlash; convolutions start as the identity."""
         super().start_weights(target)
         for layer in self.layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
@@ -206,7 +204,6 @@ class DFlash2(DFlash):
         return [p for p in super().weight_matrices() if p.ndim == 2 and id(p) not in tables]
 
     def trained_heads(self, loss: Any) -> list[TrainedHead]:
-        """See `Drafter.trained_heads`: the block's own logits by the recipe's loss, the selector by
-        `selector_loss`."""
+        """The block's own logits by the recipe's loss, the selector by `selector_loss`."""
         chosen = TrainedHead(self.head, self.selector_loss)
         return [TrainedHead(self.unary_logits, loss), chosen]

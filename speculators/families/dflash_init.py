@@ -1,12 +1,11 @@
 """Starting weights of a block head, fitted in closed form to features of some training rows.
 
-A head that starts at random spends its first hundreds of steps on finding out that the end of the
-context matters. Here every attention head gets a fixed pattern first: it looks back a given number
-of positions, by rotary frequencies alone. With fixed patterns a layer is linear in its values, so
-that the best values and output projection are a least-squares problem over all slots of many
-blocks. Each layer is fitted to what the layers before it leave. Slots differ only in position,
-hence in what the patterns show them. Only starting weights are made here: nothing is read again
-once training begins. `head` is a block head (families/dflash.py)."""
+A head that starts at random takes hundreds of steps to find out that the end of the context
+matters. Here every attention head first gets a fixed pattern: it looks back a given number of
+positions, by rotary frequencies alone. With fixed patterns a layer is linear in its values, so that
+the best values and output projection are a least-squares problem over all slots of many blocks.
+Each layer is fitted to what the layers before it leave. `head` is a block head
+(families/dflash.py)."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ class _Slots:
 
 
 def _look_back(head: Any, attention: Attention, inputs: Tensor) -> None:
-    """Keys that are nearly the same for all inputs [N, H], and queries that match them some
-    positions back."""
+    """Keys nearly the same for all inputs [N, H], queries that match some back."""
     D, h, g = attention.head_dim, attention.heads, attention.kv_heads
     constant = ridge(inputs, inputs.new_ones(len(inputs), 1))[:, 0]  # inputs @ constant is about 1
     frequencies = head.positions.rotary_emb.inv_freq.to(inputs)

@@ -2,9 +2,9 @@
 
 Slot t joins the embedding of x_{t+1} with the target's last state h_t, runs both through `fc` and a
 decoder layer whose input is not normed, and gives a guess of h_{t+1}: the target's own head makes
-the distribution of x_{t+2} of it, and `fc` takes it in place of the target's state to draft further
-(speculators/families/autoregressive.py). It has no final norm, no head and no vocabulary of its
-own. Tensor names are those of vLLM's EAGLE loader."""
+the distribution of x_{t+2} of it, and `fc` takes it in place of the target's state to draft
+further. It has no final norm, no head and no vocabulary of its own. Tensor names are those of
+vLLM's EAGLE loader."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EagleOptions(DecoderOptions):
 
 
 class Eagle(DecoderChain):
-    """The EAGLE-1 head: the target's embedding and head, a projection, one or more layers."""
+    """EAGLE-1: the target's embedding and head, a projection, one or more layers."""
 
     config_class = EagleConfig
     options = EagleOptions
@@ -111,8 +111,7 @@ class Eagle(DecoderChain):
     def initialise_from(
         self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> Eagle:
-        """See `Drafter.initialise_from`. The layers start as next to nothing; `fc` alone makes the
-        first guess."""
+        """The layers start as next to nothing; `fc` alone makes the first guess."""
         self.start_small()
         if self.config.own_embeddings:
             ids = torch.arange(target.vocab_size, device=target.device)

@@ -2,8 +2,8 @@
 
 Slot t pairs the embedding of x_{t+1} with g_t, a projection of the target's taps at t, runs them
 through one decoder layer and predicts x_{t+2}; further tokens come from the head's own state in
-place of g (speculators/families/autoregressive.py). The vocabulary may be reduced. Tensor names are
-those of vLLM's EAGLE-3 loader, so an export is this module's state under its own names."""
+place of g. The vocabulary may be reduced. Tensor names are those of vLLM's EAGLE-3 loader, so an
+export is this module's state under its own names."""
 
 from __future__ import annotations
 
@@ -112,8 +112,7 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3(DecoderChain):
-    """The EAGLE-3 head: three (or n) taps, a shared or own embedding, one or more layers, an own
-    output head."""
+    """EAGLE-3: n taps, a shared or own embedding, one or more layers, an own output head."""
 
     config_class = Eagle3Config
     options = Eagle3Options
@@ -190,8 +189,7 @@ class Eagle3(DecoderChain):
     def run(
         self, embeds: Tensor, state: Tensor, rotary: Rotary, attends: Attends, queries: Asked = None
     ) -> Tensor:
-        """The state that is fed back and, after `norm` unless it is already normed, read by the
-        head."""
+        """The state that is fed back and, after `norm` unless it is normed, read by the head."""
         last = len(self.layers) - 1
         state = self.layers[0].read(
             embeds.to(state.dtype), state, rotary, attends[0], queries if last == 0 else None

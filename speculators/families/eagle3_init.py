@@ -2,10 +2,8 @@
 
 `start_from_taps` measures next to nothing: the deepest tap passes through to the target's own
 output rows. `start_from_least_squares` fits the head to features of some training rows in closed
-form, in seconds. A head that starts at random spends its first hundred steps on finding out that
-its own slot matters and what a target's state looks like; this one starts from the best linear
-recursion there is, and from one attention head that copies. Only starting weights are made here:
-nothing is read again once training begins."""
+form, in seconds. Such a head starts from the best linear recursion there is, and from one attention
+head that copies."""
 
 from __future__ import annotations
 
@@ -168,8 +166,7 @@ def _recursion(
 
 
 def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor:
-    """[H, H]: reads from a normed state s_t the normed embedding of x_t; fitted to all text,
-    prompts included."""
+    """[H, H]: reads the normed embedding of x_t from a normed state s_t; fitted to all text."""
     states, embeds = [], []
     for f in features:
         text = f.segment_ids >= 0
@@ -179,8 +176,7 @@ def _own_token(head: DecoderChain, features: Sequence[TargetFeatures]) -> Tensor
 
 
 def _attend_to_own_slot(head: DecoderChain, groups: int) -> None:
-    """Queries and keys of the first `groups` are the same projection of the newest token's
-    embedding."""
+    """Queries and keys of the first `groups`: one projection of the newest token's embedding."""
     attention, D, H, repeat = _sizes(head)
     size = math.sqrt(OWN_SLOT_SCORE / (H * math.sqrt(D)))
     attention.q_proj.weight.zero_()
@@ -193,15 +189,14 @@ def _attend_to_own_slot(head: DecoderChain, groups: int) -> None:
 
 
 def _sizes(head: DecoderChain) -> tuple[Attention, int, int, int]:
-    """The first layer's attention, width of a head, width of a state, heads of a group."""
+    """The first layer's attention, widths of head and state, heads of a group."""
     attention = head.layers[0].self_attn
     repeat = attention.heads // attention.kv_heads
     return attention, attention.head_dim, head.config.hidden_size, repeat
 
 
 def _write_linear(attention: Attention, matrix: Tensor, groups: int) -> None:
-    """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups, at the
-    best rank they have."""
+    """[embedding; state] -> output [2H, H] through values and o_proj of `groups` groups."""
     D, repeat = attention.head_dim, attention.heads // attention.kv_heads
     U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = min(groups * D, len(S))

@@ -15,8 +15,7 @@ def terms_for(inputs: int) -> int:
 
 
 def ridge(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """[N, I], [N, O] -> [I, O] with the least |inputs W - outputs|² + ridge |W|²; columns weigh by
-    their own size."""
+    """[N, I], [N, O] -> [I, O] of the least |inputs W - outputs|² + ridge |W|², by column size."""
     size = inputs.square().mean(0).sqrt().clamp(min=1e-6)
     scaled = inputs / size
     gram = scaled.T @ scaled

@@ -109,8 +109,7 @@ class Medusa(SlotwiseDrafter):
         return self
 
     def _next_state(self, features: Sequence[TargetFeatures], depth: int) -> Tensor:
-        """[H, H]: from the state of a slot to the one that depth `depth` must match (of all depths,
-        if they share)."""
+        """[H, H]: from a slot's state to the one that `depth` (if shared: any) must match."""
         states, outputs = [], []
         for f in features:
             for k in range(self.config.num_heads) if self.config.shared_lm_head else (depth,):

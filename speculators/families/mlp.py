@@ -7,9 +7,9 @@ of its own reads it:
     s_i = gelu(norm_i(w · P_i s_{i-1} + v · E_i[x_{t+1+i}])),   logits_i = U_i s_i,   s_{-1} = h_t
 
 with w = 2^(-1/(2n)) and v = sqrt((1 - w²) · width / 2) for n heads, so that h_t still makes up half
-of the last state. Slots do not attend to one another (speculators/families/attention_free.py).
-Nothing is shared with the target. Tensor names are those of IBM's `MLPSpeculatorPreTrainedModel`,
-without its prefix; tensors that are tied are kept once."""
+of the last state. Slots do not attend to one another, and nothing is shared with the target. Tensor
+names are those of IBM's `MLPSpeculatorPreTrainedModel`, without its prefix; tensors that are tied
+are kept once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ EPS = 1e-6  # of the published norms; their config.json has no field for it
 
 
 class MLPConfig(DrafterConfig):
-    """Heads and width. `inner_dim` and `hidden_size` are the same number: the first is the
-    published name."""
+    """Heads and width; `inner_dim` is the published name of `hidden_size`."""
 
     n_predict: int = Field(3, ge=1, description="heads, one per drafted token")
     inner_dim: int = Field(ge=1, description="width of the state and of the embeddings")
@@ -68,8 +67,7 @@ class MLPOptions(DrafterOptions):
         None, description="width of the state, the embeddings and the heads; null: the target's"
     )
     tie_weights: bool = Field(
-        True,
-        description="all depths share one embedding, head, norm and later projection",
+        True, description="all depths share one embedding, head, norm and later projection"
     )
     scale_input: bool = Field(
         True, description="norm the target's state first; targets differ in how large theirs are"
@@ -134,16 +132,14 @@ class MLPSpeculator(SlotwiseDrafter):
 
     @property
     def one_head(self) -> bool:
-        """True if the vocabulary projections are tied, so that the loss can take all depths at
-        once."""
+        """True if the vocabulary projections are tied: the loss takes all depths at once."""
         return self.config.tie_weights
 
     @torch.no_grad()
     def initialise_from(
         self, target: FrozenTarget, options: Any = None, features: Samples = None
     ) -> MLPSpeculator:
-        """The published start, on whose scale the weights of state and embedding rest: deviation
-        1/sqrt(width)."""
+        """The published start, whose scale the weights presume: deviation 1/sqrt(width)."""
         for module in (*self.emb, *self.proj, *self.heads):
             nn.init.trunc_normal_(module.weight, std=self.config.inner_dim**-0.5)
         return self
@@ -172,6 +168,5 @@ class MLPSpeculator(SlotwiseDrafter):
 
 
 def _of(modules: nn.ModuleList, depth: int) -> nn.Module:
-    """The module of a depth; the last one serves all further depths, which is how tied ones are
-    kept."""
+    """The module of a depth; the last one serves all further depths, as tied ones are kept."""
     return modules[min(depth, len(modules) - 1)]

@@ -3,10 +3,9 @@
 
 Slot t joins the target's state at t with the embedding of x_{t+1}, runs them through one decoder
 layer and a norm, and asks the target's own head for x_{t+2}; the normed state takes the place of
-the target's for the next token (speculators/families/autoregressive.py). One module serves all
-depths (FastMTP, arXiv 2509.18362). Three wirings, those of published modules: `mimo` brings a dense
-layer of its own and can be added to any target; `deepseek_v3` and `qwen3_next` use a layer of the
-target's own kind (speculators/layers/target_layer.py)."""
+the target's for the next token. One module serves all depths (FastMTP, arXiv 2509.18362). Three
+wirings, those of published modules: `mimo` brings a dense layer of its own and can be added to any
+target; `deepseek_v3` and `qwen3_next` use a layer of the target's own kind."""
 
 from __future__ import annotations
 
@@ -122,8 +121,7 @@ class MtpOptions(DrafterOptions):
 
 
 class Mtp(ChainDrafter):
-    """One module: two norms, their joint projection, a decoder layer, a final norm. The head is the
-    target's."""
+    """One module: two norms, their projection, a layer, a final norm; the head is the target's."""
 
     config_class = MtpConfig
     options = MtpOptions
@@ -158,8 +156,7 @@ class Mtp(ChainDrafter):
         return 1
 
     def attach(self, target: FrozenTarget) -> Mtp:
-        """See `Drafter.attach`. ConfigError also if the layer is not what vLLM would build for this
-        target."""
+        """See `Drafter.attach`. ConfigError also for a layer that vLLM would build otherwise."""
         super().attach(target)
         for name, expected in target_sizes(target, self.config.layout).items():
             if (value := getattr(self.config, name)) != expected:

@@ -104,8 +104,7 @@ class PEagle(Eagle3):
     # -------------------------------------------------------------- inference
 
     def draft_steps(self, inputs: DraftInput, k: int) -> DraftSteps:
-        """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones behind
-        them."""
+        """See `Drafter.draft_steps`: one forward over the true slots and k - 1 unknown ones."""
         logits = self._all_depths(inputs, k)
         for depth in range(k):
             yield DraftLogits(logits[:, depth])
@@ -119,8 +118,7 @@ class PEagle(Eagle3):
             width = level.token_ids.shape[1]
 
     def _all_depths(self, inputs: DraftInput, k: int) -> Tensor:
-        """Appends the slots of each row; the logits of the newest one and of k - 1 unknown ones [b,
-        k, V_draft]."""
+        """Appends each row's slots; logits of the newest and k - 1 unknown [b, k, V_draft]."""
         token_ids, (b, M) = inputs.token_ids, inputs.token_ids.shape
         true = on_device(inputs.counts, token_ids.device)[:, None]  # [b, 1]
         place = torch.arange(M + k - 1, device=token_ids.device).expand(b, -1)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations are kept for the backward pass, or computed again there."""
+"""Activation checkpointing: kept for the backward pass, or computed again there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Result = TypeVar("Result")
 
 
 def kept_or_recomputed(recomputes: bool, work: Callable[..., Result], *arguments) -> Result:
-    """Runs `work(*arguments)`; with `recomputes`, the backward pass runs it again instead of
-    keeping activations."""
+    """Runs `work(*arguments)`; with `recomputes` the backward pass does so again."""
     if recomputes and torch.is_grad_enabled():
         return checkpoint(work, *arguments, use_reentrant=False)
     return work(*arguments)

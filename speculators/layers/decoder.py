@@ -3,7 +3,7 @@ caller.
 
 Training and decoding differ only in what a query may see, so a layer projects, hands query, key and
 value to `attend`, and goes on with what comes back. While a head is frozen for drafting,
-projections of one input are one product. Knows no family, no cache and no loss."""
+projections of one input are one product."""
 
 from __future__ import annotations
 
@@ -178,8 +178,7 @@ class DecoderLayer(nn.Module):
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers keep their precision when its weights change theirs: frequencies,
-    biases of a router."""
+    """A module whose buffers (frequencies, biases of a router) keep their precision."""
 
     def _apply(self, fn: Callable, *args, **kwargs) -> nn.Module:
         exact = dict(self.named_buffers(remove_duplicate=False))
@@ -191,8 +190,7 @@ class ExactBuffers(nn.Module):
 
 
 class RotaryTable(ExactBuffers):
-    """Cosines and sines of a head's positions; `rotary_emb`: how an architecture makes them, if not
-    as Llama does."""
+    """Cosines and sines of positions; `rotary_emb`: how an architecture makes them, or Llama's."""
 
     def __init__(self, config: DecoderConfig, rotary_emb: nn.Module | None = None) -> None:
         super().__init__()

@@ -96,7 +96,6 @@ def _moved_together(tensors: list[Tensor]) -> Tensor:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """True if oneDNN has kernels for a packed copy of it here: bfloat16 on a CPU that computes with
-    it."""
+    """True if oneDNN has kernels for a packed copy: bfloat16 on a CPU that computes in it."""
     bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     return bfloat16 and HAS_PACKED and _OPS._is_mkldnn_bf16_supported()

@@ -2,8 +2,7 @@
 
 Under a mask, transformers' sdpa repeats keys and values for every query head, which costs several
 times the attention itself: of a few tokens on a CPU, of any number on a GPU. Here the query heads
-of a group become further query positions. All other cases go to sdpa. The function is registered
-with transformers as an attention implementation of its own."""
+of a group become further query positions. All other cases go to sdpa."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def grouped_attention(
     scaling: float | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key and value [B, g, S, d], additive mask [B or 1, 1, T, S] -> [B, T, h,
-    d]."""
+    """query [B, h, T, d], key, value [B, g, S, d], additive mask [1, 1, T, S] -> [B, T, h, d]."""
     h, T, groups = query.shape[1], query.shape[2], key.shape[1]
     changing = {name for name, given in others.items() if given is not None} - PLAIN
     whole = T == 1 if attention_mask is None else attention_mask.shape[1:2] == (1,)
@@ -54,12 +52,11 @@ def grouped_attention(
 def attend_grouped(
     query: Tensor, key: Tensor, value: Tensor, repeated_mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """query [B, h, T, d], key and value [B, g, S, d], a mask of `repeat_mask` or None -> [B, h, T,
-    d]."""
+    """query [B, h, T, d], key, value [B, g, S, d], `repeat_mask`'s mask or None -> [B, h, T, d]."""
     B, h, T, d = query.shape
     side_by_side = query.reshape(B, key.shape[1], h // key.shape[1] * T, d)
     attend = nn.functional.scaled_dot_product_attention
-    return attend(side_by_side, key, value, repeated_mask, scale=scale).view(B, h, T, d)
+    return attend(side_by_side, key, value, repeated_mask, scale=scale).reshape(B, h, T, d)
 
 
 def repeat_mask(mask: Tensor, repeat: int) -> Tensor:

@@ -20,8 +20,7 @@ class Adapter:
     """Adds an adapter to `model`; only its parameters are trained."""
 
     def __init__(self, model: PreTrainedModel, fields: Mapping[str, Any], base: str) -> None:
-        """`fields`: of peft's configuration. `base`: the model's folder or id, for what `save`
-        writes."""
+        """`fields`: of peft's configuration. `base`: the model's folder or id, for `save`."""
         from peft import get_peft_config, get_peft_model
 
         try:
@@ -49,8 +48,7 @@ class Adapter:
             self.peft.unmerge_adapter()
 
     def save(self, folder: Path) -> None:
-        """`adapter_config.json` and `adapter_model.safetensors`, which peft loads onto the base
-        model."""
+        """Writes `adapter_config.json` and `adapter_model.safetensors`, as peft loads them."""
         self.peft.save_pretrained(folder)
 
 

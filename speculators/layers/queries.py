@@ -21,8 +21,7 @@ def in_window(places: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def first_slots(segment_ids: Tensor) -> Tensor:
-    """[B, T] in the host's memory: the slot that the document of each slot begins with. A document
-    is in one piece."""
+    """[B, T] in the host's memory: the slot that each slot's document (in one piece) begins at."""
     segments = on_host(segment_ids)
     slots = torch.arange(segments.shape[1]).expand_as(segments)
     begins = segments.diff(dim=1, prepend=segments[:, :1]) != 0
@@ -43,7 +42,7 @@ class PackedQueries:
     chosen: Tensor | None = None
     window: int | None = None
     width = 1
-    own_hidden = None  # it sees all keys of its block, which are its own
+    own_hidden = torch.tensor(False)  # it sees all keys of its block, which are its own
 
     def within(self, window: int | None) -> PackedQueries:
         """The same queries with a window."""
@@ -54,7 +53,7 @@ class PackedQueries:
         """[B, M]."""
         if self.chosen is not None:
             return self.chosen
-        slots = torch.arange(self.segment_ids.shape[1]).expand(self.segment_ids.shape)
+        slots = torch.arange(self.segment_ids.shape[1]).repeat(self.segment_ids.shape[0], 1)
         return to_device(slots, self.segment_ids.device)
 
     @cached_property
@@ -64,20 +63,20 @@ class PackedQueries:
         first = first_slots(self.segment_ids).gather(1, slots)
         return first if self.window is None else first.maximum(slots - self.window + 1)
 
-    def span(self, queries: slice) -> slice:
-        """Slots outside of which these queries see none. Waits for no device."""
-        last = on_host(self.slots)[:, queries].max()
-        return slice(int(self._first[:, queries].min()), int(last) + 1)
+    def span(self, row: int, queries: slice) -> slice:
+        """Slots outside of which these queries of a row see none. Waits for no device."""
+        last = on_host(self.slots)[row, queries].max()
+        return slice(int(self._first[row, queries].min()), int(last) + 1)
 
-    def hidden(self, queries: slice, keys: slice) -> Tensor:
-        """bool [B, c, S], True where a query does not see a slot."""
-        slots, segment_ids = self.slots[:, queries], self.segment_ids
-        own = segment_ids.gather(1, slots)[:, :, None]
-        places = torch.arange(segment_ids.shape[1], device=slots.device)[keys]
-        hidden = (own != segment_ids[:, None, keys]) | (own < 0) | (slots[:, :, None] < places)
+    def hidden(self, row: int, queries: slice, keys: slice) -> Tensor:
+        """bool [c, S], True where a query of a row does not see a slot."""
+        slots, segments = self.slots[row, queries, None], self.segment_ids[row]
+        own = segments[slots]
+        places = torch.arange(len(segments), device=slots.device)[keys]
+        hidden = (own != segments[keys]) | (own < 0) | (slots < places)
         if self.window is not None:
-            hidden |= ~in_window(slots, places, self.window)
-        return hidden & (slots[:, :, None] != places)  # nobody is left without a key
+            hidden |= ~in_window(slots[:, 0], places, self.window)
+        return hidden & (slots != places)  # nobody is left without a key
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,25 +108,24 @@ class Blocks:
         """[B, A] the first slot of each block's document."""
         return first_slots(self.segment_ids).gather(1, on_host(self.last_context).clamp_min(0))
 
-    def span(self, queries: slice) -> slice:
+    def span(self, row: int, queries: slice) -> slice:
         """As `PackedQueries.span`."""
         blocks = slice(queries.start // self.width, queries.stop // self.width)
-        last = on_host(self.last_context)[:, blocks]
-        first = self._first[:, blocks].masked_fill(last < 0, self.segment_ids.shape[1] - 1)
+        last = on_host(self.last_context)[row, blocks]
+        first = self._first[row, blocks].masked_fill(last < 0, self.segment_ids.shape[1] - 1)
         return slice(int(first.min()), max(int(last.max()), int(first.min())) + 1)
 
-    def hidden(self, queries: slice, keys: slice) -> Tensor:
+    def hidden(self, row: int, queries: slice, keys: slice) -> Tensor:
         """As `PackedQueries.hidden`."""
-        Q = self.width
+        Q, segments = self.width, self.segment_ids[row]
         blocks = slice(queries.start // Q, queries.stop // Q)
-        last = self.last_context[:, blocks, None]
-        slots = torch.arange(self.segment_ids.shape[1], device=last.device)[keys]
-        own = self.segment_ids.gather(1, last[..., 0].clamp_min(0))[..., None]
-        hidden = ((slots > last) | (own != self.segment_ids[:, None, keys]))[:, :, None]
+        last = self.last_context[row, blocks, None]
+        slots = torch.arange(len(segments), device=last.device)[keys]
+        hidden = ((slots > last) | (segments[last.clamp_min(0)] != segments[keys]))[:, None]
         if self.window is not None:
-            context = self.context_places[:, None, None, keys]
-            hidden = hidden | ~in_window(self.places[:, blocks], context, self.window)
-        return hidden.expand(-1, -1, Q, -1).flatten(1, 2)
+            context = self.context_places[row, keys]
+            hidden = hidden | ~in_window(self.places[row, blocks], context, self.window)
+        return hidden.expand(-1, Q, -1).flatten(0, 1)
 
     @property
     def own_hidden(self) -> Tensor:

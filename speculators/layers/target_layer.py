@@ -2,9 +2,8 @@
 their target.
 
 The layer is transformers' own class, built from the target's configuration, so that its maths and
-the names of its tensors are the target's. Its attention uses an implementation registered here,
-which passes query, key and value to the current `attend`: the same layer trains over unrolled
-chains and drafts over a ragged cache. Experts are separate tensors in files
+the names of its tensors are the target's. Its attention passes query, key and value to the current
+`attend`, of training or of drafting. Experts are separate tensors in files
 (`experts.{i}.gate_proj`), while transformers keeps them in one."""
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def _attention(
     scaling: float,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], as the layer's
-    `attend` says."""
+    """query [B, h, T, d], key [B, g, T, d], value [B, g, T, v] -> [B, T, h, v], by `attend`."""
     return module.attend(query, key, value, scaling).transpose(1, 2), None
 
 
@@ -56,8 +54,7 @@ AttentionInterface.register(NAME, _attention)
 
 
 def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """All that is needed to build one layer of a model: plain JSON, the same for the model and for
-    the config.json it came from."""
+    """What builds one layer of a model, as JSON, the same from the model and its config.json."""
     if not isinstance(config, PretrainedConfig):
         config = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in _ELSEWHERE})
     fields = json.loads(json.dumps(config.to_diff_dict(), default=str))
@@ -65,8 +62,7 @@ def layer_fields(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, Any]
 
 
 class BorrowedLayer(ExactBuffers):
-    """One layer of the architecture that `fields` (see `layer_fields`) describe, of the kind that
-    follows its last."""
+    """One layer of the architecture of `layer_fields`, of the kind that follows its last."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__()
@@ -98,8 +94,7 @@ class BorrowedLayer(ExactBuffers):
     def forward(
         self, state: Tensor, rotary: Rotary, attend: Attend, queries: Asked = None
     ) -> Tensor:
-        """state [B, T, H] -> the layer's output before any final norm [B, T, H]. Every slot
-        asks."""
+        """state [B, T, H] -> the layer's output before any final norm, of every slot."""
         self.block.self_attn.attend = attend
         try:
             return self.block(state, position_embeddings=rotary, attention_mask=None)
@@ -111,8 +106,7 @@ class BorrowedLayer(ExactBuffers):
 
 
 def unpack_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a module under the names of checkpoints, with separate matrices for every
-    expert."""
+    """A module's state under the names of checkpoints, with separate matrices per expert."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         stem, _, part = name.rpartition(".experts.")

@@ -5,8 +5,8 @@ One forward gives the taps (hidden states a drafter reads) and the last hidden s
 the output head); `logits` turns the latter into the model's logits. No architecture is known by
 name: the decoder layers are the module list of the length in the config, taps are forward hooks on
 it, and masks and logit scales are observed on a short probe when the target is made. Every target
-gives features; what decoding needs beside them, masks for rows of different length and states that
-can be rolled back, a target may lack (`decoding_refusal`)."""
+gives features; masks for rows of different length, and states that can be rolled back, it may lack
+(`decoding_refusal`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from transformers.cache_utils import Cache
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.hub import one_line, split_revision
 from draftsmith.speculators.layers.grouped_attention import decoding
-from draftsmith.speculators.precision import (
-    as_dtype,
-    on_host,
-    running_dtype,
-    say_widened,
-)
+from draftsmith.speculators.precision import as_dtype, on_host, running_dtype, say_widened
 from draftsmith.speculators.target import longrope, probe
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.packed_attention import (
@@ -73,7 +68,7 @@ class FrozenTarget(nn.Module):
         self.config: PretrainedConfig = self._parts.config
         self.num_layers = len(self._parts.layers)
         self.tap_layers = _check_taps(tap_layers, self.num_layers, self.name_or_path)
-        self._dtype, self._device = self._parts.dtype, self._parts.device
+        self.dtype, self.device = self._parts.dtype, self._parts.device
         self._eager = self.config._attn_implementation == "eager"
         self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
         self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
@@ -109,7 +104,7 @@ class FrozenTarget(nn.Module):
 
     def _set_parts(self, parts: Parts) -> None:
         self._parts, self._window = parts, parts.window
-        self._has_full, self._has_sliding = probe.FULL in parts.kinds, probe.SLIDING in parts.kinds
+        self._has_full, self.has_window = probe.FULL in parts.kinds, probe.SLIDING in parts.kinds
 
     @classmethod
     def from_pretrained(
@@ -173,25 +168,11 @@ class FrozenTarget(nn.Module):
         return self.config.hidden_size
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
     def checkpoint_dtype(self) -> torch.dtype:
-        """The dtype of exports: the target's, or the checkpoint's where the device widens it to
-        float32."""
+        """The dtype of exports: the target's, or the checkpoint's where that was widened."""
         own = as_dtype(self.config.dtype or self.dtype)
         widened = self.dtype == running_dtype("auto", own, self.device) != own
         return own if widened else self.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def has_window(self) -> bool:
-        """True if some layers have sliding-window attention."""
-        return self._has_sliding
 
     @property
     def supports_rollback(self) -> bool:
@@ -233,8 +214,7 @@ class FrozenTarget(nn.Module):
 
     @property
     def final_norm_weight(self) -> Tensor | None:
-        """[H] scale of the norm before the head, where the decoder has a plain RMS norm called
-        `norm`; else None."""
+        """[H] scale of the norm before the head, if it is a plain RMS norm called `norm`."""
         weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
         plain = weight is not None and self.config.model_type not in _SHIFTED_NORMS
         return weight.float() if plain else None
@@ -245,7 +225,7 @@ class FrozenTarget(nn.Module):
 
     def _apply(self, fn: Callable, *args, **kwargs) -> FrozenTarget:
         super()._apply(fn, *args, **kwargs)
-        self._dtype, self._device = self._parts.dtype, self._parts.device
+        self.dtype, self.device = self._parts.dtype, self._parts.device
         return self
 
     def close(self) -> None:
@@ -292,18 +272,15 @@ class FrozenTarget(nn.Module):
         return self._run(input_ids, position_ids, attention_mask, places, past, past_key_values)
 
     def serve_up_to(self, max_length: int) -> None:
-        """Fixes LongRoPE's frequencies to those for `max_length` tokens; else they depend on the
-        longest row."""
+        """Fixes LongRoPE's frequencies to those for `max_length` tokens, for any row."""
         longrope.fix_frequencies(self._parts.decoder, max_length)
 
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """last_hidden [..., H] -> logits [..., V], with the architecture's own scale and soft
-        cap."""
+        """last_hidden [..., H] -> logits [..., V], with the model's own scale and soft cap."""
         return self.head_to_logits(self._parts.lm_head(last_hidden))  # scaled and capped
 
     def final_norm(self, residual: Tensor) -> Tensor:
-        """The residual stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [...,
-        H]."""
+        """The stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
         if self._final_norm is None:
             with torch.no_grad():
                 self._final_norm = probe.find_final_norm(self._parts)
@@ -325,7 +302,7 @@ class FrozenTarget(nn.Module):
         layers, each text is run as a row of its own. `gradients`: record them, to train
         weights of the model. `autocast`: run under the active one, instead of in the model's
         precision."""
-        kept = nullcontext() if autocast else torch.autocast(self._device.type, enabled=False)
+        kept = nullcontext() if autocast else torch.autocast(self.device.type, enabled=False)
         with torch.set_grad_enabled(gradients), kept:
             if not self._packs:
                 states = self._run_texts(input_ids, segment_ids)
@@ -380,7 +357,7 @@ class FrozenTarget(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """A forward of rows too long for [T, T] masks."""
         full, sliding = (
-            placeholder(window, self._device, self._dtype) for window in (0, self._window or 0)
+            placeholder(window, self.device, self.dtype) for window in (0, self._window or 0)
         )
         with packed(self.config, spans):
             return self._decode(input_ids, position_ids, self._shape_masks(full, sliding), None)
@@ -393,7 +370,7 @@ class FrozenTarget(nn.Module):
         if self.recurrent is not None and past_key_values is not None:
             with past_key_values.recurrent(self.recurrent):
                 return self._decode(input_ids, position_ids, masks, past_key_values)
-        cached = past_key_values is not None and self._device.type in ("cpu", "cuda")
+        cached = past_key_values is not None and self.device.type in ("cpu", "cuda")
         with decoding(self.config, self._attends_by_name and cached):
             return self._decode(input_ids, position_ids, masks, past_key_values)
 
@@ -420,29 +397,29 @@ class FrozenTarget(nn.Module):
         """The decoder's attention_mask: additive [B, 1, T, S] per kind of layer, or None where the
         kernel's causal rule is enough. `queries` [B, T] and `keys` [B, S]: positions for windows;
         None: those of one text per row."""
-        narrow = self._has_sliding and past + T > self._window
+        narrow = self.has_window and past + T > self._window
         if mask is None:
             if not narrow and (T == 1 or (past == 0 and not self._eager)):
                 return self._shape_masks(None, None)
-            keys = torch.arange(past + T, device=self._device)[None]  # [1, S]
+            keys = torch.arange(past + T, device=self.device)[None]  # [1, S]
             queries = keys[:, past:]
             mask = keys <= queries[:, None, :, None]  # [1, 1, T, S]
         full = self._additive(mask, B) if self._has_full or not narrow else None
         if not narrow:
             return self._shape_masks(full, full)
-        keys = torch.arange(mask.shape[-1], device=self._device)[None] if keys is None else keys
+        keys = torch.arange(mask.shape[-1], device=self.device)[None] if keys is None else keys
         queries = keys[:, past:] if queries is None else queries
         inside = keys[:, None, None, :] > queries[:, None, :, None] - self._window  # [B, 1, T, S]
         return self._shape_masks(full, self._additive(mask & inside, B))
 
     def _additive(self, mask: Tensor, B: int) -> Tensor:
         """[B or 1, 1, T, S] -> [B, 1, T, S], a view."""
-        return probe.additive_mask(mask, self._dtype).expand(B, -1, -1, -1)
+        return probe.additive_mask(mask, self.dtype).expand(B, -1, -1, -1)
 
     def _shape_masks(self, full: Tensor | None, sliding: Tensor | None):
         if self._masks_by_kind:
             return probe.masks_by_kind(full, sliding)
-        return sliding if self._has_sliding else full
+        return sliding if self.has_window else full
 
     def _hook_tap(self, tap: int) -> torch.utils.hooks.RemovableHandle:
         """Tap 0 is the first layer's input, tap i the output of layer i-1."""

@@ -41,8 +41,7 @@ class TargetSketch:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class that loads a model of this whole config: a causal LM, or a multimodal
-    model around one."""
+    """transformers' class of a causal LM, or of a multimodal model around one."""
     kind = type(config)
     if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForMultimodalLM

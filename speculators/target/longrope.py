@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def original_length(config: Any) -> int | None:
-    """The length up to which LongRoPE uses its short frequencies; None for models without it."""
+    """The length up to which LongRoPE's frequencies are short; None without it."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None

@@ -3,8 +3,7 @@ all other rows.
 
 The texts of a packed row do not see each other, so plain causal attention over each text gives the
 same result; sliding windows are computed in blocks of queries. A layer receives a mask without
-queries, whose last dimension is its window. The attention is registered with transformers as an
-implementation of its own."""
+queries, whose last dimension is its window."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ _spans: ContextVar[Spans] = ContextVar("spans", default=())
 
 
 def text_spans(segment_ids: Tensor) -> Spans:
-    """segment_ids [B, T] -> the spans of texts per row, padding included. A text is in one
-    piece."""
+    """segment_ids [B, T] -> spans of texts, each in one piece, per row, padding included."""
     rows = []
     for row in on_host(segment_ids).tolist():
         starts = [0] + [i for i in range(1, len(row)) if row[i] != row[i - 1]]
@@ -45,8 +43,7 @@ def placeholder(window: int, device: torch.device, dtype: torch.dtype) -> Tensor
 
 @contextmanager
 def packed(config: PretrainedConfig, spans: Spans) -> Iterator[None]:
-    """Inside this context, models of `config` attend within `spans` where the mask is a
-    `placeholder`."""
+    """Inside, models of `config` attend within `spans` where the mask is a `placeholder`."""
     before, token = config._attn_implementation, _spans.set(spans)
     config._attn_implementation = NAME
     try:

@@ -65,8 +65,7 @@ class Parts:
         return UnsupportedTarget(f"{why}", where=f"target {self.name}")
 
     def decode(self, input_ids: Tensor, cache: Any = None, position_ids: Any = None, mask=None):
-        """The decoder's output. Without cache, positions and mask: its own plain forward over whole
-        texts."""
+        """The decoder's output; by default that of its plain forward over texts."""
         given: dict = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
             given[self.cache_name] = cache
@@ -87,8 +86,7 @@ class Parts:
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """True if transformers keeps quantised weights, and has not turned them into plain ones in
-    loading."""
+    """True if transformers keeps quantised weights as they are."""
     quantizer = getattr(model, "hf_quantizer", None)
     return quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
 
@@ -102,8 +100,7 @@ def has_plain_weight(module: nn.Module) -> bool:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool -> 0 where True, the most negative number elsewhere (finite: a row that sees nothing
-    gives no NaN)."""
+    """bool -> 0 where True, else the most negative number (finite: no NaN)."""
     added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
@@ -112,7 +109,7 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def find_parts(model: PreTrainedModel) -> Parts:
-    """Finds decoder, layers, embedding and head by their roles. Errors: UnsupportedTarget."""
+    """Finds the parts by their roles. Errors: UnsupportedTarget."""
     config = model.config.get_text_config()
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     if reason := _unsuitable(model, config):
@@ -191,8 +188,7 @@ def needs_eager(config: PretrainedConfig) -> bool:
 
 
 def refuse_incomplete(info: dict, name: str) -> None:
-    """CheckpointError if from_pretrained's `info` reports missing or mismatched tensors. Extra ones
-    are fine."""
+    """CheckpointError if from_pretrained's `info` has missing or mismatched tensors."""
     faults = [str(error) for error in info.get("error_msgs") or ()]
     for kind, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape")):
         if names := sorted(map(str, info.get(kind) or ())):
@@ -205,8 +201,7 @@ def refuse_incomplete(info: dict, name: str) -> None:
 
 
 def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
-    """The kind of each layer, as the config has it; `confirm_masks` and `find_recurrent` check
-    it."""
+    """Each layer's kind by the config, which `confirm_masks` and `find_recurrent` check."""
     usual = SLIDING if getattr(config, "sliding_window", None) else FULL
     kinds = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
     of_gpt_neo = getattr(config, "attention_layers", None) or ()
@@ -217,8 +212,7 @@ def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 class _ZeroPast(Cache):
-    """A cache of `length` zero keys and values that stores nothing. With it two tokens show masks
-    of a long past."""
+    """`length` zero keys and values: two tokens show the masks of a long past."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
@@ -314,8 +308,7 @@ def _allows(mask: Tensor | None, expected: Tensor) -> bool:
 def masks_by_kind(
     full_attention: Tensor | None, sliding_attention: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """Masks under transformers' names of layer types; recurrent layers, which know padding alone,
-    get none."""
+    """Masks under transformers' names of layer types; recurrent layers get none."""
     full, sliding = full_attention, sliding_attention
     attention = {FULL: full, "hybrid": full, SLIDING: sliding, "hybrid_sliding": sliding}
     return attention | dict.fromkeys(("linear_attention", "conv", "moe", "mlp"))
@@ -385,8 +378,7 @@ def attends_by_name(parts: Parts) -> bool:
 
 
 def confirm_logits(parts: Parts) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Finds how the head's output becomes logits: the constants are in the config, their use is
-    observed."""
+    """How the head's output becomes logits: by constants of the config, as is observed."""
     hidden: list[Tensor] = []
     hook = parts.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
     ids = _probe_ids(parts, 5)
@@ -424,8 +416,7 @@ def confirm_causal(parts: Parts) -> None:
 
 
 def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tensor]]:
-    """Candidates: each scale of the config as divisor, factor or unused, with its soft cap or
-    without."""
+    """Each scale of the config as divisor, factor or unused, soft-capped or not."""
     scalings: list[Callable] = [lambda x: x]
     for scale in (getattr(config, field, None) for field in _LOGIT_SCALES):
         if scale and scale != 1.0:
@@ -436,8 +427,7 @@ def _logit_transforms(config: PretrainedConfig) -> list[Callable[[Tensor], Tenso
 
 
 def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
-    """The final norm: the module outside the layers that maps the last layer's output to the last
-    hidden state."""
+    """The module that maps the last layer's output to the last hidden state."""
     seen: list[Tensor] = []
     first = lambda output: output[0] if isinstance(output, tuple) else output
     hook = parts.layers[-1].register_forward_hook(lambda *given: seen.append(first(given[-1])))
@@ -483,8 +473,7 @@ def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor
 
 
 class _Observed(DynamicCache):
-    """transformers' own cache of a model, which records the layers that give it keys and values and
-    the modules that give it states."""
+    """transformers' cache, which records who gives it keys and who states."""
 
     def __init__(self, config: PretrainedConfig, inside: list[nn.Module]) -> None:
         super().__init__(config=config)
@@ -589,8 +578,7 @@ def confirm_rollback(parts: Parts, recurrent: RecurrentLayers) -> RecurrentLayer
 
 
 def _rounds_error(parts: Parts, recurrent: RecurrentLayers, ids: Tensor, whole: Tensor) -> float:
-    """The largest of the median errors of all rounds, from an empty row and from one with zero
-    states."""
+    """The largest median error of all rounds, from an empty row and from zero states."""
     states, worst = RecurrentStates(recurrent, 1), 0.0
     for begin_fresh in (True, False):
         keys: dict[int, tuple[Tensor, Tensor]] = {}

@@ -3,9 +3,8 @@
 Linear-attention, state-space and short-convolution layers fold a text into states of a fixed size,
 from which a rejected draft cannot be masked out. So a forward runs on a copy of the states. For a
 row that keeps only some of its tokens, the modules that hold states (mixers) run again over these
-tokens, from the state before the forward, with the inputs that the forward gave them; nothing else
-of the model runs twice. Mixers are found by observation: they are the modules that hand states to
-the cache. Knows no architecture, no drafts, and no keys and values."""
+tokens, from the state before the forward, with the inputs that the forward gave them. Mixers are
+found by observation: they are the modules that hand states to the cache."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class RecurrentLayers:
 
     @contextmanager
     def recording(self, calls: list[Call], shape: tuple[int, int], fresh: bool) -> Iterator[None]:
-        """Inside, mixers write their inputs to `calls`. shape: [b, T] of the forward; fresh: it
-        continues no text."""
+        """Inside, mixers write inputs to `calls`. shape: [b, T]; fresh: no text goes on."""
         before = [mixer.__dict__.get("forward") for mixer in self.mixers]
         for mixer in self.mixers:
             own = mixer.forward
@@ -141,7 +139,7 @@ class RecurrentStates:
             yield forward.layers
 
     def keep(self, start: int, counts: Sequence[int]) -> None:
-        """The states of row start + i move on by the first counts[i] tokens of the last forward."""
+        """Row start + i moves on by the first counts[i] tokens of the last forward."""
         forward, groups = self._forward, {}
         for row, count in enumerate(counts, start):
             if count:

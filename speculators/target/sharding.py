@@ -12,8 +12,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
 def shard_target(target: FrozenTarget, mesh: DeviceMesh) -> FrozenTarget:
-    """Shards in place. Layers in the host's memory move to the mesh's devices one by one; the
-    caller moves the rest."""
+    """Shards the layers in place, on the mesh's devices; the caller moves the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in target.layers:

@@ -13,8 +13,7 @@ from draftsmith.speculators.errors import CheckpointError
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """counts [V] of supervised tokens -> [size] target ids of the most frequent, ascending; lower
-    ids win ties."""
+    """counts [V] -> [size] target ids of the most frequent, ascending; lower ids win ties."""
     order = torch.argsort(counts, descending=True, stable=True)[:size]
     return torch.sort(order).values
 

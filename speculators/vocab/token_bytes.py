@@ -87,8 +87,7 @@ class _Decoder:
 
     @classmethod
     def read(cls, fields: dict[str, Any], whose: str) -> _Decoder:
-        """Reads the fields of a tokenizer.json. ConfigError for a decoder that does not work token
-        by token."""
+        """Reads a tokenizer.json. ConfigError for a decoder that joins tokens."""
         model, steps = fields["model"], _flat(fields["decoder"])
         replacements: list[tuple[str, str]] = []
         bytes_by, joined = None, False
@@ -137,7 +136,7 @@ class _Decoder:
 
 
 def _flat(node: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, with nested sequences flattened."""
+    """The steps of a normalizer, pre-tokenizer or decoder, flattened."""
     if node is None:
         return []
     for key in ("decoders", "pretokenizers", "normalizers"):

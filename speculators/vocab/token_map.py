@@ -44,12 +44,11 @@ class TokenMap:
     """The map between two vocabularies. S shared tokens, V target ids, N draft ids in all
     spellings.
 
-    q is the draft model's distribution over `draft_ids`, renormalised, and
-    `scatter_to_target` with `target_ids` takes it to the target's vocabulary. A shared token
-    is spelt by its counterpart, any other text by the longest matching draft tokens from the left;
-    bytes that no draft token covers are left out. Special tokens without a counterpart have no
-    spelling, since '<|im_start|>' as text would mean that someone typed it. Nor have ids without a
-    token (embeddings are often padded).
+    q is the draft model's distribution over `draft_ids`, renormalised, and `scatter_to_target` with
+    `target_ids` takes it to the target's vocabulary. A shared token is spelt by its counterpart,
+    any other text by the longest matching draft tokens from the left; bytes that no draft token
+    covers are left out. Special tokens without a counterpart have no spelling, nor have ids without
+    a token.
 
     `opening_ids`: what the draft model's tokenizer puts before any text (a BOS token, mostly), and
     what the model has to see there, unless the target's own opening is spelt so already."""
@@ -239,8 +238,7 @@ def _by_bytes(tokens: TokenBytes) -> dict[bytes, list[int]]:
 
 
 def _greedy(text: bytes, ids: Mapping[bytes, int], longest: int) -> list[int]:
-    """Splits bytes into the longest matching tokens from the left; `longest` is the length of the
-    longest token."""
+    """Splits bytes into the longest tokens, of at most `longest`, from the left."""
     spelling, start = [], 0
     while start < len(text):
         ends = range(min(len(text), start + longest), start, -1)

@@ -4,7 +4,10 @@ With `--device cpu` the same tests run at tiny shapes on any machine."""
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,8 +71,25 @@ TINY = Shapes(
 )
 
 
+MEASURED = pytest.StashKey[list[dict[str, Any]]]()
+
+
 def pytest_addoption(parser: Any) -> None:
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="of tests/gpu")
+    parser.addoption("--measured", metavar="FILE", help="of what tests/gpu report, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MEASURED] = []
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    file, measured = config.getoption("--measured", None), config.stash[MEASURED]
+    if file and measured:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        tree = {"machine": f"{name}, torch {torch.__version__}", "results": measured}
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(tree, indent=1))
 
 
 @pytest.fixture
@@ -89,10 +109,13 @@ def shapes(device: torch.device) -> Shapes:
 
 
 @pytest.fixture
-def report(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Prints measurements past pytest's capturing: `report(step_seconds=0.1)`."""
+def report(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Prints measurements past pytest's capturing, and keeps them for --measured:
+    `report(step_seconds=0.1)`."""
 
     def show(**measured: float) -> None:
+        measured = {name: value for name, value in measured.items() if not math.isnan(value)}
+        request.config.stash[MEASURED].append({"test": request.node.name, **measured})
         with capsys.disabled():
             print("\n  " + ", ".join(f"{name} {value:.4g}" for name, value in measured.items()))
 

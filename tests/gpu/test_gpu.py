@@ -26,11 +26,9 @@ from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
-from draftsmith.train.data.packing import pack
-from draftsmith.train.recipe.drafter_config import drafter_config
-from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer import parallel
-from draftsmith.train.trainer.trainer import Trainer
+from scripts import measuring
+from tests.support.training import recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = "recipes/quickstart/data"
@@ -59,33 +57,18 @@ def make_target(config: dict[str, int], device: torch.device, dtype: str) -> Any
 def make_trainer(shapes: Any, device: torch.device, folder: Path) -> Any:
     """An EAGLE-3 head and its Trainer over random rows, whose second halves are supervised."""
     precision = "bf16" if shapes.dtype == "bfloat16" else "no"
-    recipe = make_recipe(
-        {
-            "name": "gpu",
-            "target": {"model": str(folder), "dtype": shapes.dtype},
-            "data": {"train": [{"path": "random"}], "max_length": shapes.max_length},
-            "drafter": {
-                "unroll_steps": shapes.unroll_steps,
-                "draft_vocab_size": shapes.draft_vocab_size,
-            },
-            "training": {
-                "steps": 1000,
-                "batch_size": shapes.batch_size,
-                "mixed_precision": precision,
-            },
-        }
+    length, training = shapes.max_length, {"steps": 1000, "batch_size": shapes.batch_size}
+    recipe = recipe_of(
+        "eagle3",
+        data={"train": [{"path": "random"}], "max_length": length},
+        drafter={"unroll_steps": shapes.unroll_steps, "draft_vocab_size": shapes.draft_vocab_size},
+        training={"mixed_precision": precision, **training},
     )
     model = make_target(shapes.config, device, shapes.dtype)
-    config = drafter_config(recipe, FrozenTarget(model))
-    target = FrozenTarget(model, config.tap_layers)
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (32, length))
+    rows = [TokenRow(row, np.arange(length) >= length // 2) for row in ids]
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=precision)
-    torch.manual_seed(0)
-    drafter = family_class(recipe.family)(config).attach(target).to(device)
-    drafter.initialise_from(target, recipe.drafter)
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, (32, shapes.max_length))
-    supervised = np.arange(shapes.max_length) >= shapes.max_length // 2
-    rows = pack([TokenRow(row, supervised) for row in ids], shapes.max_length)
-    return Trainer(recipe, target, drafter, rows, accelerator=accelerator, folder=folder)
+    return measuring.make_trainer(recipe, model, rows, accelerator, folder)
 
 
 def timed_steps(trainer: Any, steps: int) -> tuple[float, list[float]]:
@@ -140,9 +123,8 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
     """In float32, over a few of the target's layers; with drafting and without."""
     layers = min(4, shapes.config["num_hidden_layers"])
     model = make_target(shapes.config | {"num_hidden_layers": layers}, device, "float32")
-    config = config_for_target(
-        FrozenTarget(model), "eagle3", draft_vocab_size=shapes.draft_vocab_size
-    )
+    vocab = shapes.draft_vocab_size
+    config = config_for_target(FrozenTarget(model), "eagle3", draft_vocab_size=vocab)
     target = FrozenTarget(model, config.tap_layers)
     drafter = family_class("eagle3")(config).attach(target).to(device)
     drafter.initialise_from(target)
@@ -152,14 +134,11 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
     ids = [3 + 7 * i % (model.vocab_size - 3) for i in range(shapes.prompt)]
     params = SamplingParams(temperature=0, max_tokens=shapes.written, ignore_eos=True)
 
-    def tokens(llm: LLM, speculate: bool) -> list[int]:
+    def tokens(llm: LLM, speculate: bool, compiled: bool = False) -> list[int]:
         began = time.perf_counter()
-        (output,) = llm.generate(
-            {"prompt_token_ids": ids}, params, use_tqdm=False, speculate=speculate
-        )
-        report(
-            drafting=speculate, ms_per_token=1e3 * (time.perf_counter() - began) / shapes.written
-        )
+        (output,) = llm.generate({"prompt_token_ids": ids}, params, False, speculate=speculate)
+        seconds = time.perf_counter() - began
+        report(compiled=compiled, drafting=speculate, ms_per_token=1e3 * seconds / shapes.written)
         return list(output.outputs[0].token_ids)
 
     eager = LLM(target, speculative_config=drafting, enforce_eager=True, **limits)
@@ -169,7 +148,8 @@ def test_compiled_rounds_write_the_tokens_of_eager_decoding(
     free_memory()
     compiled = LLM(target, speculative_config=drafting, enforce_eager=False, **limits)
     compiled.warm_up()
-    assert [tokens(compiled, speculate=speculate) for speculate in (False, True)] == [expected] * 2
+    for speculate in (False, True):
+        assert tokens(compiled, speculate, compiled=True) == expected
 
 
 def test_quickstart_passes_its_gates(device, tmp_path, report) -> None:
@@ -177,7 +157,7 @@ def test_quickstart_passes_its_gates(device, tmp_path, report) -> None:
     command += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", str(ROOT / "train" / "eagle.py")]
     command += [str(ROOT / "recipes/quickstart/eagle3.yaml"), f"output_dir={tmp_path}"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
     if device.type == "cpu":
         command += SHORT
         environment |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}

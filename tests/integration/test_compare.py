@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.pipeline.compare import FILE, compare_recipes
+from draftsmith.train.pipeline.compare import FILE, changed, compare_recipes
+from draftsmith.train.recipe.load import load_recipe
+from tests.support.forked import interpreter
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 
@@ -35,12 +37,10 @@ def recipes(recipe, tmp_path) -> list[Path]:
 
 
 @pytest.mark.integration
-def test_compare_gives_every_recipe_its_time_and_its_row(
-    recipes, tmp_path, interpreter, monkeypatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", interpreter)
+def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", interpreter())
     out = tmp_path / "compare"
-    entries = compare_recipes(recipes, 0.02, out)
+    entries = compare_recipes(recipes, {"max_minutes": 0.02}, out)
     assert [(e["name"], e["family"]) for e in entries] == [
         ("eagle3", "eagle3"),
         ("medusa-2", "medusa"),
@@ -53,14 +53,25 @@ def test_compare_gives_every_recipe_its_time_and_its_row(
     resolved = yaml.safe_load((out / "medusa-2" / "recipe.yaml").read_text())
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
     stamps = [report.stat().st_mtime_ns for report in reports]
-    assert compare_recipes(recipes, 0.02, out) == entries  # what is there is not run again
+    assert (
+        compare_recipes(recipes, {"max_minutes": 0.02}, out) == entries
+    )  # what is there is not run again
     assert [report.stat().st_mtime_ns for report in reports] == stamps
+
+
+def test_equal_steps_are_shared_by_stages_as_minutes_are(recipes, tmp_path) -> None:
+    gated = recipes[1].read_text() + "\ngates: {t0.acceptance_length: {min: 2}}\n"
+    recipes[1].write_text(gated)
+    cold = ["evaluation.temperatures=[1.0]"]  # a gate of another temperature is of no consequence
+    resolved = load_recipe(recipes[1], changed(recipes[1], {"steps": 8}, tmp_path, cold))
+    assert [stage.training["steps"] for stage in resolved.stages] == [6, 2]
+    assert resolved.training.steps == 8 and resolved.training.max_minutes is None
 
 
 def test_compare_refuses_what_cannot_be_compared(recipes, tmp_path) -> None:
     with pytest.raises(ConfigError, match="file names"):
-        compare_recipes([recipes[0], recipes[0]], 1.0, tmp_path)
+        compare_recipes([recipes[0], recipes[0]], {"steps": 9}, tmp_path)
     text = recipes[1].read_text()
     recipes[1].write_text(text.replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        compare_recipes(recipes, 1.0, tmp_path)
+        compare_recipes(recipes, {"steps": 9}, tmp_path)

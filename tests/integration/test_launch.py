@@ -1,5 +1,4 @@
-"""`accelerate launch` with the shipped configurations: the same run on one process, two, two
-sharded."""
+"""`accelerate launch`: the same run on one process, two, two sharded."""
 
 from __future__ import annotations
 
@@ -18,10 +17,13 @@ from torch.testing import assert_close
 
 from draftsmith.train.trainer import checkpoint
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
-from tests.support.forked import PythonProcess
+from tests.support.forked import PythonProcess, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = Path(__file__).resolve().parent / "accelerate"
+# started as on GPUs; without one they are on the CPU
+TWO = "--num_processes 2 --num_machines 1 --mixed_precision no".split()
+# As docs/training.md has them.
+SHARDED = "--use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading false".split()
 CURVE = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
 
 
@@ -32,19 +34,20 @@ def free_port() -> int:
 
 
 @pytest.fixture(autouse=True)
-def _forked(interpreter, monkeypatch):
-    monkeypatch.setattr(sys, "executable", interpreter)
+def _forked(monkeypatch):
+    monkeypatch.setattr(sys, "executable", interpreter())
 
 
-def launch(path: Path, out: Path, config: str, *, overrides: tuple[str, ...] = ()):
-    """A process of `accelerate launch` that trains the recipe into `out`."""
+def launch(path: Path, out: Path, options: list[str], *, overrides: tuple[str, ...] = ()):
+    """`accelerate launch` of two processes that train the recipe into `out`."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--num_cpu_threads_per_process", "1", "--config_file", str(CONFIGS / config)),
+        *("--num_cpu_threads_per_process", "1", *TWO, *(options or ["--multi_gpu"])),
         *("--main_process_port", str(free_port())),
         *(str(ROOT / "train" / "eagle.py"), str(path), f"output_dir={out}", *overrides),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment["ACCELERATE_USE_CPU"] = "true"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
 
@@ -54,7 +57,7 @@ def alone(path: Path, out: Path, *overrides: str) -> PythonProcess:
     return PythonProcess(ROOT / "train" / "eagle.py", path, f"output_dir={out}", *overrides)
 
 
-def finished(process: subprocess.Popen | PythonProcess) -> str:
+def finished(process: subprocess.Popen) -> str:
     said, _ = process.communicate(timeout=900)
     assert process.returncode == 0, said[-4000:]
     return said
@@ -102,15 +105,13 @@ def short_recipe(recipe: Path) -> Path:
 
 
 @pytest.mark.integration
-def test_shipped_configurations_train_alike(short_recipe, tmp_path):
+def test_processes_and_shards_train_alike(short_recipe, tmp_path):
     """One process; two, whole and sharded; killed on two and continued on one."""
     runs = {name: tmp_path / name for name in ("one", "two", "sharded", "killed")}
     finished(alone(short_recipe, runs["one"]))
-    finished(launch(short_recipe, runs["two"], "cpu_ddp.yaml"))
-    finished(
-        launch(short_recipe, runs["sharded"], "cpu_fsdp2.yaml", overrides=("target.sharding=fsdp",))
-    )
-    killed = launch(short_recipe, runs["killed"], "cpu_ddp.yaml")
+    finished(launch(short_recipe, runs["two"], []))
+    finished(launch(short_recipe, runs["sharded"], SHARDED, overrides=("target.sharding=fsdp",)))
+    killed = launch(short_recipe, runs["killed"], [])
     while not list((runs["killed"] / "checkpoints").glob("step-*")) and killed.poll() is None:
         time.sleep(0.2)
     killed.kill()  # and with it what it started
@@ -126,6 +127,6 @@ def test_a_target_goes_from_the_hosts_memory_to_its_shards(short_recipe, tmp_pat
     given = ("regenerate.enabled=false", "data.validation=[]", "evaluation.max_tokens=8")
     finished(alone(short_recipe, tmp_path / "one", *given))
     sharded = (*given, "target.sharding=fsdp")
-    said = finished(launch(short_recipe, tmp_path / "two", "cpu_ddp.yaml", overrides=sharded))
+    said = finished(launch(short_recipe, tmp_path / "two", [], overrides=sharded))
     assert "waits in the host's memory" in said
     assert_same(tmp_path / "one", tmp_path / "two")

@@ -21,7 +21,7 @@ from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.export import read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from draftsmith.train.commands.features import cache_features
+from draftsmith.train.commands.runs import cache_features
 from draftsmith.train.pipeline.run import run
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy

@@ -75,13 +75,8 @@ CONFIGS: dict[str, dict[str, Any]] = {  # of those that tests/support/models.py 
     },
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4, "init_std": 0.3},
 }
-OF_EXPERTS = [
-    "gpt_oss",
-    "mixtral",
-    "deepseek_v3",
-    "afmoe",
-    "qwen3_next",
-]  # nothing emulates their kernels
+# nothing emulates their kernels
+OF_EXPERTS = ["gpt_oss", "mixtral", "deepseek_v3", "afmoe", "qwen3_next"]
 TREES = {
     "static": StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
     "dynamic": DynamicTree(topk=3, depth=3, budget=7),

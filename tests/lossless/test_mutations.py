@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.inference.sampling.penalties import Penalties
+from draftsmith.inference.sampling.logits_processors import RequestProcessors
 from draftsmith.inference.sampling.sampler import uniforms
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposal import Proposal
@@ -341,8 +341,8 @@ def flattened(q: Tensor, *vocabulary: object) -> Tensor:
     return scatter_to_target(q**0.25 / (q**0.25).sum(-1, keepdim=True), *vocabulary)
 
 
-def blind_to_drafts(self: Penalties, logits, token_ids, paths, apply=Penalties.apply) -> None:
-    apply(self, logits, token_ids, [[] for _ in paths])
+def blind_to_drafts(self, logits, token_ids, paths, whole=RequestProcessors._penalise) -> None:
+    whole(self, logits, token_ids, [[] for _ in paths])
 
 
 def settled_by_looking(self: object, proposal: Proposal) -> Proposal:
@@ -357,7 +357,7 @@ SAMPLED_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     "q before the drafter's temperature": (HEAD, f"{DRAFTER}.scatter_to_target", flattened),
     "penalties that do not count drafts": (
         replace(STUB, processors="penalties"),
-        "draftsmith.inference.sampling.penalties.Penalties.apply",
+        "draftsmith.inference.sampling.logits_processors.RequestProcessors._penalise",
         blind_to_drafts,
     ),
     "p before processors": (
@@ -404,16 +404,8 @@ TREE = Configuration("branches", "auto", "static", "fixed", "none", "3", "qwen3"
 CHAIN = replace(TREE, drafter="ragged", tree="chain")
 ANCESTORS = "draftsmith.inference.spec_decode.tree_attention.ancestors"
 GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
-    "drafts that see their siblings": (
-        TREE,
-        ANCESTORS,
-        seen_by_all,
-    ),
-    "drafts of a tree at positions of a chain": (
-        TREE,
-        ANCESTORS,
-        at_positions_of_a_chain,
-    ),
+    "drafts that see their siblings": (TREE, ANCESTORS, seen_by_all),
+    "drafts of a tree at positions of a chain": (TREE, ANCESTORS, at_positions_of_a_chain),
     "accepted drafts not moved together": (TREE, f"{CACHE}.keep", kept_where_they_were),
     "a rejected draft left in the cache": (CHAIN, f"{CACHE}.keep", kept_with_a_rejected_one),
     "states that went on with rejected drafts": (
@@ -423,7 +415,7 @@ GREEDY_BUGS: dict[str, tuple[Configuration, str, Callable]] = {
     ),
     "penalties that do not count drafts": (
         replace(CHAIN, drafter="right", processors="penalties"),
-        "draftsmith.inference.sampling.penalties.Penalties.apply",
+        "draftsmith.inference.sampling.logits_processors.RequestProcessors._penalise",
         blind_to_drafts,
     ),
 }

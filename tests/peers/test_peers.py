@@ -14,15 +14,8 @@ import pytest
 import torch
 
 from draftsmith.speculators.drafter import valid_terms
-from scripts.bench_peers import (
-    SETTINGS,
-    TOLERANCE,
-    DifferentNumbers,
-    Setting,
-    differences,
-    make_batch,
-    measure,
-)
+from scripts import bench_peers
+from scripts.bench_peers import SETTINGS, TOLERANCE, Setting, make_batch
 from tests.peers.worker import Ours
 
 LIBRARY = os.environ.get("DRAFTSMITH_PEERS_PYTHON", "")
@@ -41,9 +34,8 @@ def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
     ours = Ours(setting, given, tmp_path)
     features, sums, counts = ours.features(setting.tokens), [], []
     with torch.no_grad():
-        rows = ours.trainer.target.logits(features.last_hidden[0])[
-            :, given["draft_ids"]
-        ].log_softmax(-1)
+        logits = ours.trainer.target.logits(features.last_hidden[0])
+        rows = logits[:, given["draft_ids"]].log_softmax(-1)
         for term in ours.module.unroll(features, setting.depths):
             log_p, log_q = rows[term.target_index], ours.module.head(term.hidden).log_softmax(-1)
             sums.append(float(setting.decay**term.depth * (log_p.exp() * (log_p - log_q)).sum()))
@@ -59,7 +51,9 @@ def test_our_step_is_the_loss_that_the_library_defines(setting, tmp_path):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_step_of_the_library_has_the_same_loss_and_gradients(name):
     small = replace(SETTINGS[name], tokens=256, vocab=512, draft_vocab=256, hidden=128, anchors=16)
-    equality = measure(replace(small, dtype="float32"), (sys.executable, LIBRARY), 0)["equality"]
+    equality = bench_peers.measure(replace(small, dtype="float32"), (sys.executable, LIBRARY), 0)[
+        "equality"
+    ]
     assert all(a <= b for a, b in zip(equality["float32"]["differences"], TOLERANCE["float32"]))
 
 
@@ -69,13 +63,10 @@ def test_both_sides_have_the_same_terms(name):
     slots ahead in the row, into the next document too."""
     s = replace(SETTINGS[name], vocab=8, draft_vocab=8, hidden=1)
     given, length = make_batch(s), s.tokens // s.documents
-    features = SimpleNamespace(
-        loss_mask=given["loss_mask"][None], segment_ids=given["segment_ids"][None]
-    )
+    features = SimpleNamespace(**{name: x[None] for name, x in given.items()})
     mask = given["loss_mask"].view(s.documents, length)
-    row = torch.cat(
-        [mask[:, 2:], mask[:, :1] & False], 1
-    ).flatten()  # a slot per token but a document's last
+    # a slot per token but a document's last
+    row = torch.cat([mask[:, 2:], mask[:, :1] & False], 1).flatten()
     assert mask.any()
     for depth in range(s.depths):
         theirs = torch.zeros_like(row)
@@ -87,6 +78,6 @@ def test_both_sides_have_the_same_terms(name):
 def test_other_numbers_are_refused():
     gradients = {"fc.weight": torch.ones(3), "norm.weight": torch.ones(2)}
     other = gradients | {"norm.weight": torch.tensor([1.0, 1.01])}
-    assert differences((1.0, 1.0), (gradients, gradients), "float32") == (0.0, 0.0)
-    with pytest.raises(DifferentNumbers, match="the gradient of norm.weight differs"):
-        differences((1.0, 1.0), (gradients, other), "float32")
+    assert bench_peers.differences((1.0, 1.0), (gradients, gradients), "float32") == (0.0, 0.0)
+    with pytest.raises(bench_peers.DifferentNumbers, match="the gradient of norm.weight differs"):
+        bench_peers.differences((1.0, 1.0), (gradients, other), "float32")

@@ -76,22 +76,17 @@ class Ours:
         model = model.to(s.device, torch.bfloat16 if half else torch.float32)
         model.get_input_embeddings().weight.data.copy_(given["embed"])
         model.get_output_embeddings().weight.data.copy_(given["lm_head"])
-        block = {"block_size": s.depths + 1, "mask_token_id": 0, "anchors_per_row": s.anchors}
+        head = {"unroll_steps": s.depths, "num_layers": s.layers, "tap_layers": [1, 2, 3]}
+        head["draft_vocab_size"] = s.draft_vocab
+        if s.family == "dflash":
+            head |= {"block_size": s.depths + 1, "mask_token_id": 0, "anchors_per_row": s.anchors}
         recipe = make_recipe(
             {
                 "name": "bench",
                 "family": s.family,
                 "target": {"model": "random"},
                 "data": {"train": [{"path": "none.jsonl"}], "max_length": s.tokens},
-                "drafter": (
-                    {
-                        "unroll_steps": s.depths,
-                        "draft_vocab_size": s.draft_vocab,
-                        "num_layers": s.layers,
-                        "tap_layers": [1, 2, 3],
-                    }
-                    | (block if s.family == "dflash" else {})
-                ),
+                "drafter": head,
                 "loss": {"forward_kl": 1.0},
                 "training": {"steps": 1, "batch_size": 1},
             }
@@ -112,32 +107,22 @@ class Ours:
         torch.manual_seed(1)
         with torch.no_grad():
             for weight in self.module.parameters():
-                weight.copy_(
-                    torch.randn(weight.shape)
-                    * (weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.1)
-                )
-                if weight.ndim == 1:
-                    weight.add_(1.0)
+                matrix = weight.ndim > 1
+                size = weight.shape[-1] ** -0.5 if matrix else 0.1
+                weight.copy_(torch.randn(weight.shape) * size + (not matrix))
             if self.module.draft_to_target is not None:
                 self.module.target_ids.copy_(self.given["draft_ids"])
-        save_file(
-            {
-                name: weight.detach().cpu().clone()
-                for name, weight in self.module.named_parameters()
-            },
-            file,
-        )
+        weights = dict(self.module.named_parameters())
+        save_file({name: weight.detach().cpu().clone() for name, weight in weights.items()}, file)
 
     def features(self, tokens: int) -> Any:
         """The TargetFeatures of the first tokens of the row."""
         from draftsmith.speculators.target.frozen_target import TargetFeatures
 
         given, dtype = self.given, getattr(torch, self.s.dtype)
+        names = ("input_ids", "position_ids", "segment_ids", "loss_mask")
         return TargetFeatures(
-            **{
-                name: given[name][None, :tokens]
-                for name in ("input_ids", "position_ids", "segment_ids", "loss_mask")
-            },
+            **{name: given[name][None, :tokens] for name in names},
             taps=given["taps"][None, :tokens].to(dtype),
             last_hidden=normed(given, tokens)[None].to(dtype),
         )
@@ -200,11 +185,8 @@ class Library:
         self.options: dict[str, Any] = {"loss_config": losses.resolve_loss_config("kl_div", fused)}
         if s.family == "dflash":
             name, layers = "DFlash", transformers.Qwen3Config
-            own = {
-                "aux_hidden_state_layer_ids": [1, 2, 3],
-                "block_size": s.depths + 1,
-                "mask_token_id": 0,
-            }
+            own = {"block_size": s.depths + 1, "mask_token_id": 0}
+            own["aux_hidden_state_layer_ids"] = [1, 2, 3]
             self.options |= {"gamma": -1 / math.log(s.decay)}
         else:
             name, layers = "Eagle3", transformers.LlamaConfig
@@ -212,27 +194,16 @@ class Library:
             self.options |= {"ttt_steps": s.depths, "ttt_step_loss_decay": s.decay}
         config = layers(num_hidden_layers=s.layers, **layer_sizes(s))
         config._attn_implementation = s.attention
-        make_config, make = (
-            getattr(self.core, f"{name}{kind}") for kind in ("SpeculatorConfig", "DraftModel")
-        )
-        self.module = make(
-            make_config(transformer_layer_config=config, draft_vocab_size=s.draft_vocab, **own)
-        )
+        make_config = getattr(self.core, f"{name}SpeculatorConfig")
+        own |= {"transformer_layer_config": config, "draft_vocab_size": s.draft_vocab}
+        self.module = getattr(self.core, f"{name}DraftModel")(make_config(**own))
         head = given["lm_head"][given["draft_ids"]]
-        weights = (
-            {"lm_head.weight": head}
-            | load_file(folder / "weights.safetensors")
-            | {
-                "embed_tokens.weight": given["embed"],
-                "verifier_lm_head.weight": head,
-                "verifier_norm.weight": given["norm"],
-            }
-        )
+        weights = {"lm_head.weight": head} | load_file(folder / "weights.safetensors")
+        weights |= {"embed_tokens.weight": given["embed"], "verifier_norm.weight": given["norm"]}
+        weights["verifier_lm_head.weight"] = head
         missing, unknown = self.module.load_state_dict(weights, strict=False)
         if unknown or set(missing) - {"t2d", "d2t"}:
-            raise ValueError(
-                f"the heads have different weights: {missing} are missing, {unknown} are unknown"
-            )
+            raise ValueError(f"the heads' weights differ: {missing} missing, {unknown} unknown")
         self.module.to(s.device).train()
         self.module.lm_head.weight.requires_grad_(s.head)
         self.whole = self.prepare(s.tokens)
@@ -255,29 +226,19 @@ class Library:
                 "position_ids": torch.arange(len(at)),
             }
             samples.append({name: tensor.cpu() for name, tensor in sample.items()})
-        collate = data.CollateFn(
-            tokens, s.hidden, dtype=getattr(torch, s.dtype), preprocess=preprocess
-        )
-        batch = {
-            name: tensor.to(s.device)
-            for name, tensor in collate(samples).items()
-            if isinstance(tensor, Tensor)
-        }
+        given = {"dtype": getattr(torch, s.dtype), "preprocess": preprocess}
+        collated = data.CollateFn(tokens, s.hidden, **given)(samples)
+        batch = {name: x.to(s.device) for name, x in collated.items() if isinstance(x, Tensor)}
         if not eagle3:
-            anchors = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"].to(
-                s.device
-            )
-            anchors = anchors[
-                anchors < tokens - s.depths - 1
-            ]  # in front of a row's last tokens it takes none
+            drawn = load_file(self.folder / f"anchors-{tokens}.safetensors")["anchors"]
+            # in front of a row's last tokens it takes none
+            anchors = drawn[drawn < tokens - s.depths - 1].to(s.device)
             options = options | {"max_anchors": len(anchors)}
 
         def step() -> float:
             if not eagle3:
-                self.core.select_anchors = lambda *_: (
-                    anchors,
-                    torch.ones_like(anchors, dtype=torch.bool),
-                )
+                kept = torch.ones_like(anchors, dtype=torch.bool)
+                self.core.select_anchors = lambda *_: (anchors, kept)
             with torch.autocast(s.device, torch.bfloat16, enabled=s.dtype == "bfloat16"):
                 _, loss, _ = self.module(**batch, **options)
             loss.backward()
@@ -304,13 +265,11 @@ def answer(side: Ours | Library, command: str, file: str = "") -> dict[str, Any]
     """Does what a line of stdin says."""
     device = side.s.device
     if command == "gradients":
-        gradients = {
-            name: p.grad for name, p in side.module.named_parameters() if p.grad is not None
+        gradients = {name: p.grad for name, p in side.module.named_parameters()}
+        learnt = {
+            name: g.float().cpu().contiguous() for name, g in gradients.items() if g is not None
         }
-        save_file(
-            {name: grad.float().cpu().contiguous() for name, grad in gradients.items()},
-            file.strip(),
-        )
+        save_file(learnt, file.strip())
         return {}
     step = side.prepare(WARM_TOKENS) if command == "warm" else side.whole
     side.module.zero_grad(set_to_none=True)
@@ -337,14 +296,11 @@ def main() -> None:
     folder = Path(sys.argv[2])
     s = SimpleNamespace(**json.loads((folder / "setting.json").read_text()))
     torch.set_num_threads(s.threads)
-    given = {
-        name: tensor.to(s.device)
-        for name, tensor in load_file(folder / "batch.safetensors").items()
-    }
+    given = load_file(folder / "batch.safetensors")
+    given = {name: tensor.to(s.device) for name, tensor in given.items()}
     side = SIDES[sys.argv[1]](s, given, folder)
-    print(
-        json.dumps({"version": side.version, "torch": torch.__version__}), file=answers, flush=True
-    )
+    begun = {"version": side.version, "torch": torch.__version__}
+    print(json.dumps(begun), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(side, *line.split(maxsplit=1))), file=answers, flush=True)
 

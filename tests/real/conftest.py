@@ -13,11 +13,9 @@ import pytest
 from scripts.get_smollm2 import FOLDER
 from scripts.get_smollm2 import main as fetch
 from tests.vllm.conftest import (  # noqa: F401 (fixtures)
-    _written_without_drafts,
     plain_in_vllm,
     same_as_ours,
     serve,
-    shared_vllm,
     vllm_python,
 )
 

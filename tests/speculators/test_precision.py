@@ -1,5 +1,4 @@
-"""What `auto` runs in: bfloat16 where the CPU multiplies in it, float32 where it does not; exports
-are as ever."""
+"""`auto`: bfloat16 where the CPU multiplies in it, else float32; exports are as ever."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from draftsmith.train.pipeline.run import make_accelerator
 from draftsmith.train.planner.plan import make_stage
 from draftsmith.train.recipe.sections import TargetSection
 from tests.support.models import make_tiny_model
-from tests.support.recipes import recipe_of
+from tests.support.training import recipe_of
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"
 
@@ -40,8 +39,6 @@ CPUS = {
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """`cpu(name)`: torch finds that CPU."""
-
     def be(name: str) -> None:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: CPUS[name][0])
 
@@ -75,7 +72,6 @@ def test_only_auto_and_only_bfloat16_are_widened(cpu):
 
 
 def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
-    """The numbers are the checkpoint's, and it is said once."""
     cpu("old")
     with caplog.at_level(logging.WARNING, "draftsmith.speculators.precision"):
         wide, again = (FrozenTarget.from_pretrained(str(folder)) for _ in range(2))
@@ -93,7 +89,6 @@ def test_a_target_runs_wide_and_is_exported_as_it_was(cpu, folder, caplog):
 
 
 def test_all_who_say_auto_mean_the_same(cpu, folder, monkeypatch):
-    """The runtime, the plan, training and vLLM beside them."""
     cpu("old")
     wide, narrow = torch.float32, torch.bfloat16
     assert LLM(str(folder), device="cpu").engine.target.dtype == wide
@@ -113,8 +108,7 @@ def test_all_who_say_auto_mean_the_same(cpu, folder, monkeypatch):
 
 
 def test_an_accelerator_that_torch_was_built_for_but_is_not_there_is_not_used(monkeypatch):
-    """A CUDA build on a machine without a GPU answers `cuda` unless it is asked whether there is
-    one."""
+    """A CUDA build answers `cuda` unless it is asked whether there is a GPU."""
     gpus: list[torch.device] = []
 
     def current(check_available: bool = False) -> torch.device | None:

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from draftsmith.speculators.drafter import Drafter
+from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.models import make_tiny_model
 
+World = tuple[FrozenTarget, Drafter]
 OPT = {
     "hidden_size": 24,
     "ffn_dim": 40,
@@ -62,15 +65,10 @@ CASES: dict[str, Case] = {
     ),
     "dspark": _block("dspark", {**SPARK, **TWO}, taps=(1, 2), noise=0.2),
     "dspark, fill in, reduced": _block(
-        "dspark",
-        {**SPARK, **ONE, "block_size": 5, **FILL_IN, **REDUCED},
-        taps=(2,),
+        "dspark", {**SPARK, **ONE, "block_size": 5, **FILL_IN, **REDUCED}, taps=(2,)
     ),
     "dspark, no confidence, qwen3": _block(
-        "dspark",
-        {**SPARK, **ONE, "enable_confidence_head": False},
-        "qwen3",
-        (1, 2),
+        "dspark", {**SPARK, **ONE, "enable_confidence_head": False}, "qwen3", (1, 2)
     ),
     "dspark, causal, window, gemma3": _block(
         "dspark",
@@ -91,11 +89,7 @@ CASES: dict[str, Case] = {
         "eagle", {}, {"unroll_steps": 3, "detach": True}, "gemma3", noise=0.12
     ),
     "eagle, two layers, own embeddings, biases": Case(
-        "eagle",
-        {**TWO, **OWN, **BIASES},
-        {**OWN, "feature_noise": 0.0},
-        "qwen3",
-        noise=0.12,
+        "eagle", {**TWO, **OWN, **BIASES}, {**OWN, "feature_noise": 0.0}, "qwen3", noise=0.12
     ),
     "eagle3": Case("eagle3", REDUCED, taps=(1, 2, 3)),
     "eagle3, two taps": Case("eagle3", REDUCED, taps=(1, 2)),
@@ -145,7 +139,7 @@ CASES: dict[str, Case] = {
 BASE = {case.family: name for name, case in reversed(CASES.items())}
 
 
-def make(case: Case, model: Any, *, noise: float | None = None) -> tuple[FrozenTarget, Drafter]:
+def make(case: Case, model: Any, *, noise: float | None = None) -> World:
     """The target and a drafter with every parameter random, attached and in evaluation mode."""
     target = FrozenTarget(model, case.taps)
     family = family_class(case.family)
@@ -162,3 +156,20 @@ def make(case: Case, model: Any, *, noise: float | None = None) -> tuple[FrozenT
             ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
             drafter.draft_to_target.copy_(ids)
     return target, drafter.eval()
+
+
+def world_of(name: str) -> World:
+    """The case `name` on a model of its architecture."""
+    return make(CASES[name], make_tiny_model(CASES[name].architecture))
+
+
+def student(target: FrozenTarget, noise: float = 0.0, **options: Any) -> DraftModel:
+    """The draft model that a recipe with these options starts with, and some noise."""
+    chosen = DraftModelOptions.model_validate(options)
+    torch.manual_seed(1)
+    config = config_for_target(target, "draft_model", **chosen.shape({}, target))
+    drafter = DraftModel(config).attach(target)
+    drafter.initialise_from(target, chosen)
+    for parameter in drafter.parameters():
+        parameter.data += noise * torch.randn_like(parameter)
+    return drafter.eval()

@@ -69,10 +69,8 @@ def assert_joint_fits(texts: Sequence[Sequence[int]], joint: Tensor, alpha: floa
     tests = [tuple(range(length)), *((i, i + 1) for i in range(length - 1))]
     for kept in tests:
         others = [i for i in range(length) if i not in kept]
-        counts = [
-            table.sum(others).flatten() if others else table.flatten()
-            for table in (observed, expected)
-        ]
+        sums = [table.sum(others) if others else table for table in (observed, expected)]
+        counts = [table.flatten() for table in sums]
         assert_fits(*counts, alpha / len(tests), f"tokens {kept}")
 
 
@@ -85,14 +83,9 @@ def assert_drafts_leave_the_target_its_text(model: torch.nn.Module, drafter: Dra
     prompt, length = [1, 3, 2, 0], 3
     # a temperature at which no text is rare
     params = SamplingParams(temperature=1.5, max_tokens=length, n=800)
-    llm = make_llm(
-        model,
-        drafter=drafter.freeze(),
-        num_speculative_tokens=2,
-        seed=11,
-        max_num_seqs=500,
-        max_num_batched_tokens=8000,
-    )
+    limits = {"max_num_seqs": 500, "max_num_batched_tokens": 8000}
+    drafting = {"drafter": drafter.freeze(), "num_speculative_tokens": 2}
+    llm = make_llm(model, seed=11, **drafting, **limits)
     (output,) = llm.generate({"prompt_token_ids": prompt}, params, False)
     texts = [completion.token_ids for completion in output.outputs]
     assert_joint_fits(texts, target_joint(model, prompt, length, params), FAMILY_ALPHA)

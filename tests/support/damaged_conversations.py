@@ -102,8 +102,7 @@ LONG_ANSWER, CUT = "a long answer", "a long question"  # whole; of the second no
 def damaged(count: int, seed: int = 0, *, tokens: int = 3000) -> Iterator[tuple[bytes, Truth]]:
     """`count` lines without their line ends; the first is whole and begins with a byte order mark.
 
-    A third is whole, and of the others every kind is as frequent, but for two with a turn of some
-    `tokens` tokens."""
+    A third is whole, the other kinds are as frequent, but for two turns of some `tokens`."""
     rng = random.Random(seed)
     conversations = (list(row["messages"]) for row in rows("train", count, 97 * seed))
     kinds = cycle([*WHOLE, *BAD, *UNPROVED])

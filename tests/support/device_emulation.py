@@ -7,7 +7,8 @@ refuse, and count waits.
             step(model)
 
 Refused as on a GPU: a host tensor among device tensors (0-dimensional ones excepted where torch
-makes an exception), an index on another device, `.numpy()`. Counted: every place where the host
+makes an exception), an index on another device, `.numpy()`, pinning an expanded tensor; attention
+comes in the layout of CUDA's kernels. Counted: every place where the host
 waits for the device, because it reads a value or a size from it, or copies to it from memory that
 is not pinned. Not seen: kernels, their numerics, NCCL, CUDA graphs, streams (all work is done when
 it is launched), memory."""
@@ -25,9 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 DEVICE = torch.device("cuda", 0)
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(str(ROOT / name) for name in ("speculators", "inference", "train"))
 HOST = torch.device("cpu")
 
 
@@ -49,13 +52,10 @@ class _Claiming(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         if id(self) not in memo:
             copied = _bare(self).detach().clone()
-            is_parameter = isinstance(self, nn.Parameter)
-            claimed = (
-                _mark(nn.Parameter(copied, requires_grad=self.requires_grad))
-                if is_parameter
-                else _claim(copied)
-            )
-            memo[id(self)] = claimed
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+                copied.__class__ = _ClaimingParameter
+            memo[id(self)] = _claim(copied)
         return memo[id(self)]
 
 
@@ -73,77 +73,32 @@ def _claim(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, _Claiming) else tensor.as_subclass(_Claiming)
 
 
-def _mark(parameter: nn.Parameter) -> nn.Parameter:
-    parameter.__class__ = _ClaimingParameter
-    return parameter
-
-
 def _pinned(tensor: Tensor) -> bool:
     return getattr(tensor, "in_pinned_memory", False)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _claim_all(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _claim(value)
-    if isinstance(value, list | tuple):
-        claimed = [_claim_all(item) for item in value]
-        named = hasattr(value, "_fields")
-        return type(value)(*claimed) if named else type(value)(claimed)
-    return value
+    return tree_map_only(Tensor, _claim, value)
 
 
+# Names of torch's functions and methods.
 READS = {  # one value, or all of them, to the host
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
-    Tensor.is_nonzero,
-    torch.equal,
-    Tensor.equal,
-    torch.allclose,
-    Tensor.allclose,
+    *("item", "tolist", "is_nonzero", "equal", "allclose"),
+    *("__bool__", "__int__", "__float__", "__index__"),
 }
-SIZES = {  # a result whose size the device has to say
-    torch.nonzero,
-    Tensor.nonzero,
-    torch.masked_select,
-    Tensor.masked_select,
-    torch.unique,
-    Tensor.unique,
-    torch.unique_consecutive,
-    Tensor.unique_consecutive,
-    torch.bincount,
-    Tensor.bincount,
+# a result whose size the device has to say
+SIZES = {"nonzero", "masked_select", "unique", "unique_consecutive", "bincount"}
+INDEXED = {"__getitem__", "__setitem__", "index_put", "index_put_"}
+JOINED = {"cat", "concat", "stack", "vstack", "hstack"}
+FREE = {
+    *("copy_", "type", "__setstate__", "__repr__", "__get__", "__set__"),
+    "_has_compatible_shallow_copy_type",
 }
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
-INDEXED = {
-    Tensor.__getitem__,
-    Tensor.__setitem__,
-    torch.index_put,
-    Tensor.index_put,
-    Tensor.index_put_,
-}
-JOINED = {torch.cat, torch.concat, torch.stack, torch.vstack, torch.hstack}
-FREE = {
-    Tensor.copy_,
-    Tensor.type,
-    Tensor.__setstate__,
-    torch._has_compatible_shallow_copy_type,
-    Tensor.__repr__,
-}
-FACTORIES_FROM_HOST = {torch.tensor, torch.as_tensor}
 
 
 def _of_an_optimizer() -> bool:
@@ -160,14 +115,11 @@ class _Emulation:
     def __init__(self) -> None:
         self._counts: Counter[str] | None = None
         self.sites: Counter[str] = Counter()  # file:line of this project -> waits there
-        self.in_engine = (
-            False  # autograd's, which passes bare tensors to the backward of a Function
-        )
+        self.in_engine = False  # autograd's, which passes bare tensors to a Function's backward
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[Counter[str]]:
-        """Kinds of waits inside and how many: `read` a value, `size` of a result, `upload` from
-        ordinary memory."""
+        """Kinds of waits and how many: `read` a value, `size` of a result, `upload` of memory."""
         before, self._counts = self._counts, Counter()
         self.sites.clear()
         try:
@@ -179,15 +131,8 @@ class _Emulation:
         if self._counts is None:
             return
         self._counts[kind] += 1
-        own = [
-            f
-            for f in traceback.extract_stack()
-            if f.filename.startswith(str(ROOT)) and "tests" not in f.filename
-        ]
-        own = [f for f in own if "site-packages" not in f.filename]
-        self.sites[
-            f"{Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno} {kind}" if own else kind
-        ] += 1
+        own = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGES)]
+        self.sites[f"{own[-1].filename}:{own[-1].lineno} {kind}" if own else kind] += 1
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
@@ -202,6 +147,8 @@ class _Emulation:
         if func is torch.autograd.grad:
             return self._grad(*args, **kwargs)
         if func is Tensor.pin_memory:
+            if any(size > 1 and not step for size, step in zip(first.shape, first.stride())):
+                raise RuntimeError("pin_memory: elements share memory; clone() the tensor before")
             (copied := first.clone()).in_pinned_memory = True
             return copied
         if func in MOVES:
@@ -209,28 +156,26 @@ class _Emulation:
         expected = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
         if expected is not None and expected.type == "cuda":
             kwargs["device"] = HOST
-            if func in FACTORIES_FROM_HOST:
+            if func in (torch.tensor, torch.as_tensor):
                 self._wait("upload")
         pinned = bool(kwargs.pop("pin_memory", False))
-        tensors = [*_tensors(args), *_tensors(kwargs)]
+        tensors = _tensors((args, kwargs))
         claimed = any(isinstance(t, _Claiming) for t in tensors)
         if claimed:
             self._check(func, name, args, tensors)
-            if func in READS or func in SIZES:
-                self._wait("read" if func in READS else "size")
-            if func in (Tensor.__getitem__, Tensor.__setitem__) and any(
-                t.dtype == torch.bool and t.dim() for t in _tensors(args[1])
-            ):
-                self._wait("size")
-            if (
-                func in (torch.repeat_interleave, Tensor.repeat_interleave)
-                and "output_size" not in kwargs
-            ):
+            if name in READS or name in SIZES:
+                self._wait("read" if name in READS else "size")
+            elif name in ("__getitem__", "__setitem__"):
+                if any(t.dtype == torch.bool and t.dim() for t in _tensors(args[1])):
+                    self._wait("size")
+            elif name == "repeat_interleave" and "output_size" not in kwargs:
                 if any(t.dim() for t in _tensors([*args[1:], kwargs.get("repeats")])):
                     self._wait("size")
-            if func is Tensor.copy_:
-                self._copied(args)
+            elif name == "copy_":
+                self._copied(*args[:2])
         out = self._bare_call(func, args, kwargs)
+        if claimed and func is nn.functional.scaled_dot_product_attention:
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as CUDA's kernels lay it out
         if pinned and isinstance(out, Tensor):
             out.in_pinned_memory = True
         if func is Tensor.__setitem__ or out is None:
@@ -247,36 +192,29 @@ class _Emulation:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _copied(self, args: tuple) -> None:
-        into, source = args[0], args[1]
-        if isinstance(source, _Claiming) and not isinstance(into, _Claiming):
-            self._wait("read")
-        elif (
-            isinstance(into, _Claiming)
-            and not isinstance(source, _Claiming)
-            and not _pinned(source)
-        ):
+    def _copied(self, into: Tensor, source: Tensor) -> None:
+        if isinstance(source, _Claiming):
+            if not isinstance(into, _Claiming):
+                self._wait("read")
+        elif isinstance(into, _Claiming) and not _pinned(source):
             self._wait("upload")
 
     def _check(self, func: Any, name: str, args: tuple, tensors: list[Tensor]) -> None:
-        if self.in_engine or func in FREE or name in ("__get__", "__set__"):
+        if self.in_engine or name in FREE:
             return
         host = [t for t in tensors if not isinstance(t, _Claiming) and t.device.type == "cpu"]
-        wrong = host if func in JOINED else [t for t in host if t.dim()]
-        if func in INDEXED:
-            places, values = list(_tensors(args[1])), list(_tensors(args[2:]))
-            if isinstance(
-                args[0], _Claiming
-            ):  # an index of the host is taken to the device; values only by slices
+        wrong = host if name in JOINED else [t for t in host if t.dim()]
+        if name in INDEXED:
+            places, values = _tensors(args[1]), _tensors(args[2:])
+            # an index of the host is taken to the device; values only by slices
+            if isinstance(args[0], _Claiming):
                 wrong = [t for t in values if not isinstance(t, _Claiming) and t.dim() and places]
                 if any(not isinstance(t, _Claiming) for t in places):
                     self._wait("upload")
             else:
                 wrong = [t for t in places if isinstance(t, _Claiming)]
         if wrong:
-            shapes = [
-                ("cuda" if isinstance(t, _Claiming) else "cpu", tuple(t.shape)) for t in tensors
-            ]
+            shapes = [(str(t.device), tuple(t.shape)) for t in tensors]
             raise MixedDevices(f"{resolve_name(func) or func}: tensors on cuda:0 and cpu: {shapes}")
 
     def _move(self, func: Any, tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -284,11 +222,7 @@ class _Emulation:
         kept = {key: kwargs[key] for key in ("copy", "memory_format") if key in kwargs}
         non_blocking = bool(kwargs.get("non_blocking", False))
         if func is Tensor.to:
-            given = {
-                key: value
-                for key, value in kwargs.items()
-                if key not in ("copy", "memory_format", "tensor")
-            }
+            given = {key: value for key, value in kwargs.items() if key not in kept}
             if len(args) > 1 and isinstance(args[1], Tensor):
                 target, rest = args[1].device, [args[1].dtype]
             else:
@@ -321,40 +255,32 @@ class _Emulation:
             self.in_engine = before
 
     def _backward(self, tensor: Tensor, gradient: Tensor | None = None, *_: Any, **__: Any) -> None:
-        start = torch.ones_like(_bare(tensor)) if gradient is None else _bare(gradient)
-        with _Mode(self), self._engine():
-            torch.autograd.graph._engine_run_backward(
-                (tensor,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        self._run((tensor,), gradient, False, False, (), accumulate_grad=True)
 
     def _grad(
         self, outputs, inputs, grad_outputs=None, retain_graph=None, create_graph=False, *_, **rest
-    ):
-        outputs, inputs = (
-            tuple(x) if isinstance(x, list | tuple) else (x,) for x in (outputs, inputs)
-        )
-        given = (
-            grad_outputs
-            if isinstance(grad_outputs, list | tuple)
-            else (grad_outputs,) * len(outputs)
-        )
-        starts = tuple(
-            torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in zip(outputs, given)
-        )
-        with _Mode(self), self._engine():
-            gradients = torch.autograd.graph._engine_run_backward(
-                outputs,
-                starts,
-                bool(retain_graph),
-                create_graph,
-                inputs,
-                allow_unreachable=bool(rest.get("allow_unused")),
-                accumulate_grad=False,
-            )
+    ) -> tuple:
+        outputs, inputs = _tuples(outputs, inputs)
+        gradients = self._run(outputs, grad_outputs, bool(retain_graph), create_graph, inputs)
+        # of an edge of the graph: where the outputs are
+        of = [i if isinstance(i, Tensor) else outputs[0] for i in inputs]
         return tuple(
             _claim(g) if g is not None and isinstance(i, _Claiming) else g
-            for g, i in zip(gradients, inputs)
+            for g, i in zip(gradients, of)
         )
+
+    def _run(self, outputs: Any, starts: Any, *given: Any, accumulate_grad: bool = False) -> Any:
+        outputs, starts = _tuples(outputs, starts)
+        pairs = zip(outputs, starts * len(outputs) if len(starts) == 1 else starts)
+        begin = tuple(torch.ones_like(_bare(o)) if g is None else _bare(g) for o, g in pairs)
+        with _Mode(self), self._engine():
+            return torch.autograd.graph._engine_run_backward(
+                outputs, begin, *given, allow_unreachable=True, accumulate_grad=accumulate_grad
+            )
+
+
+def _tuples(*values: Any) -> Iterator[tuple]:
+    return (tuple(x) if isinstance(x, list | tuple) else (x,) for x in values)
 
 
 class _Mode(TorchFunctionMode):
@@ -380,22 +306,15 @@ class _Event:
 
 
 def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict:
-    """torch's, which is not in Python and would say that all tensors are on the CPU."""
-    groups: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        key = tensors[0].device, tensors[0].dtype
-        group, indices = groups.setdefault(key, ([[] for _ in lists], []))
-        for members, tensor in zip(group, tensors, strict=True):
-            members.append(tensor)
-        indices.append(index)
-    return groups
+    """torch's, which sees the CPU and is not in Python; all tensors are of one type."""
+    first = lists[0][0]
+    return {(first.device, first.dtype): (lists, list(range(len(lists[0]))))}
 
 
 def _apply_marked(
     module: nn.Module, function: Any, *args: Any, original: Any, **kwargs: Any
 ) -> nn.Module:
-    """`nn.Module._apply` replaces a parameter's data and keeps the object: which claims anew what
-    was moved."""
+    """`nn.Module._apply` keeps a parameter's object, whose class says where it is."""
     done = original(module, function, *args, **kwargs)
     try:
         after = {False: function(torch.zeros(2)), True: function(_claim(torch.zeros(2)))}
@@ -419,53 +338,27 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     cuda = {
         "Event": _Event,
         "current_stream": _Event,
-        "synchronize": lambda *a: None,
-        "max_memory_allocated": lambda *a: 0,
-        "empty_cache": lambda: None,
-        "memory_allocated": lambda *a: 0,
         "mem_get_info": lambda *a: (1 << 40, 1 << 40),
-        "reset_peak_memory_stats": lambda *a: None,
         "get_rng_state": lambda *a: torch.get_rng_state(),
-        "set_rng_state": lambda *a: None,
         "get_device_name": lambda *a: "a device that is not there",
-        "ipc_collect": lambda: None,
         "is_bf16_supported": lambda *a, **k: True,
         "get_device_capability": lambda *a: (9, 0),
     }
+    cuda |= dict.fromkeys(("max_memory_allocated", "memory_allocated"), lambda *a: 0)
+    silent = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state")
+    cuda |= dict.fromkeys((*silent, "ipc_collect"), lambda *a: None)
     for name, stub in cuda.items():
         patch.setattr(torch.cuda, name, stub)
-    module_of = torch.get_device_module
-
-    def module(device: Any = None) -> Any:
-        return (
-            torch.cuda
-            if device is not None and torch.device(device).type == "cuda"
-            else module_of(device)
-        )
-
-    patch.setattr(torch, "get_device_module", module)
-    enter, enabled, generator = (
-        torch.amp.autocast_mode.autocast.__init__,
-        torch.is_autocast_enabled,
-        torch.Generator,
-    )
-
-    def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        enter(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    patch.setattr(torch.amp.autocast_mode.autocast, "__init__", begin)
-    patch.setattr(
-        torch,
-        "is_autocast_enabled",
-        lambda device="cuda": enabled("cpu" if device == "cuda" else device),
-    )
-    patch.setattr(
-        torch, "Generator", type("Generator", (), {"__new__": lambda cls, device=None: generator()})
-    )
+    autocast, generator = torch.amp.autocast_mode.autocast, torch.Generator
+    enter, enabled = autocast.__init__, torch.is_autocast_enabled
+    on_cpu = lambda self, device_type, *a, **k: enter(self, "cpu", *a, **k)
+    patch.setattr(autocast, "__init__", on_cpu)
+    patch.setattr(torch, "is_autocast_enabled", lambda *_: enabled("cpu"))
+    plain = {"__new__": lambda cls, device=None: generator()}
+    patch.setattr(torch, "Generator", type("Generator", (), plain))
     patch.setattr(torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype", _grouped)
+    # the claimed device is lost among what is saved
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
-    patch.setitem(
-        checks, "default", lambda tensor: None
-    )  # the claimed device is lost among what is saved
+    patch.setitem(checks, "default", lambda tensor: None)
     with _Mode(emulation):
         yield emulation

@@ -1,5 +1,4 @@
-"""Drafters made for testing the engine: stubs that are always right, wrong or random, a head with
-maths of its own, a random EAGLE-3."""
+"""Drafters for testing the engine: stubs, a head with maths of its own, a random EAGLE-3."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from draftsmith.inference.sampling.sampler import check_drawn, inverse_cdf, unif
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
-from draftsmith.speculators.drafter import DraftLogits
+from draftsmith.speculators.drafter import Drafter, DraftLogits
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -24,8 +23,8 @@ TREES = {
 
 class StubProposer(Proposer):
     """Drafts from `texts`, a dict prompt -> the response the target will write: `right` as it is,
-    `wrong` every token off by one, `random` something else each time; `sampled` draws from a random
-    dense q, `ragged` varies the count; `branches` is a tree, the text beside wrong tokens."""
+    `wrong` every token off by one, `random` any tokens; `ragged` varies the count; `sampled` draws
+    from a random dense q; `branches` is a tree, the text beside wrong tokens."""
 
     def __init__(self, kind: str, k: int, vocab_size: int, texts: dict | None = None) -> None:
         super().__init__(k)
@@ -45,19 +44,17 @@ class StubProposer(Proposer):
             return self._branches(requests, counts)
         tokens = torch.zeros(len(requests), width, dtype=torch.long)
         for row, request in enumerate(requests):
-            if self.kind in ("random", "ragged"):
-                source = torch.Generator().manual_seed(
-                    1000 * sum(request.token_ids) + len(request.token_ids)
-                )
+            seed = 1000 * sum(request.token_ids) + len(request.token_ids)
+            source = torch.Generator().manual_seed(seed)
+            if self.kind == "random":
                 tokens[row] = torch.randint(self.vocab_size, (width,), generator=source)
-                if self.kind == "ragged":
-                    right = self._text(request)[: counts[row]]
-                    tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
-                    counts[row] = int(torch.randint(counts[row] + 1, (), generator=source))
-            else:
-                right = self._text(request)[:width]
-                tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
-                tokens[row] = (tokens[row] + (self.kind == "wrong")) % self.vocab_size
+                continue
+            right = self._text(request)[:width]
+            tokens[row, : len(right)] = torch.tensor(right, dtype=torch.long)
+            if self.kind == "ragged":
+                counts[row] = int(torch.randint(counts[row] + 1, (), generator=source))
+        if self.kind == "wrong":
+            tokens = (tokens + 1) % self.vocab_size
         return Proposal(tokens, counts)
 
     def _text(self, request) -> list[int]:
@@ -65,8 +62,7 @@ class StubProposer(Proposer):
         return text[len(request.token_ids) - request.num_prompt_tokens :]
 
     def _branches(self, requests, counts) -> Proposal:
-        """At every depth a wrong token, the right one, and after the wrong one the right one's
-        follower."""
+        """At every depth a wrong token, the right one, and the right one's follower."""
         drafts: list[list[int]] = []
         parents: list[list[int]] = []
         for request, count in zip(requests, counts, strict=True):
@@ -101,31 +97,31 @@ class StubProposer(Proposer):
 
 def draw(p, generators):
     """One token per row: p [B, V] -> token ids [B]. Takes one number from each row's generator."""
-    numbers = torch.tensor(
-        [uniforms(generator, 1)[0] for generator in generators], dtype=torch.float64
-    )
+    drawn = [uniforms(generator, 1)[0] for generator in generators]
+    numbers = torch.tensor(drawn, dtype=torch.float64)
     token_ids = inverse_cdf(p, numbers)
     check_drawn(token_ids.tolist(), p.shape[-1])
     return token_ids
 
 
-class FakeHead:
-    """A head by the Drafter contract with maths of its own: its state is the mean of all slots it
-    may see, a slot is embedding of the token + projected features, and the state is fed back as
-    features. Keys hold the tokens."""
+class FakeHead(Drafter):
+    """A head with maths of its own: its state is the mean of all slots it may see, a slot is
+    embedding of the token + projected features, and the state is fed back as features. Keys hold
+    the tokens."""
 
-    reads_taps, reads_last_hidden, first_token, max_length, width = True, True, 1, None, 8
-    whole_blocks = False
+    reads_taps = reads_last_hidden = True
+    max_depth = draft_to_target = None
+    width = 8
 
     def __init__(
         self, vocab_size: int, tap_layers: tuple[int, ...], hidden_size: int, draft_ids=None
     ) -> None:
+        super().__init__(SimpleNamespace(tap_layers=tap_layers))
         source = torch.Generator().manual_seed(5)
 
         def weights(*shape):
             return torch.randn(shape, generator=source) / shape[0] ** 0.5
 
-        self.config = SimpleNamespace(tap_layers=tap_layers)
         self.draft_to_target = None if draft_ids is None else torch.tensor(draft_ids)
         self.embedding = weights(vocab_size, self.width) * vocab_size**0.5
         self.project = weights((len(tap_layers) + 1) * hidden_size, self.width)
@@ -133,17 +129,6 @@ class FakeHead:
 
     def attach(self, target):
         return self
-
-    def require_depth(self, tokens, where):
-        """Any number of tokens."""
-
-    require_length = require_depth
-
-    def cache_length(self, slots):
-        return slots
-
-    def decode_with(self, forward_of) -> None:
-        """It is no language model."""
 
     def append(self, inputs):
         features = torch.cat([inputs.taps, inputs.last_hidden], -1) @ self.project
@@ -180,8 +165,7 @@ def random_eagle3(model, tap_layers) -> Eagle3:
     size = max(target.vocab_size // 2, 3)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = Eagle3(
-            config_for_target(target, "eagle3", tap_layers=tap_layers, draft_vocab_size=size)
-        ).eval()
+        shape = {"tap_layers": tap_layers, "draft_vocab_size": size}
+        drafter = Eagle3(config_for_target(target, "eagle3", **shape)).eval()
     drafter.target_ids.copy_(torch.arange(size) * target.vocab_size // size)
     return drafter

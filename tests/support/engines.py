@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from typing import Any
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith.inference import LLM
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.spec_decode.proposers.head import DraftOptions
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
+from tests.support.tokenizers import byte_tokenizer
 
 ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}
+DRAFTING = {field.name for field in fields(DraftOptions)}
 
 
 def make_llm(model: Any, **options: Any) -> LLM:
-    """`options`: fields of EngineOptions and DraftOptions, and what `LLM.from_modules` takes beside
-    them."""
+    """`options`: of EngineOptions, DraftOptions and `LLM.from_modules`."""
     engine = {name: options.pop(name) for name in ENGINE & set(options)}
-    drafting = {field.name for field in fields(DraftOptions)} & set(options)
-    return LLM.from_modules(
-        model,
-        options=EngineOptions(**engine),
-        drafting=DraftOptions(**{name: options.pop(name) for name in drafting}),
-        **options,
-    )
+    drafting = {name: options.pop(name) for name in DRAFTING & set(options)}
+    own = {"options": EngineOptions(**engine), "drafting": DraftOptions(**drafting)}
+    return LLM.from_modules(model, **own, **options)
 
 
 TRAINING_FREE = {
@@ -44,16 +36,18 @@ TRAINING_FREE = {
 }
 
 
+def proposer_of(method: str, k: int, **options: Any) -> Any:
+    """A training-free method's proposer of k drafts, on the CPU."""
+    config = {"method": method, "num_speculative_tokens": k, **options}
+    return parse_speculative_config(config).make_proposer()
+
+
 def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: Any) -> LLM:
     """An LLM over a model in memory that drafts as `kind` says: "off", a training-free method,
     "fake" (a head that can propose every other token), "eagle3" (a random head), "static" or
     "dynamic" (its trees), or what StubProposer knows."""
-    options = {
-        "tokenizer": byte_tokenizer(),
-        "max_num_batched_tokens": 16,
-        "num_speculative_tokens": 3,
-        **options,
-    }
+    own = {"max_num_batched_tokens": 16, "num_speculative_tokens": 3}
+    options = {"tokenizer": byte_tokenizer(), **own, **options}
     vocab, size = model.config.vocab_size, model.config.hidden_size
     if kind == "fake":
         head = FakeHead(vocab, (1, 2), size, range(1, vocab, 2))
@@ -64,27 +58,10 @@ def drafting_llm(kind: str, model: Any, texts: dict | None = None, **options: An
     k = options.pop("num_speculative_tokens")
     if kind in TRAINING_FREE:
         config = {"method": kind, "num_speculative_tokens": k, **TRAINING_FREE[kind]}
-        proposer = parse_speculative_config(config).make_proposer(torch.device("cpu"))
+        proposer = parse_speculative_config(config).make_proposer(model.device)
     else:
         proposer = None if kind == "off" else StubProposer(kind, k, vocab, texts)
     return make_llm(model, proposer=proposer, **options)
-
-
-@cache
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: ids 0..255, and three special tokens. Characters beyond ASCII take
-    several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
-    fast.chat_template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
-    return fast
 
 
 def ids_of(outputs) -> list[list[int]]:

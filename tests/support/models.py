@@ -69,9 +69,8 @@ ARCHITECTURES: dict[str, dict] = {
         first_k_dense_replace=1,
     ),
     "cohere2": dict(model_type="cohere2", sliding_window=4, layer_types=_MIXED, logit_scale=0.25),
-    "falcon": dict(
-        model_type="falcon", multi_query=True
-    ),  # its layers have their own attention, not transformers'
+    # its layers have their own attention, not transformers'
+    "falcon": dict(model_type="falcon", multi_query=True),
 }
 _MAMBA2 = dict(
     mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4
@@ -92,17 +91,16 @@ RECURRENT: dict[str, dict] = {  # of layers with states, or some of them
         decoder_sparse_step=2,
     ),
     "lfm2": dict(model_type="lfm2", layer_types=["conv", "full_attention", "conv"]),
-    "falcon_h1": dict(
-        model_type="falcon_h1", mamba_d_ssm=64, **_MAMBA2
-    ),  # attention and states in every layer
-    "mamba": dict(
-        model_type="mamba", state_size=4
-    ),  # no attention; its layers continue a text token by token
+    # attention and states in every layer
+    "falcon_h1": dict(model_type="falcon_h1", mamba_d_ssm=64, **_MAMBA2),
+    # no attention; its layers continue a text token by token
+    "mamba": dict(model_type="mamba", state_size=4),
 }
 
 
 _VISION = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
 _QWEN_VISION = dict(depth=1, hidden_size=32, out_hidden_size=32, intermediate_size=32, num_heads=2)
+_LINEAR = {k: v for k, v in RECURRENT["qwen3_next"].items() if k.startswith(("linear", "layer_"))}
 MULTIMODAL: dict[str, dict] = {  # whose language model is the target
     "gemma3_vision": dict(
         model_type="gemma3",
@@ -125,11 +123,7 @@ MULTIMODAL: dict[str, dict] = {  # whose language model is the target
     "qwen3_5": dict(  # M-RoPE in a hybrid; transformers loads its language model alone
         model_type="qwen3_5",
         text_config=dict(
-            {
-                k: v
-                for k, v in RECURRENT["qwen3_next"].items()
-                if k.startswith(("linear", "layer_types"))
-            },
+            _LINEAR,
             head_dim=16,
             rope_parameters=dict(
                 rope_type="default",
@@ -148,20 +142,17 @@ def make_tiny_model(name: str, **overrides):
     the same arguments. `overrides`: fields of the language model's config."""
     settings = {**_BASE, **(ARCHITECTURES | RECURRENT).get(name, {"model_type": name}), **overrides}
     if name in MULTIMODAL:
-        settings = MULTIMODAL[name] | {
-            "text_config": {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}
-        }
+        text = {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}
+        settings = MULTIMODAL[name] | {"text_config": text}
     config = AutoConfig.for_model(settings.pop("model_type"), **copy.deepcopy(settings))
-    attention = (
-        "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    )  # None: transformers' choice
+    capped = getattr(config, "attn_logit_softcapping", None)
+    attention = "eager" if capped else None  # None: transformers' choice
     with torch.random.fork_rng():
         torch.manual_seed(0)
         auto = AutoModelForMultimodalLM if name in MULTIMODAL else AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
-        for parameter in (
-            model.parameters()
-        ):  # some architectures leave biases, sinks or norms at their neutral value
+        # some architectures leave biases, sinks or norms at their neutral value
+        for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model

@@ -33,13 +33,10 @@ def save_quantised(model: PreTrainedModel, folder: Path, scheme: str) -> None:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
-    of_scheme = {
-        "bitnet": {},
-        "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    }[scheme]
     fields["quantization_config"] = {
         "quant_method": scheme,
         "modules_to_not_convert": ["lm_head"],
-        **of_scheme,
+        "activation_scheme": "dynamic",  # this and the next: of fp8
+        "weight_block_size": [128, 128],
     }
     (folder / "config.json").write_text(json.dumps(fields))

@@ -90,12 +90,8 @@ def passes(workload: str, tokens: int, seconds: list[float]) -> list[TimedPass]:
 
 def replay_of(outputs: list[RequestOutput]) -> list[ReplayResult]:
     """A replay that expects exactly what was measured."""
-    return [
-        ReplayResult(
-            o.metrics.num_drafts, [float(n) for n in o.metrics.num_accepted_tokens_per_pos]
-        )
-        for o in outputs
-    ]
+    counted = [(o.metrics.num_drafts, o.metrics.num_accepted_tokens_per_pos) for o in outputs]
+    return [ReplayResult(rounds, [float(n) for n in accepted]) for rounds, accepted in counted]
 
 
 def make_measurement(workload: str, temperature: float, rate: float) -> Measurement:
@@ -178,11 +174,9 @@ def in_engine(
 ) -> AcceptanceReport:
     """The report as that of `engine`, whose acceptance lengths are `factor` times as long."""
     facts = [EngineFacts(name=engine, version="1", draft_sample_method=sampled)]
-    cells = [
-        cell.model_copy(
-            update={"engine": engine, "acceptance_length": factor * cell.acceptance_length}
-        )
-        for cell in report.results
-    ]
+    cells = []
+    for cell in report.results:
+        changed = {"engine": engine, "acceptance_length": factor * cell.acceptance_length}
+        cells.append(cell.model_copy(update=changed))
     provenance = report.provenance.model_copy(update={"engine": engine, "engines": facts})
     return report.model_copy(update={"results": cells, "provenance": provenance})

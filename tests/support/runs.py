@@ -25,13 +25,9 @@ def tiny_run(make_model: Any, target: Path, run: Path) -> dict[str, Any]:
     frozen = FrozenTarget(model, [1, 2, 3])
     torch.manual_seed(1)
     drafter = Eagle3(config_for_target(frozen, "eagle3", tap_layers=[1, 2, 3])).attach(frozen)
+    drafter.initialise_from(frozen)
     provenance = {"recipe": "tiny", "step": 3, "target": {"name_or_path": str(target)}}
-    export_drafter(
-        drafter.initialise_from(frozen),
-        run / "export",
-        dtype=torch.float32,
-        provenance=provenance,
-    )
+    export_drafter(drafter, run / "export", dtype=torch.float32, provenance=provenance)
     rows = []
     for i in range(4):
         for name in ("sums", "talk"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 from tokenizers import (
     AddedToken,
@@ -19,22 +20,14 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.speculators.vocab.token_map import TokenMap
 
 CORPUS = [
-    (
-        "The quick brown fox jumps over the lazy dog, and the other dogs jump after it: 0123456789"
-        " times!"
-    ),
-    (
-        "Ein Mädchen läuft über die Straße; 日本語のテキスト, кошка и собака, naïve café –"
-        " “quoted” … 🙂"
-    ),
-    (
-        "def add(left, right):\n    return left + right  # two spaces\n\n\tindented with a tab"
-        " <b>[x]</b> {y}"
-    ),
-    (
-        "ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz 'it''s' the thing that they then"
-        " thought through"
-    ),
+    "The quick brown fox jumps over the lazy dog, and the other dogs jump after it: 0123456789"
+    " times!",
+    "Ein Mädchen läuft über die Straße; 日本語のテキスト, кошка и собака, naïve café –"
+    " “quoted” … 🙂",
+    "def add(left, right):\n    return left + right  # two spaces\n\n\tindented with a tab"
+    " <b>[x]</b> {y}",
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz 'it''s' the thing that they then"
+    " thought through",
 ]
 
 
@@ -105,17 +98,28 @@ def spell(token_map: TokenMap, token_ids: list[int]) -> list[int]:
     return spelling
 
 
+@cache
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, ids 0..255, and three special tokens."""
+    template = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
+    return _of_bytes(template, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
 def chat_bytes() -> PreTrainedTokenizerFast:
     """One token per byte, ChatML-like markers."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
-    fast.chat_template = (
+    template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    return fast
+    return _of_bytes(template, eos_token="<end>", pad_token="<pad>")
+
+
+def _of_bytes(chat_template: str, **special: str) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special.values()))
+    given = {"tokenizer_object": tokenizer, "chat_template": chat_template}
+    return PreTrainedTokenizerFast(**given, **special)

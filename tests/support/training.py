@@ -16,8 +16,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow, pack
 from draftsmith.train.on_policy.refresh import OnPolicy
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.recipe import make_recipe as recipe_of
+from draftsmith.train.recipe.recipe import Recipe, recipe_class
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.trainer import Trainer
 
@@ -46,6 +45,13 @@ def make_rows(count: int = 24, vocab: int = 100) -> list[PackedRow]:
     return pack(rows, 48)
 
 
+def recipe_of(family: str, **sections: Any) -> Any:
+    """The recipe of a family with these sections, and the least that every recipe says."""
+    data = {"train": [{"path": "chats.jsonl"}], "max_length": 48}
+    least = {"name": "t", "family": family, "target": {"model": "tiny"}, "data": data}
+    return recipe_class(family).model_validate(least | sections)
+
+
 def make_recipe(
     family: str = "eagle3",
     *,
@@ -56,19 +62,14 @@ def make_recipe(
 ) -> Recipe:
     defaults = {"steps": 8, "batch_size": 2, "learning_rate": 1e-2, "save_every": 2}
     return recipe_of(
-        {
-            "name": "t",
-            "family": family,
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "max_length": 48},
-            "drafter": SHAPES[family] if drafter is None else drafter,
-            "loss": {"forward_kl": 1.0},
-            "regenerate": {"batch_size": 3},
-            "evaluation": {"num_speculative_tokens": 2},
-            "on_policy": None if on_policy is None else TEXTS | on_policy,
-            "joint": joint,
-            "training": {**defaults, "mixed_precision": "no", **training},
-        }
+        family,
+        drafter=SHAPES[family] if drafter is None else drafter,
+        loss={"forward_kl": 1.0},
+        regenerate={"batch_size": 3},
+        evaluation={"num_speculative_tokens": 2},
+        on_policy=None if on_policy is None else TEXTS | on_policy,
+        joint=joint,
+        training={**defaults, "mixed_precision": "no", **training},
     )
 
 
@@ -110,9 +111,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
+    torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
 def cut_off(trainer: Trainer, step: int) -> None:

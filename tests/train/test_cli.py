@@ -24,15 +24,14 @@ from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.cli import app
-from draftsmith.train.planner.plan import make_stage
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import describe_schema
 from draftsmith.train.trainer import checkpoint
 from tests.quickstart_data import source as quickstart
+from tests.support.targets import save_target
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZER = ROOT / "recipes" / "quickstart" / "target"
 
 
 def call(*arguments: object) -> tuple[int, str]:
@@ -55,14 +54,8 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def target_folder(tmp_path_factory, tiny_model) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / name, folder)
-    tiny_model(
-        "qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2
-    ).save_pretrained(folder)
-    return folder
+def target_folder(tmp_path_factory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
@@ -180,26 +173,6 @@ def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
     assert "the target's tokenizer" in output and "trained parameters" in output
 
 
-def test_dry_run_counts_what_the_run_would_have(recipe_file, target_folder):
-    """Parameters and taps of the sketch are those of the loaded target and drafter."""
-    recipe = load_recipe(recipe_file)
-    plan, target = make_stage(recipe), FrozenTarget.from_pretrained(str(target_folder))
-    config = drafter_config(recipe, target)
-    drafter = family_class("eagle3")(config).attach(target)
-    assert plan.drafter == config
-    assert plan.trainable == sum(p.numel() for p in drafter.trainable_parameters())
-    planned = {name: p.shape for name, p in plan.head.named_parameters() if p.requires_grad}
-    assert planned == {name: p.shape for name, p in drafter.named_parameters()}
-    assert plan.target.num_parameters == sum(p.numel() for p in target.model.parameters())
-    assert (plan.target.dtype, plan.target.num_layers) == (target.dtype, target.num_layers)
-    batch = torch.randint(5, 4096, (1, 7))
-    features = FrozenTarget(target.model, config.tap_layers).features(
-        batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0
-    )
-    measured = features.taps.nbytes + features.last_hidden.nbytes
-    assert plan.feature_bytes * 7 == measured
-
-
 # ------------------------------------------------------------------ export and inspect
 
 
@@ -303,37 +276,21 @@ def test_inspect_of_methods_without_a_folder():
 
 
 @pytest.mark.slow
-def test_evaluate_measures_a_suite_by_category(target_folder, drafter_folder, tmp_path):
-    """A row per category and one for all, both acceptance lengths, and what they depend on; in the
-    report as well."""
+def test_evaluate_measures_suites_by_name(target_folder, drafter_folder, tmp_path):
     path, out = tmp_path / "question.jsonl", tmp_path / "out"
-    rows = [
-        {"category": "writing", "turns": ["Tell a tale.", "Once more."]},
-        {"category": "qa", "turns": ["Why?"]},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of = (
-        "evaluate",
-        "--model",
-        target_folder,
-        "--drafter",
-        drafter_folder,
-        "--suite",
-        "spec_bench",
-    )
+    path.write_text('{"category": "writing", "turns": ["Tell a tale.", "Once more."]}\n')
+    of = ("evaluate", "--model", target_folder, "--drafter", drafter_folder)
     small = ("--max-tokens", 8, "-k", 2, "--temperature", 0, "--repeats", 0, "--out", out)
-    code, output = call(*of, "--suite-path", path, *small)
+    code, output = call(*of, "--suite", "spec_bench", "--suite-path", path, *small)
     assert code == 0, output
     report = load_report(out / "acceptance.json")
     (facts,) = report.suites
     assert facts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (facts.name, facts.conversations, facts.max_tokens) == ("spec_bench", 2, 8)
-    prompts = {cell.workload: cell.prompts for cell in report.results}
-    assert prompts == {"writing": 2, "qa": 1, "all": 3}
+    assert (facts.name, facts.conversations, facts.max_tokens) == ("spec_bench", 1, 8)
     assert report.summary["lossless_mismatches"] == 0
     assert "spec_bench" in (out / "report.html").read_text()
-    assert "suites/spec_bench.jsonl" in refused(*of, "--out", out)
-    assert "expected names of spec_bench" in refused(*of[:-1], "spec")
+    assert "suites/spec_bench.jsonl" in refused(*of, "--suite", "spec_bench", "--out", out)
+    assert "expected names of spec_bench" in refused(*of, "--suite", "spec")
 
 
 @pytest.mark.slow

@@ -39,9 +39,8 @@ def filled(hub_cache, target_folder, drafter_folder, tmp_path):
     hub_cache(HEAD, drafter_folder, "v1")
     target = FrozenTarget.from_pretrained(str(target_folder))
     torch.manual_seed(5)
-    other = family_class("eagle3")(config_for_target(target, "eagle3", draft_vocab_size=64)).attach(
-        target
-    )
+    config = config_for_target(target, "eagle3", draft_vocab_size=64)
+    other = family_class("eagle3")(config).attach(target)
     hub_cache(HEAD, export_drafter(other, tmp_path / "other", dtype=torch.float32))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
@@ -49,11 +48,8 @@ def filled(hub_cache, target_folder, drafter_folder, tmp_path):
 
 
 def tokens(llm: LLM) -> list[int]:
-    return list(
-        llm.generate(["A word"], SamplingParams(temperature=0, max_tokens=6))[0]
-        .outputs[0]
-        .token_ids
-    )
+    (output,) = llm.generate(["A word"], SamplingParams(temperature=0, max_tokens=6))
+    return list(output.outputs[0].token_ids)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -64,11 +60,8 @@ def test_revisions_are_told_from_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert split_revision("org/name@v1") == ("org/name", "v1")
     assert split_revision("org/name@refs/pr/1") == ("org/name", "refs/pr/1")
-    assert (
-        split_revision("org/name", "v1")
-        == split_revision("org/name@v1", "v1")
-        == ("org/name", "v1")
-    )
+    for given in (("org/name", "v1"), ("org/name@v1", "v1")):
+        assert split_revision(*given) == ("org/name", "v1")
     for other in ("org/name", "some/folder/x@y", "./x@y", "/x@y", "x@", "@x"):
         assert split_revision(other) == (other, None)
     (tmp_path / "org" / "name@v1").mkdir(parents=True)
@@ -94,21 +87,15 @@ def test_folders_are_no_repositories(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
     expected = tokens(LLM(str(target_folder)))
-    head = {"method": "eagle3", "num_speculative_tokens": 2}
-    assert (
-        tokens(LLM(f"{TARGET}@v1", speculative_config={"model": f"{HEAD}@v1", **head})) == expected
-    )
-    llm = LLM(
-        TARGET,
-        revision="v1",
-        speculative_config={"model": HEAD, "revision": "v1", "num_speculative_tokens": 2},
-    )
-    assert tokens(llm) == expected
-    by_id, local = (
-        load_drafter(name, llm.engine.target).state_dict()
-        for name in (f"{HEAD}@v1", drafter_folder)
-    )
-    assert all(torch.equal(by_id[name], tensor) for name, tensor in local.items())
+    for options, target, head in (
+        ({}, f"{TARGET}@v1", {"model": f"{HEAD}@v1"}),
+        ({"revision": "v1"}, TARGET, {"model": HEAD, "revision": "v1"}),
+    ):
+        llm = LLM(target, speculative_config={**head, "num_speculative_tokens": 2}, **options)
+        assert tokens(llm) == expected
+    by_id = load_drafter(f"{HEAD}@v1", llm.engine.target).state_dict()
+    for name, tensor in load_drafter(drafter_folder, llm.engine.target).state_dict().items():
+        assert torch.equal(by_id[name], tensor), name
     assert cached_folder(f"{HEAD}@v1") == cached_folder(HEAD, "v1")
 
 
@@ -121,37 +108,24 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     """Target and starting weights by id: planned, looked at, trained, measured, exported
     again."""
     tree = yaml.safe_load(recipe_file.read_text())
-    tree["target"]["model"] = f"{TARGET}@v1"
-    tree["drafter"] = {"init_from": f"{HEAD}@v1", "unroll_steps": 2}
-    tree["regenerate"] = {"max_new_tokens": 6}
-    tree["training"] = {
-        "steps": 1,
-        "batch_size": 1,
-        "learning_rate": 1e-9,
-        "eval_every": 1,
-        "mixed_precision": "no",
+    tree |= {
+        "target": {"model": f"{TARGET}@v1"},
+        "drafter": {"init_from": f"{HEAD}@v1", "unroll_steps": 2},
+        "data": {"train": [quickstart("train", 3)], "validation": [quickstart("validation", 1)]},
+        "regenerate": {"max_new_tokens": 6},
+        "training": {"steps": 1, "learning_rate": 1e-9, "eval_every": 1, "mixed_precision": "no"},
+        "evaluation": {"max_tokens": 6, "num_speculative_tokens": 2, "temperatures": [0.0]},
+        "gates": {"lossless_mismatches": {"max": 0}},
     }
-    tree["evaluation"] = {
-        "prompts": [quickstart("test", 1)],
-        "max_tokens": 6,
-        "num_speculative_tokens": 2,
-        "temperatures": [0.0],
-        "repeats": 1,
-        "baseline_transformers": False,
-    }
-    tree["data"]["train"] = [quickstart("train", 3)]
-    tree["data"]["validation"] = [quickstart("validation", 1)]
-    tree["gates"] = {"lossless_mismatches": {"max": 0}}
+    tree["evaluation"] |= {"repeats": 1, "baseline_transformers": False}
     recipe_file.write_text(yaml.safe_dump(tree))
     for command in (("train", "--dry-run"), ("prepare",)):
         code, output = call(command[0], recipe_file, *command[1:])
         assert code == 0, output
     assert run(recipe_file) == 0
     trained = load_file(tmp_path / "run" / "export" / "model.safetensors")
-    began = load_file(drafter_folder / "model.safetensors")
-    assert all(
-        torch.allclose(trained[name].float(), began[name].float(), atol=1e-6) for name in began
-    )
+    for name, tensor in load_file(drafter_folder / "model.safetensors").items():
+        torch.testing.assert_close(trained[name].float(), tensor.float(), atol=1e-6, rtol=1e-5)
     reexport(tmp_path / "run", tmp_path / "again")
     assert load_report(tmp_path / "run" / "acceptance.json").provenance.target_name == TARGET
 

@@ -7,8 +7,10 @@ first few."""
 from __future__ import annotations
 
 import os
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,8 +61,6 @@ def in_worlds(
 
 
 def _next(results, members, seconds: float):
-    import time
-
     until = time.monotonic() + seconds
     while results.empty():
         assert time.monotonic() < until, "the worlds take too long"
@@ -88,35 +88,27 @@ def _member(
             results.put((scenario.name, None, result))
 
 
-class _world:
-    def __init__(self, rank: int, scenario: Scenario, rendezvous: Path) -> None:
-        self.rank, self.scenario, self.rendezvous = rank, scenario, rendezvous
+@contextmanager
+def _world(rank: int, scenario: Scenario, rendezvous: Path) -> Iterator[None]:
+    import torch
+    from accelerate.state import AcceleratorState, GradientState
 
-    def __enter__(self) -> None:
-        import torch
-
-        size = self.scenario.processes
-        os.environ |= {"ACCELERATE_USE_CPU": "true"}
-        if size > 1:
-            numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
-            numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
-            os.environ |= numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-            store = f"file://{self.rendezvous}"
-            limit = timedelta(seconds=120)
-            torch.distributed.init_process_group(
-                "gloo", init_method=store, rank=self.rank, world_size=size, timeout=limit
-            )
-        if self.scenario.sharded:
-            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-    def __exit__(self, *error: object) -> None:
-        import torch
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        if torch.distributed.is_initialized() and error[0] is None:
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
-        for name in (*WORLD, "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
-            os.environ.pop(name, None)
+    size = scenario.processes
+    os.environ |= {"ACCELERATE_USE_CPU": "true"}
+    if size > 1:
+        numbers = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        numbers |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+        os.environ |= numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        where = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": size}
+        limit = timedelta(seconds=120)
+        torch.distributed.init_process_group("gloo", timeout=limit, **where)
+    if scenario.sharded:
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    yield  # after an error nobody comes here, and the process ends
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if size > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    for name in (*WORLD, "ACCELERATE_USE_FSDP", "FSDP_VERSION"):
+        os.environ.pop(name, None)

@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,6 @@ from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.export.serving_commands import vllm_method
-from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelOptions
-from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
 from tests.vllm.process import VLLMProcess
@@ -48,35 +47,24 @@ def pytest_collection_modifyitems(items) -> None:
 def vllm_python() -> str:
     path = os.environ.get("DRAFTSMITH_VLLM_PYTHON")
     if not path:
-        pytest.skip(
-            "DRAFTSMITH_VLLM_PYTHON is not set: the Python of an environment that has vLLM (make"
-            " test-vllm)"
-        )
+        pytest.skip("DRAFTSMITH_VLLM_PYTHON names no Python that has vLLM (make test-vllm)")
     return path
 
 
 @pytest.fixture(scope="session")
-def shared_vllm(vllm_python: str, tmp_path_factory) -> Iterator[VLLMProcess]:
-    """The process that most tests share."""
-    process = VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")
-    yield process
-    process.close()
-
-
-@pytest.fixture
-def serve(shared_vllm: VLLMProcess, vllm_python: str, tmp_path: Path):
-    """`serve(job)`: the answer of serve.py to a job. `alone`: in a process of its own."""
+def serve(vllm_python: str, tmp_path_factory):
+    """`serve(job)`: the answer of serve.py to a job, in a process that most tests share; `alone`:
+    in one of its own."""
+    shared = VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")
 
     def run(job: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
         if not alone:
-            return shared_vllm(job)
-        process = VLLMProcess(vllm_python, tmp_path / "vllm.log")
-        try:
-            return process(job)
-        finally:
-            process.close()
+            return shared(job)
+        with closing(VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")) as own:
+            return own(job)
 
-    return run
+    with closing(shared):
+        yield run
 
 
 # A float32 target would be served in another precision by default, and the CPU's compilation takes
@@ -146,33 +134,16 @@ def own_texts():
 
     def of(target: FrozenTarget) -> list[TargetFeatures]:
         params = SamplingParams(temperature=0, max_tokens=WRITTEN)
-        outputs = make_llm(target).generate(
-            [{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False
-        )
+        prompts = [{"prompt_token_ids": p} for p in PROMPTS]
+        outputs = make_llm(target).generate(prompts, params, use_tqdm=False)
         features = []
         for prompt, output in zip(PROMPTS, outputs):
             ids = torch.tensor([[*prompt, *output.outputs[0].token_ids]])
-            places = torch.arange(ids.shape[1])[None]
-            features.append(
-                target.features(ids, places, torch.zeros_like(ids), places >= len(prompt))
-            )
+            places, zeros = torch.arange(ids.shape[1])[None], torch.zeros_like(ids)
+            features.append(target.features(ids, places, zeros, places >= len(prompt)))
         return features
 
     return of
-
-
-def student(model: Any, noise: float, **options: Any) -> DraftModel:
-    """A draft model that is disturbed, so that some of its drafts are accepted and some are not."""
-    target, chosen = FrozenTarget(model), DraftModelOptions.model_validate(options)
-    torch.manual_seed(1)
-    drafter = DraftModel(
-        config_for_target(target, "draft_model", **chosen.shape({}, target))
-    ).attach(target)
-    drafter.initialise_from(target, chosen)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(noise * torch.randn_like(parameter))
-    return drafter.eval()
 
 
 # -------------------------------------------------------------------- the comparison
@@ -248,6 +219,11 @@ def run_ours(llm: LLM, k: int) -> Ours:
     return Ours(texts, [drafts[str(i)] for i in range(len(PROMPTS))], counters)
 
 
+def some_accepted(counters: SpecDecodeCounters) -> bool:
+    """And some not, of three drafts a round."""
+    return counters.num_drafts / 8 < counters.num_accepted_tokens < 3 * counters.num_drafts
+
+
 def with_head(model: Any, head: Path, k: int) -> LLM:
     """Our runtime with an exported head."""
     layers = model.config.get_text_config().num_hidden_layers
@@ -256,45 +232,32 @@ def with_head(model: Any, head: Path, k: int) -> LLM:
 
 
 @pytest.fixture(scope="session")
-def _written_without_drafts() -> dict[str, list[list[int]]]:
-    """Texts of vLLM with drafting off, by what wrote them."""
-    return {}
-
-
-@pytest.fixture
-def plain_in_vllm(serve, _written_without_drafts):
+def plain_in_vllm(serve):
     """`plain_in_vllm(job)`: what vLLM writes with drafting off. Each target is asked once."""
+    texts: dict[str, list[list[int]]] = {}
 
     def text(job: dict[str, Any]) -> list[list[int]]:
         digest = hashlib.sha256(repr((job["prompts"], job["max_tokens"], job["options"])).encode())
         for file in sorted(Path(job["model"]).iterdir()):
             digest.update(file.read_bytes())
-        if digest.hexdigest() not in _written_without_drafts:
-            plain = {name: value for name, value in job.items() if name != "speculative_config"}
-            _written_without_drafts[digest.hexdigest()] = serve(plain)["token_ids"]
-        return _written_without_drafts[digest.hexdigest()]
+        if (key := digest.hexdigest()) not in texts:
+            texts[key] = serve(job)["token_ids"]
+        return texts[key]
 
     return text
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def same_as_ours(serve, plain_in_vllm):
     """`same_as_ours(target, speculative_config, llm)`: vLLM writes what it writes with drafting
     off, and our `llm` the same; every draft and every counter is the same. Returns the counters of
     what is in the texts."""
 
-    def check(
-        target: Path,
-        config: dict[str, Any],
-        llm: LLM,
-        *,
-        engine: dict[str, Any] | None = None,
-        **how: bool,
-    ):
+    def check(target: Path, config: dict[str, Any], llm: LLM, engine: Any = None):
         job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN}
         job["options"] = engine or {}
         repaired = {"probe": "without_faults"} if config["method"] == "dflash" else {}
-        theirs = serve(job | {"speculative_config": config, **repaired}, **how)
+        theirs = serve(job | {"speculative_config": config, **repaired})
         ours = run_ours(llm, config["num_speculative_tokens"])
         token_ids = [text[:WRITTEN] for text in ours.texts]
         assert theirs["token_ids"] == plain_in_vllm(job)
@@ -310,22 +273,15 @@ def same_as_ours(serve, plain_in_vllm):
 
 @pytest.fixture
 def same_in_vllm(same_as_ours, tmp_path: Path):
-    """`same_in_vllm(model, drafter, k)`: exports `drafter` and drafts with it greedily in vLLM and
-    in our runtime; see `same_as_ours`. `engine`: further options of vLLM's LLM; `options`: of its
-    `speculative_config`."""
+    """`same_in_vllm(model, drafter)`: exports `drafter` and drafts three tokens a round with it
+    greedily in vLLM and in our runtime; see `same_as_ours`. `engine`: further options of vLLM's
+    LLM."""
 
-    def check(
-        model: Any,
-        drafter: Drafter,
-        k: int,
-        *,
-        engine: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> SpecDecodeCounters:
+    def check(model: Any, drafter: Drafter, engine: Any = None) -> SpecDecodeCounters:
         head = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         model.save_pretrained(tmp_path / "target")
-        config = vllm_method(drafter.config.family) | {"model": str(head)} | options
-        config["num_speculative_tokens"] = k
-        return same_as_ours(tmp_path / "target", config, with_head(model, head, k), engine=engine)
+        config = vllm_method(drafter.config.family) | {"model": str(head)}
+        config["num_speculative_tokens"] = 3
+        return same_as_ours(tmp_path / "target", config, with_head(model, head, 3), engine)
 
     return check

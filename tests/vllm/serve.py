@@ -3,8 +3,8 @@ line out, as JSON.
 
 A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps
 `speculative_config`, `options` of the LLM and `sampling`, further SamplingParams. Its answer:
-`token_ids` of every prompt, all its `samples`, vLLM's `counters`, and `drafts`: of every prompt the
-list of its proposals. A job with a `probe` is answered by the function of that name in probes.py.
+`token_ids` of every prompt, vLLM's `counters`, and `drafts`: of every prompt the list of its
+proposals. A job with a `probe` is answered by the function of that name in probes.py.
 What fails is answered with `error`, the traceback.
 
 The imports take longer than an engine, so one process builds one engine after another; the counters
@@ -21,9 +21,7 @@ import traceback
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": (
-        "0"
-    ),  # the engine in this process, where its drafts can be seen
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine here, where its drafts can be seen
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # more of them wait for one another on a busy machine
     "HF_HUB_OFFLINE": "1",
@@ -82,28 +80,17 @@ def serve(job: dict) -> dict:
     seen = watch_drafts(llm) if job.get("speculative_config") else {}
     sampling = dict(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, detokenize=False)
     sampling |= job.get("sampling", {})
-    if bias := sampling.get("logit_bias"):
-        sampling["logit_bias"] = {
-            int(token): value for token, value in bias.items()
-        }  # JSON's keys are text
-    params = SamplingParams(**sampling)
-    outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in job["prompts"]], params, use_tqdm=False
-    )
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    outputs = llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False)
     counters = {}
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:spec_decode"):
-            counters[metric.name] = (
-                list(metric.values) if hasattr(metric, "values") else metric.value
-            )
+            values = getattr(metric, "values", None)
+            counters[metric.name] = metric.value if values is None else list(values)
+    in_order = sorted(seen, key=lambda name: int(name.split("-")[0]))
     return {
         "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        "samples": [
-            list(completion.token_ids) for output in outputs for completion in output.outputs
-        ],
-        "drafts": [
-            seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))
-        ],
+        "drafts": [seen[request] for request in in_order],
         "counters": counters,
     }
 

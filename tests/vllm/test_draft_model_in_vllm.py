@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support import cases
+from tests.support.cases import student
 from tests.support.tokenizers import byte_level
-from tests.vllm.conftest import PROMPTS, WRITTEN, student
+from tests.vllm.conftest import PROMPTS, WRITTEN, some_accepted
 
-OPT = dict(
-    vocab_size=128,
-    hidden_size=128,
-    ffn_dim=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    word_embed_proj_dim=128,
-    max_position_embeddings=256,
-    init_std=0.3,
-    dropout=0.0,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SIZES = {"vocab_size": 128, "hidden_size": 128, "ffn_dim": 96, "word_embed_proj_dim": 128}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+OPT = cases.OPT | SIZES | ENDS | {"num_hidden_layers": 3, "init_std": 0.3}
 
 
-@pytest.fixture(scope="session")
-def opt():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **OPT)).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def some_accepted(counters: Any) -> bool:
-    return counters.num_drafts / 8 < counters.num_accepted_tokens < 2.9 * counters.num_drafts
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "opt"])
 def test_a_cut_student_drafts_the_same(servable_model, same_in_vllm, architecture: str) -> None:
-    model = servable_model(architecture)
-    drafter = student(model, 0.02, from_target=[0, 1, 2])
-    assert some_accepted(same_in_vllm(model, drafter, 3))
+    model = servable_model(architecture, **(OPT if architecture == "opt" else {}))
+    drafter = student(FrozenTarget(model), 0.02, from_target=[0, 1, 2])
+    assert some_accepted(same_in_vllm(model, drafter))
 
 
 def test_fewer_layers_draft_the_same(servable_model, same_in_vllm) -> None:
@@ -55,7 +33,8 @@ def test_fewer_layers_draft_the_same(servable_model, same_in_vllm) -> None:
     with torch.no_grad():
         for module in (model.model.layers[1].self_attn.o_proj, model.model.layers[1].mlp.down_proj):
             module.weight.mul_(0.1)
-    assert some_accepted(same_in_vllm(model, student(model, 0.0, from_target={"spread": 2}), 3))
+    drafter = student(FrozenTarget(model), from_target={"spread": 2})
+    assert some_accepted(same_in_vllm(model, drafter))
 
 
 def test_another_tokenizer_loads_with_its_map_beside(servable_model, serve, tmp_path: Path) -> None:
@@ -67,33 +46,22 @@ def test_another_tokenizer_loads_with_its_map_beside(servable_model, serve, tmp_
         model = servable_model("llama", vocab_size=len(tokenizer), num_hidden_layers=layers)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    drafting = {
-        "method": "draft_model",
-        "num_speculative_tokens": 3,
-        "use_heterogeneous_vocab": True,
-    }
+    drafting = {"method": "draft_model", "use_heterogeneous_vocab": True}
+    drafting["num_speculative_tokens"] = 3
     llm = LLM(str(folders[0]), speculative_config=drafting | {"model": str(folders[1])})
     head = export_drafter(llm.engine.proposer._drafter, tmp_path / "head", dtype=torch.float32)
     params = SamplingParams(temperature=0, max_tokens=WRITTEN, ignore_eos=True)
     ours = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
-    job = {
-        "model": str(folders[0]),
-        "prompts": PROMPTS,
-        "max_tokens": WRITTEN,
-        "options": {"skip_tokenizer_init": False},
-    }
+    job = {"model": str(folders[0]), "prompts": PROMPTS, "max_tokens": WRITTEN}
+    job["options"] = {"skip_tokenizer_init": False}
     theirs = serve(job | {"speculative_config": drafting | {"model": str(head)}})
     assert theirs["token_ids"] == [output.outputs[0].token_ids for output in ours]
     assert theirs["counters"]["vllm:spec_decode_num_drafts"] > 0
 
 
-def test_opt_drafts_for_opt(opt, same_in_vllm) -> None:
-    drafter = student(opt, 0.02, from_target={"first": 3})
-    assert some_accepted(same_in_vllm(opt, drafter, 3))
-
-
 def test_a_model_of_its_own_drafts_the_same(servable_model, same_in_vllm) -> None:
     """Of another architecture; it agrees with the target by chance."""
     model = servable_model("llama")
-    drafter = student(model, 0.0, config={"model_type": "opt", **OPT, "num_hidden_layers": 1})
-    assert same_in_vllm(model, drafter, 3).num_drafts > 0
+    config = OPT | {"model_type": "opt", "num_hidden_layers": 1}
+    drafter = student(FrozenTarget(model), config=config)
+    assert same_in_vllm(model, drafter).num_drafts > 0

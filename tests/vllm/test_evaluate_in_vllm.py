@@ -6,14 +6,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import pytest
 import torch
 
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.report.build import lay_beside
-from draftsmith.inference.vllm_bridge.server import VllmServer
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
+from draftsmith.inference.vllm_bridge.vllm_server import VllmServer
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
@@ -32,10 +33,7 @@ SETTINGS = EvaluationSettings(
     cost_trials=1,
     lossless_prompts=0,
 )
-SHAPES = {
-    "eagle3": (FITTED, LEAST_SQUARES),
-    "dflash": ({"num_layers": 2, **BLOCK}, {}),
-}
+SHAPES = {"eagle3": (FITTED, LEAST_SQUARES), "dflash": ({"num_layers": 2, **BLOCK}, {})}
 WORKLOADS = {"one": PROMPTS[:2], "two": PROMPTS[2:]}
 
 
@@ -51,9 +49,8 @@ def folders_of(servable_model, own_texts, tmp_path_factory):
         target = FrozenTarget(model, (1, 2, 3))
         drafter = trained(family, target, own_texts(target), shape, options)
         model.save_pretrained(root / "target")
-        return str(root / "target"), str(
-            export_drafter(drafter, root / "head", dtype=torch.float32)
-        )
+        head = export_drafter(drafter, root / "head", dtype=torch.float32)
+        return str(root / "target"), str(head)
 
     return make
 
@@ -68,19 +65,12 @@ def ours(folders):
     return evaluate(*folders, WORKLOADS, SETTINGS)
 
 
-def counted(cell) -> tuple:
-    return (
-        cell.prompts,
-        cell.output_tokens,
-        cell.num_drafts,
-        cell.num_draft_tokens,
-        cell.num_accepted_tokens_per_pos,
-        cell.acceptance_length,
-        cell.acceptance_by_position,
-    )
+COUNTED = "prompts output_tokens num_drafts num_draft_tokens num_accepted_tokens_per_pos"
+COUNTED += " acceptance_length acceptance_by_position"
 
 
 def same_in_both(ours, theirs) -> None:
+    counted = attrgetter(*COUNTED.split())
     for cell in ours.results:
         assert counted(theirs.cell(cell.workload, 0)) == counted(cell)
     assert ours.cell("all", 0).num_drafts / 8 < ours.cell("all", 0).num_accepted_tokens

@@ -11,10 +11,8 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.features_stage import features_of_states
 from tests.vllm.conftest import PROMPTS
 
-ENGINE = {
-    "kv_cache_memory_bytes": 64 << 20,
-    "max_num_batched_tokens": 64,
-}  # long texts come in parts
+# long texts come in parts
+ENGINE = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 64}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

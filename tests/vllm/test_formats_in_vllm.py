@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.inspection import inspect_folder
 from draftsmith.speculators.export.serving_commands import serving, vllm_method
-from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.cases import Case, make
+from tests.vllm.conftest import PROMPTS
 from tests.vllm.process import VLLMError
-from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, LEAST_SQUARES, trained
+from tests.vllm.test_families_in_vllm import BLOCK, DEPTHS, FITTED, LEAST_SQUARES, trained
 
-PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 14)]
-SHAPE = {"norm_before_residual": True, "num_key_value_heads": 4, "draft_vocab_size": 96}
+SHAPE = {**FITTED, "draft_vocab_size": 96}
 
 
 def job(model: Path, **more: Any) -> dict[str, Any]:
@@ -43,32 +44,19 @@ def test_a_folder_of_the_speculators_format_is_all_that_vllm_needs(
     model, target = servable_model("llama"), tmp_path / "target"
     model.save_pretrained(target)
     frozen = FrozenTarget(model, (1, 2, 3))
-    drafter = trained(
-        family, frozen, own_texts(frozen), shape, {} if family == "dflash" else LEAST_SQUARES
-    )
-    provenance = {
-        "target": {"name_or_path": str(target), "architectures": []},
-        "num_speculative_tokens": 3,
-    }
-    folders = {
-        name: export_drafter(
-            drafter, tmp_path / name, dtype=torch.float32, format=name, provenance=provenance
-        )
-        for name in ("vllm", "speculators")
-    }
-    options = next(
-        command.options
-        for command in serving(family, folder=str(folders["vllm"]), tokens=3, config=drafter.config)
-    )
-    native = serve(job(target, speculative_config=options))
-    alone = serve(job(folders["speculators"]))
+    start = {} if family == "dflash" else LEAST_SQUARES
+    drafter = trained(family, frozen, own_texts(frozen), shape, start)
+    provenance = {"target": {"name_or_path": str(target), "architectures": []}}
+    provenance["num_speculative_tokens"] = 3
+    given = {"dtype": torch.float32, "provenance": provenance}
+    head = export_drafter(drafter, tmp_path / "head", **given)
+    whole = export_drafter(drafter, tmp_path / "whole", format="speculators", **given)
+    command, *_ = serving(family, folder=str(head), tokens=3, config=drafter.config)
+    native = serve(job(target, speculative_config=command.options))
+    alone = serve(job(whole))
     assert alone["token_ids"] == native["token_ids"]
     assert alone["counters"] == native["counters"]
     assert native["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
-
-
-def section(**values: Any) -> Any:
-    return lambda c, t: c["dflash_config"].update(values)
 
 
 def prefixed(c: dict[str, Any], t: dict[str, torch.Tensor]) -> None:
@@ -89,7 +77,7 @@ FAULTS: list[tuple[str, str, dict[str, Any], Any]] = [
     ("fc.weight", "dflash", ONE, lambda c, t: t.pop("fc.weight")),
     ("stray.weight", "dflash", ONE, lambda c, t: t.update({"stray.weight": torch.ones(3)})),
     ("model.", "dflash", ONE, prefixed),
-    ("is_causal", "dflash", ONE, section(causal=True)),
+    ("is_causal", "dflash", ONE, lambda c, t: c["dflash_config"].update(causal=True)),
     ("use_sliding_window", "dflash", WINDOW, lambda c, t: c.pop("use_sliding_window")),
 ]
 
@@ -102,15 +90,9 @@ def test_vllm_makes_of_a_fault_what_the_layout_says(
 ) -> None:
     """A published folder: inspect names the fault, and whether vLLM serves it."""
     model, target = servable_model("llama"), tmp_path / "target"
-    frozen = FrozenTarget(model, (1, 2, 3))
-    config = config_for_target(frozen, family, tap_layers=(1, 2, 3), **shape)
-    drafter = family_class(family)(config).attach(frozen)
-    if drafter.draft_to_target is not None:
-        drafter.draft_to_target.copy_(torch.arange(config.draft_vocab_size) + 16)
     model.save_pretrained(target)
-    folder = export_drafter(
-        drafter.initialise_from(frozen).eval(), tmp_path / "head", dtype=torch.float32
-    )
+    _, drafter = make(Case(family, shape, taps=(1, 2, 3)), model, noise=0.0)
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     fields.pop("draftsmith")
@@ -120,8 +102,7 @@ def test_vllm_makes_of_a_fault_what_the_layout_says(
     inspection = inspect_folder(folder, FrozenTarget.from_pretrained(str(target)))
     says = next(fault.engines for fault in inspection.faults if fault.where == where)
     options = vllm_method(family) | {"model": str(folder), "num_speculative_tokens": 3}
-    if "refuse" in says:
-        with pytest.raises((VLLMError, AssertionError)):  # it says why, or its process is gone
-            serve(job(target, speculative_config=options))
-    else:
+    # where vLLM refuses it says why, or its process is gone
+    fails = pytest.raises((VLLMError, AssertionError)) if "refuse" in says else nullcontext()
+    with fails:
         serve(job(target, speculative_config=options))

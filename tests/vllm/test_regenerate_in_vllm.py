@@ -30,16 +30,11 @@ ASKED = (
 
 def chat(i: int) -> Example:
     """One to three questions; the answers of the data are in nobody's way."""
-    turns = [
-        (
-            {"role": "user", "content": ASKED[(i + n) % 5]},
-            {"role": "assistant", "content": "as in the data"},
-        )
-        for n in range(1 + i % 3)
-    ]
-    return Example(
-        "chat", f"chats:{i}", messages=tuple(message for turn in turns for message in turn)
-    )
+    messages: list[dict[str, str]] = []
+    for n in range(1 + i % 3):
+        messages.append({"role": "user", "content": ASKED[(i + n) % 5]})
+        messages.append({"role": "assistant", "content": "as in the data"})
+    return Example("chat", f"chats:{i}", messages=tuple(messages))
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +51,14 @@ def server(vllm_server) -> str:
 def write(own_llm, tmp_path):
     def run(folder: str, *, llm=None, max_length=256, **keys):
         section = RegenerateSection.model_validate({"max_new_tokens": 24, "turns": "all"} | keys)
-        target, end = (
-            own_llm.engine.target,
-            end_of_sequence_ids(own_llm.engine.target, own_llm.get_tokenizer()),
-        )
+        target, tokenizer = own_llm.engine.target, own_llm.get_tokenizer()
+        end = tuple(end_of_sequence_ids(target, tokenizer))
         return regenerate(
             llm if section.endpoints else own_llm,
             [chat(i) for i in range(9)],
-            ConversationTokenizer(own_llm.get_tokenizer()),
+            ConversationTokenizer(tokenizer),
             section,
-            facts=TargetFacts(str(TARGET), 1024, target.vocab_size, tuple(end)),
+            facts=TargetFacts(str(TARGET), 1024, target.vocab_size, end),
             target_hash="t",
             folder=tmp_path / folder,
             max_length=max_length,

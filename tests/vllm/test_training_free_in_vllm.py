@@ -18,16 +18,18 @@ from draftsmith.inference import SamplingParams
 from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex
-from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
+from tests.support.engines import proposer_of
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
 from tests.vllm.process import VLLMError
 
 SIZE = 2  # of the matches of ngram
+NGRAM = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
+Context = tuple[list[int], list[int]]  # what was written before, and the drafts
 SUFFIX = {
-    "max_tree_depth": 24,
-    "max_cached_requests": 0,
-    "max_spec_factor": 1.0,
-    "min_token_prob": 0.1,
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
 }
 
 
@@ -42,33 +44,21 @@ def drafted(servable_model, serve, plain_in_vllm, tmp_path: Path):
             for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 module.weight.mul_(0.003)
     model.save_pretrained(tmp_path / "target")
-    job = {
-        "model": str(tmp_path / "target"),
-        "prompts": PROMPTS,
-        "max_tokens": WRITTEN,
-        "options": {},
-    }
+    job = {"model": str(tmp_path / "target"), "prompts": PROMPTS, "max_tokens": WRITTEN}
+    job["options"] = {}
 
-    def run(
-        config: dict[str, Any], *, alone: bool = False
-    ) -> list[list[tuple[list[int], list[int]]]]:
+    def run(config: dict[str, Any], *, alone: bool = False) -> list[list[Context]]:
         answer = serve(job | {"speculative_config": config}, alone=alone)
         assert answer["token_ids"] == plain_in_vllm(job)
-        counters = answer["counters"]
-        accepted, all_drafts = (
-            counters[f"vllm:spec_decode_num_{n}_tokens"] for n in ("accepted", "draft")
-        )
-        assert 20 < accepted < all_drafts
-        texts = zip(PROMPTS, answer["token_ids"], answer["drafts"], strict=True)
-        # after the last round vLLM drafts once more, for a text that is longer than what it returns
-        return [
-            [
-                (prompt + text[: verified.written], verified.row)
-                for verified in rounds(rows, text)
-                if verified.written < WRITTEN
-            ]
-            for prompt, text, rows in texts
-        ]
+        drafted = answer["counters"]["vllm:spec_decode_num_draft_tokens"]
+        assert 20 < answer["counters"]["vllm:spec_decode_num_accepted_tokens"] < drafted
+        requests = []
+        for prompt, text, rows in zip(PROMPTS, answer["token_ids"], answer["drafts"], strict=True):
+            # after the last round vLLM drafts once more, for a text that is longer than what it
+            # returns
+            within = [verified for verified in rounds(rows, text) if verified.written < WRITTEN]
+            requests.append([(prompt + text[: v.written], v.row) for v in within])
+        return requests
 
     return run
 
@@ -83,36 +73,25 @@ def test_ngram_drafts_the_same(drafted) -> None:
     """The same contexts have a match. Of several vLLM takes the first and ours the latest, and
     vLLM's draft ends with the text (docs/families/training-free.md): so the drafts are the same up
     to there for a match that is the only one."""
-    config = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_min": SIZE,
-        "prompt_lookup_max": SIZE,
-    }
-    single = several = 0
+    counts = []
+    config = NGRAM | {"num_speculative_tokens": 4}
     for context, row in chain(*drafted(config, alone=True)):  # numba stays in the process (fault 3)
-        ours, positions = (
-            NgramIndex(SIZE, SIZE).lookup(context, 4),
-            occurrences(context[-SIZE:], context),
-        )
+        ours = NgramIndex(SIZE, SIZE).lookup(context, 4)
+        positions = occurrences(context[-SIZE:], context)
         assert bool(row) == bool(ours) == bool(positions)
-        if len(positions) == 1:
-            assert row == ours[: len(context) - positions[0]]
-        elif positions:
-            assert row == context[positions[0] : positions[0] + 4]
-            assert (
-                ours[: len(context) - positions[-1]] == context[positions[-1] : positions[-1] + 4]
-            )
-        single, several = single + (len(positions) == 1), several + (len(positions) > 1)
-    assert single > 10 and several > 10
+        if positions:
+            first, last = positions[0], positions[-1]
+            assert row == context[first : first + 4]
+            assert ours[: len(context) - last] == context[last : last + 4]
+        counts.append(len(positions))
+    assert counts.count(1) > 10 and sum(count > 1 for count in counts) > 10
 
 
 def test_vllm_follows_the_advice(drafted) -> None:
     """What `bench` advises is taken as it is: none of four requests has more drafts than its K for
     them."""
     gains = {4: {4: 0.8, 2: 1.1}, 16: {4: 2.0, 2: 1.5}}
-    config = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
-    config |= advised_lengths(gains)
+    config = NGRAM | advised_lengths(gains)
     assert config["num_speculative_tokens"] == 4 and config[SCHEDULE] == [[1, 8, 2], [9, 512, 4]]
     assert max(len(row) for _, row in chain(*drafted(config, alone=True))) == 2
 
@@ -120,10 +99,8 @@ def test_vllm_follows_the_advice(drafted) -> None:
 def test_suffix_drafts_the_same(drafted) -> None:
     """Of each request's own text, since vLLM opens running responses to one another
     (docs/families/training-free.md). Where they differ one draft is as good as the other."""
-    config = {"method": "suffix", "num_speculative_tokens": 8}
-    config |= {f"suffix_decoding_{name}": value for name, value in SUFFIX.items()}
     try:
-        requests = drafted(config)
+        requests = drafted({"method": "suffix", "num_speculative_tokens": 8, **SUFFIX})
     except VLLMError as error:
         if "Arctic Inference is required" not in str(error):
             raise
@@ -138,7 +115,7 @@ def test_suffix_drafts_the_same(drafted) -> None:
 
 def ours_of(contexts: list[tuple[list[int], list[int]]]) -> Iterator[list[int]]:
     """What our proposer drafts at each of the contexts of one request."""
-    proposer = SuffixProposer(8, **SUFFIX)
+    proposer = proposer_of("suffix", 8, **SUFFIX)
     request = Request("0", 0, contexts[0][0], SamplingParams(), generator=None, max_model_len=256)
     for context, _ in contexts:
         request.token_ids[:] = context

@@ -6,21 +6,17 @@ One that fails with "fault N is gone" is good news: what was written because of 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.speculators.export import export_drafter
-from draftsmith.speculators.export.layouts.base import WEIGHTS
-from tests.vllm.conftest import PROMPTS, student
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.cases import Case, make, student
+from tests.vllm.conftest import PROMPTS
 from tests.vllm.process import VLLMError
-
-HEAD, LAYERS = 32, 2  # of the DFlash drafter
 
 
 def gone(fault: str, work_around: str) -> str:
@@ -54,7 +50,7 @@ def job(target: Path) -> dict[str, Any]:
 @pytest.fixture
 def drafting(servable_model, tmp_path: Path) -> dict[str, Any]:
     """The configuration of a draft model that is now right, now wrong: the target, disturbed."""
-    drafter = student(servable_model("llama"), 0.02, from_target=[0, 1, 2])
+    drafter = student(FrozenTarget(servable_model("llama")), 0.02, from_target=[0, 1, 2])
     folder = export_drafter(drafter, tmp_path / "student", dtype=torch.float32)
     return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
 
@@ -96,35 +92,11 @@ def test_fault_6_min_p_is_refused_while_drafting(serve, job, drafting) -> None:
 
 
 @pytest.fixture
-def dflash(tmp_path: Path) -> dict[str, Any]:
-    """The configuration of a random DFlash drafter of two layers."""
-    folder = tmp_path / "dflash"
-    fields = dict(
-        model_type="qwen3",
-        hidden_size=128,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HEAD,
-        vocab_size=128,
-        max_position_embeddings=256,
-    )
-    own = {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": 4,
-        "num_target_layers": 3,
-        "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 2]},
-    }
-    torch.manual_seed(0)
-    layers = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    tensors = layers.model.state_dict()
-    del tensors["embed_tokens.weight"]
-    tensors["fc.weight"] = 0.1 * torch.randn(128, 3 * 128)
-    tensors["hidden_norm.weight"] = torch.ones(128)
-    for i in range(LAYERS):
-        tensors[f"layers.{i}.self_attn.k_norm.weight"] = torch.full((HEAD,), i + 1.0)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(AutoConfig.for_model(**fields).to_dict() | own))
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+def dflash(servable_model, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a random DFlash drafter of two layers, which norm keys differently."""
+    shape = {"num_layers": 2, "block_size": 4, "mask_token_id": 127}
+    _, drafter = make(Case("dflash", shape, taps=(1, 2, 3)), servable_model("llama"), noise=0.0)
+    for number, layer in enumerate(drafter.layers, 1):
+        layer.self_attn.k_norm.weight.data.fill_(number)
+    folder = export_drafter(drafter, tmp_path / "dflash", dtype=torch.float32)
     return {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}

@@ -1,9 +1,10 @@
-"""`draftsmith inspect` and `draftsmith export`, over speculators/export. torch is imported when a
-command runs."""
+"""`draftsmith inspect`, `export` and `push`: on a drafter on disk. Torch is imported when one
+runs."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.hub import repository_id
+from draftsmith.train.commands.options import AsJson, Model, TargetLayers
 from draftsmith.train.recipe.data_sections import Dtype
 
 if TYPE_CHECKING:
@@ -24,29 +26,22 @@ if TYPE_CHECKING:
 def export(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A run's folder, or the folder or id of a drafter.",
-        ),
+        typer.Argument(metavar="SOURCE", help="A run's folder, or the folder or id of a drafter."),
     ],
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The folder to write; what it held is replaced.")
     ],
     dtype: Annotated[Dtype, typer.Option(help="auto: the recipe's or the drafter's.")] = "auto",
     format: Annotated[str, typer.Option(help="vllm, speculators, sglang, transformers.")] = "vllm",
-    model: Annotated[
-        str, typer.Option(help="The target, where the drafter does not name it.")
-    ] = "",
-    target_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the target, if the drafter does not name its taps."),
-    ] = None,
+    model: Model = "",
+    target_layers: TargetLayers = None,
     into: Annotated[
         Path | None,
         typer.Option(help="A target's folder: OUT is its copy with the MTP module of SOURCE."),
     ] = None,
 ) -> None:
-    """Export the best checkpoint of a run, or convert a drafter to another format."""
+    """Export the best checkpoint of a run, or convert a drafter to another format. --model names
+    the target where the drafter does not."""
     from draftsmith.speculators.export import read_drafter_config, read_fields
     from draftsmith.speculators.export.convert import convert, write_back
     from draftsmith.train.pipeline.export_stage import reexport
@@ -81,22 +76,17 @@ def inspect(
             help=f"A drafter: folder or repository id; or {', '.join(TRAINING_FREE)}.",
         ),
     ],
-    model: Annotated[str, typer.Option(help="A target to check it against.")] = "",
+    model: Model = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor as well.")] = False,
-    target_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the target, for heads that do not say which they tap."),
-    ] = None,
+    target_layers: TargetLayers = None,
     vllm_version: Annotated[
         str | None,
-        typer.Option(
-            help="Show the command of this vLLM, such as 0.33. Default: the newest that serves it."
-        ),
+        typer.Option(help="Show the command of this vLLM, such as 0.33; default: the newest fit."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show a drafter, its faults, and the engines' reactions to each of them. Exit code 1: there
-    are faults."""
+    """Show a drafter, its faults, and the engines' reactions to each of them; with --model it is
+    held to that target. Exit code 1: there are faults."""
     from draftsmith.speculators.export.inspection import inspect_folder
     from draftsmith.train.recipe.sections import TargetSection
 
@@ -134,6 +124,53 @@ def inspect(
     else:
         _print(Console(), result, commands, tensors)
     raise typer.Exit(0 if result.sound else 1)
+
+
+def push(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="An exported drafter, or the folder of a run.")
+    ],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="The repository on the Hub.")
+    ],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make the repository public; private otherwise.")
+    ] = False,
+    base_model: Annotated[
+        str, typer.Option(metavar="ORG/NAME", help="The target's id, for the card.")
+    ] = "",
+    license_: Annotated[
+        str, typer.Option("--license", help="License for the card, such as apache-2.0.")
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option(help="acceptance.json; default: the one beside the drafter.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be sent and print the card.")
+    ] = False,
+) -> None:
+    """Upload a drafter with a card from its acceptance report; again, it sends only what is
+    missing."""
+    from draftsmith.speculators.export.upload import Destination
+    from draftsmith.train.pipeline.publish import CARD, PushOptions, stage
+    from draftsmith.train.pipeline.publish import push as upload
+
+    options = PushOptions(base_model or None, license_ or None, report)
+    to = Destination(repository, not public)
+    if not dry_run:
+        typer.echo(f"{to}: {upload(folder, to, options, say=_note)}")
+        return
+    with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as scratch:
+        staged = stage(folder, repository, Path(scratch), options, say=_note)
+        typer.echo((staged / CARD).read_text(encoding="utf-8"))
+        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
+            size = path.stat().st_size
+            typer.echo(f"{size:>15,} bytes  {path.relative_to(staged).as_posix()}")
+    typer.echo(f"This would go to {to}; nothing was sent")
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(Text(f"note: {text}", style="yellow"))
 
 
 def _inspect_method(method: str, model: str, as_json: bool) -> None:

@@ -41,7 +41,7 @@ def certify(
     it does not; 3: nothing shows that it drafted."""
     from draftsmith.inference.bench.certify import Completions, serving
     from draftsmith.inference.bench.certify import certify as certificate_of
-    from draftsmith.inference.bench.load import client_at
+    from draftsmith.inference.bench.load_generator import client_at
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.suites import read_prompts
     from draftsmith.inference.whole_file import write_whole

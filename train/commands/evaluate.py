@@ -1,5 +1,4 @@
-"""`draftsmith evaluate`: its options and the engines that they name. Torch is imported when it
-runs."""
+"""`draftsmith evaluate`: its options and engines. Torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -11,10 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.inference.console import json_option
+from draftsmith.inference.flags import json_option
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.commands.options import Overrides
+from draftsmith.train.commands.options import (
+    DraftTokens,
+    MaxTokens,
+    Model,
+    Overrides,
+    Precision,
+)
 
 if TYPE_CHECKING:
     from draftsmith.inference.evaluation.evaluate import EngineMaker
@@ -28,31 +33,22 @@ def evaluate(
         Path | None, typer.Argument(metavar="RECIPE", help="Evaluate the export of this run.")
     ] = None,
     overrides: Overrides = None,
-    model: Annotated[
-        str, typer.Option(help="Instead of a recipe: the target, a folder or repository id.")
-    ] = "",
-    drafter: Annotated[str, typer.Option(help="Instead of a recipe: the exported drafter.")] = "",
-    method: Annotated[
-        str, typer.Option(help=f"Instead of a drafter: {', '.join(TRAINING_FREE)}.")
-    ] = "",
+    model: Model = "",
+    drafter: Annotated[str, typer.Option(help="With --model: the exported drafter.")] = "",
+    method: Annotated[str, typer.Option(help=f"Or one of {', '.join(TRAINING_FREE)}.")] = "",
     engine: Annotated[
         list[str] | None,
         typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side."),
     ] = None,
     url: Annotated[
         str,
-        typer.Option(
-            help="A vLLM server that drafts and reports its rounds; without it one is started."
-        ),
+        typer.Option(help="A vLLM server that drafts and reports its rounds; default: a new one."),
     ] = "",
     baseline_url: Annotated[
         str, typer.Option(help="A vLLM server of the same target that does not draft.")
     ] = "",
     vllm_python: Annotated[
-        str,
-        typer.Option(
-            help="Python of an environment that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON."
-        ),
+        str, typer.Option(help="Python that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
     ] = "",
     vllm_options: Annotated[str, typer.Option(metavar="JSON", help="Options of vLLM's LLM.")] = "",
     prompts: Annotated[
@@ -60,54 +56,30 @@ def evaluate(
     ] = "",
     suite: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Benchmark suite (docs/evaluate.md), alone or with --prompts; repeatable.",
-        ),
+        typer.Option(metavar="NAME", help="Benchmark suite (docs/evaluate.md); repeatable."),
     ] = None,
     suite_path: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Data file of each --suite, in the same order; default: suites/NAME.jsonl.",
-        ),
+        typer.Option(metavar="FILE", help="File of each --suite; default: suites/NAME.jsonl."),
     ] = None,
     chat_template_kwargs: Annotated[
-        str,
-        typer.Option(
-            metavar="JSON", help="Variables of the chat template, such as enable_thinking."
-        ),
+        str, typer.Option(metavar="JSON", help="Variables of the template: enable_thinking, ...")
     ] = "",
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            min=1,
-            help="Drafts per round; default: 4 of a drafter, the method's own otherwise.",
-        ),
-    ] = None,
+    num_speculative_tokens: DraftTokens = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="May be repeated; default: 0 and 1.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
+    max_tokens: MaxTokens = 128,
     prompts_per_workload: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Prompts of each workload; default: 16, all of a suite's category."
-        ),
+        int | None, typer.Option(min=1, help="Default: 16; all of a suite's category.")
     ] = None,
     repeats: Annotated[
         int, typer.Option(min=0, help="Interleaved repetitions of every timing; 0: no times.")
     ] = 3,
-    dtype: Annotated[
-        str,
-        typer.Option(help="Precision of the target; auto: that of its files."),
-    ] = "auto",
+    dtype: Precision = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/evaluation"),
 ) -> None:
-    """The acceptance report: of a recipe's run (exit code 1: a gate is missed), or of --drafter for
-    --model."""
+    """The acceptance report of a recipe's run (exit code 1: a gate is missed), or of --drafter."""
     from draftsmith.train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from draftsmith.train.recipe.load import load_recipe
 
@@ -181,13 +153,12 @@ def _engines(
         raise ConfigError("stands beside --url, a server that drafts", where="--baseline-url")
     if not names:
         return None
-    from draftsmith.inference.vllm_bridge.server import VllmServer
+    from draftsmith.inference.evaluation.engines import RuntimeEngine
     from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
-    from draftsmith.train.pipeline.acceptance_stage import Engines
+    from draftsmith.inference.vllm_bridge.vllm_server import VllmServer
 
-    if VLLM not in names:
-        return Engines()
     vllm: EngineMaker = VllmOptions(python or None, json_option("--vllm-options", options) or {})
     if url:
         vllm = partial(VllmServer, url=url, baseline_url=baseline_url or None)
-    return Engines(OURS in names, vllm)
+    makers: dict[str, EngineMaker] = {OURS: RuntimeEngine, VLLM: vllm}
+    return {name: makers[name] for name in names}

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.commands.options import Model
 
 if TYPE_CHECKING:
     from draftsmith.speculators.config import DrafterConfig
@@ -53,7 +54,7 @@ class Lengths:
 
 
 def init(
-    model: Annotated[str, typer.Option(help="The target: a folder or repository id.")],
+    model: Model,
     data: Annotated[Path, typer.Option(help="Conversations to train on, such as chats.jsonl.")],
     validation: Annotated[
         Path | None, typer.Option(help="Held-out conversations; default: a twentieth of --data.")
@@ -173,58 +174,50 @@ def _text(
     from draftsmith.train.planner.describe import duration
 
     data, model = tree["data"], tree["target"]["model"]
+    prompts = f"{QUANTILE:.0%} of the prompts have up to {lengths.prompt:,} tokens"
     responses = f"{QUANTILE:.0%} of the data's own have up to {lengths.response:,} tokens"
     if not lengths.response:
         responses = "the data has no responses to go by"
-    lines = [
-        f"# Written by `draftsmith init` from {examples:,} conversations.",
-        f"name: {tree['name']} # its folder is runs/{tree['name']}",
-        f"family: {tree['family']}",
-        f"target: {{model: {json.dumps(model)}}}",
-        *_drafter(config, tree.get("drafter", {})),
-        "data:",
-        *(
-            f"  {part}: [{json.dumps(source)}]"
-            for part in ("train", "validation")
-            for source in data[part]
-        ),
-        f"  max_length: {lengths.max_length} # {QUANTILE:.0%} of the prompts have up to"
-        f" {lengths.prompt:,} tokens",
-    ]
+    mode = learning_rate = ""
     if lengths.thinking is not None:
-        mode = json.dumps(data["chat_template_kwargs"])
-        lines.append(f"  chat_template_kwargs: {mode} # serve the model in the same mode")
-    lines += [
-        "regenerate: # the target answers every prompt anew",
-        f"  max_new_tokens: {lengths.max_new_tokens} # {responses}",
-        "  temperatures: {0.0: 0.5, 1.0: 0.5} # those of serving, and their shares",
-        f"  # In this process {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.",
-        f"  # Servers write faster: vllm serve {model} --port 8000 --max-model-len"
-        f" {lengths.max_length}",
-        f"  {'' if seconds > HOUR else '# '}endpoints: [{{url: http://localhost:8000/v1}}]",
-        "training:",
-        "  epochs: 3",
-        *(
-            ["  learning_rate: 1.0e-3 # layers cut out of the target have much to learn"]
-            if "from_target" in tree.get("drafter", {})
-            else []
-        ),
-        "evaluation:",
-        "  temperatures: [0.0, 1.0]",
-        "gates:",
-        "  lossless_mismatches: {max: 0}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _drafter(config: DrafterConfig, start: Mapping[str, Any]) -> list[str]:
-    """The drafter's section: `start`, and what the model gives by default, written out."""
-    lines = [f"  {key}: {json.dumps(value)} # its start" for key, value in start.items()]
-    if config.tap_layers:
-        lines.append(f"  tap_layers: {list(config.tap_layers)} # hidden states that are read")
-    if config.draft_vocab_size < config.vocab_size:
-        lines.append(
-            f"  draft_vocab_size: {config.draft_vocab_size} # most frequent tokens, of"
-            f" {config.vocab_size:,}"
+        kwargs = json.dumps(data["chat_template_kwargs"])
+        mode = f"  chat_template_kwargs: {kwargs} # serve the model in the same mode\n"
+    if "from_target" in tree.get("drafter", {}):
+        learning_rate = (
+            "  learning_rate: 1.0e-3 # layers cut out of the target have much to learn\n"
         )
-    return ["drafter: # its other keys: draftsmith schema drafter", *lines] if lines else []
+    return f"""\
+# Written by `draftsmith init` from {examples:,} conversations.
+name: {tree["name"]} # its folder is runs/{tree["name"]}
+family: {tree["family"]}
+target: {{model: {json.dumps(model)}}}
+{_drafter(config, tree.get("drafter", {}))}data:
+  train: {json.dumps(data["train"])}
+  validation: {json.dumps(data["validation"])}
+  max_length: {lengths.max_length} # {prompts}
+{mode}regenerate: # the target answers every prompt anew
+  max_new_tokens: {lengths.max_new_tokens} # {responses}
+  temperatures: {{0.0: 0.5, 1.0: 0.5}} # those of serving, and their shares
+  # In this process {duration(max(seconds, 1.0))} on one {gpu}, by `draftsmith plan`.
+  # Servers write faster: vllm serve {model} --port 8000 --max-model-len {lengths.max_length}
+  {"" if seconds > HOUR else "# "}endpoints: [{{url: http://localhost:8000/v1}}]
+training:
+  epochs: 3
+{learning_rate}evaluation:
+  temperatures: [0.0, 1.0]
+gates:
+  lossless_mismatches: {{max: 0}}
+"""
+
+
+def _drafter(config: DrafterConfig, start: Mapping[str, Any]) -> str:
+    """The drafter's section: `start`, and what the model gives by default, written out."""
+    lines = [f"  {key}: {json.dumps(value)} # its start\n" for key, value in start.items()]
+    if config.tap_layers:
+        lines.append(f"  tap_layers: {list(config.tap_layers)} # hidden states that are read\n")
+    if (size := config.draft_vocab_size) < config.vocab_size:
+        most_frequent = f"most frequent tokens, of {config.vocab_size:,}"
+        lines.append(f"  draft_vocab_size: {size} # {most_frequent}\n")
+    return "".join(
+        ["drafter: # its other keys: draftsmith schema drafter\n", *lines] if lines else []
+    )

@@ -1,5 +1,5 @@
-"""Arguments that several commands have: the recipe and its overrides, and the part of a process
-that shares work."""
+"""Arguments that several commands have: a recipe and its overrides, the part of a process that
+shares work, a model and how it decodes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,23 @@ Part = Annotated[
         metavar="I/N", help="Only the I-th of N parts, from 1: several processes share the work."
     ),
 ]
+Model = Annotated[str, typer.Option(help="The target: a folder or repository id.")]
+Precision = Annotated[str, typer.Option(help="Precision of the target; auto: its own.")]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "-k",
+        "--num-speculative-tokens",
+        min=1,
+        help="Drafts per round; default: the method's own; `evaluate`: 4 of a drafter.",
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Longest response.")]
+TargetLayers = Annotated[
+    int | None,
+    typer.Option(help="Layers of the target, for heads that do not say which they tap."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PART = re.compile(r"(?P<number>[1-9][0-9]*)/(?P<of>[1-9][0-9]*)")
 
 

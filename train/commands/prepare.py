@@ -36,8 +36,7 @@ def prepare(
         bool, typer.Option("--validation", help="Look at data.validation instead.")
     ] = False,
 ) -> None:
-    """Read the data of a recipe as a run would: counts, lengths, what is left out and why, and a
-    sample's mask."""
+    """Read a recipe's data as a run would: counts, lengths, what is left out and why, a mask."""
     from draftsmith.train.data.packing import conversation_tokenizer, prepare_rows
     from draftsmith.train.data.prepare import Prepared, askable, bad_rows, training_examples
     from draftsmith.train.data.sources import load_sources
@@ -80,8 +79,7 @@ def prepare(
 
 
 def print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer) -> None:
-    """The rows of an example, supervised text green and the rest dim; the prompt alone if it has no
-    row."""
+    """The rows of an example, supervised text green; the prompt alone if it has no row."""
     import numpy as np
 
     from draftsmith.train.data.bad_rows import BadRow

@@ -1,5 +1,4 @@
-"""`draftsmith try`: every way of drafting side by side on some prompts. Torch is imported when it
-runs."""
+"""`draftsmith try`: ways of drafting side by side. Torch is imported when it runs."""
 
 from __future__ import annotations
 
@@ -9,10 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.train.commands.options import DraftTokens, MaxTokens, Model, Precision
 
 
 def try_methods(
-    model: Annotated[str, typer.Option(help="The target: a folder or repository id.")],
+    model: Model,
     drafter: Annotated[
         list[str] | None, typer.Option(help="An exported drafter; may be repeated.")
     ] = None,
@@ -21,22 +21,14 @@ def try_methods(
         typer.Option(metavar="FILE", help="JSONL of prompts; default: built-in conversations."),
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 8,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            min=1,
-            help="Drafts per round; default: each method's own.",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest response.")] = 128,
+    num_speculative_tokens: DraftTokens = None,
+    max_tokens: MaxTokens = 128,
     temperature: Annotated[
         float, typer.Option(min=0, help="0 is greedy; above it, texts are not compared.")
     ] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved passes of each.")] = 3,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Responses at the same time.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Precision of the target; auto: its own.")] = "auto",
+    dtype: Precision = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, ...; default: cuda, if any.")] = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")
@@ -81,8 +73,7 @@ def try_methods(
 
 def _methods(drafters: list[str], k: int | None) -> dict[str, dict[str, Any]]:
     """Name -> speculative_config: every method without a checkpoint, and the drafters by their
-    folders. No text of an earlier repeat is drafted from. ConfigError for a drafter that is given
-    twice."""
+    folders. No text of an earlier repeat is drafted from. ConfigError: one is given twice."""
     from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE, method_options
 
     tokens = {"num_speculative_tokens": k} if k else {}

@@ -1,7 +1,6 @@
 """Rows that cannot be used: damaged ones, and conversations whose mask cannot be proved.
 
-By the recipe's `data.on_bad_row` the first one stops the run, or they are left out and listed with
-their place and the reason."""
+By `data.on_bad_row` the first one stops the run, or they are listed with place and reason."""
 
 from __future__ import annotations
 

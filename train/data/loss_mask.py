@@ -1,5 +1,4 @@
-"""The loss mask of a conversation: the tokens that the assistant wrote, found with the chat
-template.
+"""The loss mask of a conversation: what the assistant wrote, by the chat template.
 
 A mask is either proved or refused (`BadRow`). It is proved for each assistant turn on the
 conversation that ends with that turn, as serving would see it, in one of two ways:
@@ -29,7 +28,6 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference.provenance import text_sha256
@@ -43,15 +41,6 @@ from draftsmith.train.data.sources import (
     thought_of,
 )
 
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -97,8 +86,8 @@ class Turn:
 
 
 def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
-    """Turns of one conversation, in order, as rows: a turn that another one begins with is
-    supervised in its row."""
+    """Turns of one conversation as rows: a turn that another begins with is supervised in its
+    row."""
     pending, rows = list(turns), []
     while pending:
         last = pending[-1]
@@ -112,8 +101,7 @@ def fewest_rows(turns: Sequence[Turn], workload: str) -> list[TokenRow]:
 
 
 class ConversationTokenizer:
-    """Turns examples into token rows with proved masks. Picklable, so that processes can share the
-    work."""
+    """Turns examples into token rows with proved masks."""
 
     def __init__(
         self,
@@ -123,8 +111,7 @@ class ConversationTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: Literal["keep", "drop"] = "keep",
     ) -> None:
-        """`chat_template`: template text instead of the tokenizer's; `template_kwargs`: its
-        variables."""
+        """`chat_template`: text, instead of the tokenizer's; `template_kwargs`: its variables."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
@@ -143,8 +130,7 @@ class ConversationTokenizer:
 
     def prompt_ids(self, example: Example) -> list[int]:
         """The prompt that serving would send for the last response of `example`: its text prompt,
-        or the conversation before its last assistant turn (all of it if the user spoke last) with
-        the generation prompt."""
+        or the conversation before its last assistant turn (if any) with the generation prompt."""
         if example.prompt is not None:
             return self.tokenizer(example.prompt, verbose=False)["input_ids"]
         messages = self._messages(example)
@@ -152,8 +138,7 @@ class ConversationTokenizer:
         return self._encode(self._render(example, messages, end, prompt=True))
 
     def rows(self, example: Example) -> list[TokenRow]:
-        """One row, or several where the template rewrites history; BadRow quotes the turn at
-        fault."""
+        """One row, or several where the template rewrites history; BadRow quotes the turn."""
         if example.prompt is not None:
             return [self._completion_row(example)]
         messages = self._messages(example)
@@ -231,8 +216,7 @@ class ConversationTokenizer:
         return mask
 
     def _close(self, ids: list[int], mask: np.ndarray) -> np.ndarray:
-        """End the mask with the end-of-turn token: taken in if markers left it out, and nothing
-        after it."""
+        """Ends the mask with the end-of-turn token, which markers may have left out."""
         written = np.flatnonzero(mask)
         if not len(written):
             return mask
@@ -250,8 +234,7 @@ class ConversationTokenizer:
     # text
 
     def _completion_row(self, example: Example) -> TokenRow:
-        """Prompt and completion, no template; no end-of-text is added, for a file may be cut
-        anywhere."""
+        """Prompt and completion, without a template or an end: a file may be cut anywhere."""
         prompt, text = self.prompt_ids(example), example.prompt or ""
         joint = self.tokenizer(text + (example.completion or ""), verbose=False)["input_ids"]
         if (
@@ -293,7 +276,7 @@ class ConversationTokenizer:
             return self._apply_template(
                 example, messages[:end], add_generation_prompt=prompt, tokenize=False
             )
-        except _TEMPLATE_ERRORS as error:
+        except Exception as error:  # whatever a template may raise
             if self.tokenizer.chat_template is None and self.chat_template is None:
                 raise DataError(
                     "the tokenizer has no chat template; give one with data.chat_template"
@@ -342,8 +325,7 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _not_shown(message: Message, text: str) -> str | None:
-    """The first part of a turn that its rendering lacks; whitespace, often trimmed, is not
-    compared."""
+    """The first part of a turn that its rendering lacks, apart from whitespace."""
     parts = {name: message[name] for name in REASONING_FIELDS if message.get(name)} | {
         "text": message["content"]
     }

@@ -42,11 +42,6 @@ class RowStatistics:
     dropped_cut: int = 0  # rows whose supervised tokens all lay beyond max_length
     dropped_bad: int = 0  # examples whose mask cannot be proved
 
-    @property
-    def supervised_share(self) -> float:
-        """Fraction of the tokens that have a loss."""
-        return self.supervised / self.tokens if self.tokens else 0.0
-
     def __str__(self) -> str:
         losses = {
             "cut": self.truncated,
@@ -54,9 +49,8 @@ class RowStatistics:
             "bad": self.dropped_bad,
         }
         lost = "".join(f", {count} {what}" for what, count in losses.items() if count)
-        return (
-            f"{self.rows} rows, {self.tokens} tokens, {self.supervised_share:.0%} supervised{lost}"
-        )
+        share = self.supervised / max(self.tokens, 1)
+        return f"{self.rows} rows, {self.tokens} tokens, {share:.0%} supervised{lost}"
 
 
 def conversation_tokenizer(
@@ -132,8 +126,7 @@ def prepare_rows(
 
 
 def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow], RowStatistics]:
-    """Cut rows at `max_length` tokens and drop those left without a supervised one; the input is
-    kept."""
+    """Cuts rows at `max_length` tokens and drops those left without a supervised one."""
     kept, statistics = [], RowStatistics()
     for row in rows:
         statistics.examples += 1
@@ -157,8 +150,7 @@ def fit_rows(rows: Iterable[TokenRow], max_length: int) -> tuple[list[TokenRow],
 
 @dataclass(eq=False)
 class PackedRow:
-    """Several documents in one row of T tokens. `segment_ids` numbers them from 0; positions
-    restart in each."""
+    """Documents in one row of T tokens: `segment_ids` from 0, positions that restart in each."""
 
     input_ids: np.ndarray  # int32 [T]
     position_ids: np.ndarray  # int32 [T]
@@ -170,30 +162,29 @@ class PackedRow:
         return len(self.input_ids)
 
     @classmethod
-    def of(cls, row: TokenRow) -> PackedRow:
-        """One document."""
-        positions = np.arange(len(row), dtype=np.int32)
+    def of(cls, *rows: TokenRow) -> PackedRow:
+        """One document after the other, each a segment."""
+        lengths = [len(row) for row in rows]
         return cls(
-            row.input_ids, positions, np.zeros_like(positions), row.loss_mask, (row.workload,)
+            input_ids=np.concatenate([row.input_ids for row in rows]),
+            position_ids=np.concatenate([np.arange(size, dtype=np.int32) for size in lengths]),
+            segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
+            loss_mask=np.concatenate([row.loss_mask for row in rows]),
+            workloads=tuple(row.workload for row in rows),
         )
 
 
 def pack(rows: Sequence[TokenRow], max_length: int) -> list[PackedRow]:
-    """Put every document into exactly one packed row of at most `max_length` tokens (`fit_rows`
-    cuts them so).
+    """Puts every document into exactly one packed row of at most `max_length` tokens.
 
     Best fit, longest first: deterministic, and the order says nothing about content, so shuffle
     afterwards."""
-    documents = [PackedRow.of(row) for row in rows]
-    return [
-        _join([documents[i] for i in members])
-        for members in best_fit(list(map(len, documents)), max_length)
-    ]
+    bins = best_fit(list(map(len, rows)), max_length)
+    return [PackedRow.of(*(rows[i] for i in members)) for members in bins]
 
 
 def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Bins of at most `max_length`, as indices into `lengths`: the longest first, each where the
-    least room is left."""
+    """Bins of at most `max_length`, as indices: the longest first, where least room is left."""
     bins: list[list[int]] = []
     room: list[list[int]] = [[] for _ in range(max_length + 1)]  # room[r]: bins with r tokens left
     sizes: list[int] = []  # the r > 0 whose list is not empty, sorted
@@ -216,22 +207,8 @@ def best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return bins
 
 
-def _join(rows: Sequence[PackedRow]) -> PackedRow:
-    """One document after the other, each a segment."""
-    joined = {
-        name: np.concatenate([getattr(row, name) for row in rows])
-        for name in ("input_ids", "position_ids", "loss_mask")
-    }
-    return PackedRow(
-        **joined,
-        segment_ids=np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows]),
-        workloads=tuple(workload for row in rows for workload in row.workloads),
-    )
-
-
 class Shuffled:
-    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own; `seed`:
-    of all of them."""
+    """The endless stream of 0 .. count - 1 in which each epoch is a permutation of its own."""
 
     def __init__(self, seed: Sequence[int], count: int) -> None:
         self.seed, self.count = seed, count
@@ -246,8 +223,7 @@ class Shuffled:
 
 def collate(rows: Sequence[PackedRow], *, pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     """A batch: input_ids, position_ids, segment_ids (int64) and loss_mask (bool), each [B, T] with
-    the longest row's T. Padding has segment -1, position 0 and no loss; its token is never
-    attended."""
+    the longest row's T. Padding has segment -1, position 0 and no loss."""
     size = max(map(len, rows))
     filling = {"input_ids": pad_token_id, "position_ids": 0, "segment_ids": -1, "loss_mask": False}
     batch = {}

@@ -54,8 +54,8 @@ def bad_rows(section: DataSection, folder: Path | None = None, *names: str) -> B
 def training_examples(
     recipe: Recipe, bad: BadRows, folder: Path | None = None, stage: str = ""
 ) -> Prepared:
-    """The examples of `data.train`. `folder`: where what is left out is listed. DataError if
-    nothing is left."""
+    """The examples of `data.train`; `folder` gets the list of those left out. DataError: none is
+    left."""
     data = recipe.data
     lists = read_sources(data.train, bad=bad)
     read = sum(map(len, lists))
@@ -77,8 +77,7 @@ def training_examples(
 
 
 def suite_turns(recipe: Recipe) -> list[Example]:
-    """Every turn of the user in the recipe's suites, as a prompt of its own. DataError for a file
-    that is missing."""
+    """Every turn of the user in the recipe's suites, as a prompt. DataError: a file is missing."""
     return [
         Example(f"{name}/{row.category}", row.origin, ({"role": "user", "content": turn},))
         for name, path in recipe.evaluation.suite_paths.items()
@@ -90,8 +89,7 @@ def suite_turns(recipe: Recipe) -> list[Example]:
 def askable(
     examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows
 ) -> list[Example]:
-    """The examples of which a prompt can be made; the others go to `bad`. DataError if none is
-    left."""
+    """The examples that make a prompt; the others go to `bad`. DataError if none is left."""
     usable = []
     for example in examples:
         try:

@@ -1,8 +1,8 @@
 """Reads rows from files and data sets, each with its place.
 
 JSON and CSV are read here, a line at a time, so that a damaged line is named and harms no other,
-and text stays text. Everything else goes through the `datasets` library, whose names of splits and
-slices are used throughout."""
+and text stays text. Everything else goes through the `datasets` library, whose names of splits are
+used throughout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ SHUFFLED_ROWS = 10_000  # of a stream, among which the next one is drawn
 
 
 def rows_of(source: Source) -> Iterator[Row]:
-    """The rows of a resolved source in order; those of a stream shuffled. Raises DataError where
-    there is nothing to read."""
+    """The rows of a resolved source, a stream shuffled. DataError: there is nothing to read."""
     if source.path is None or any((Path(source.path) / name).exists() for name in SAVED):
         split = source.split or "train"
         yield from _table_rows(f"{source.label} {split}", lambda: _data_set(source, split))

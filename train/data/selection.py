@@ -1,7 +1,6 @@
 """Selects the examples that are trained on: none twice, none with an evaluation prompt.
 
-Pure functions over lists of examples, one list per source; examples that are left out are listed
-with the reason."""
+Pure functions over lists of examples, one per source; what is left out comes with a reason."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ SHORTEST_QUESTION = 5  # words; a shorter turn of the evaluation may stand in an
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An example that is not trained on. `why`: duplicate or contaminated; `like`:
-    what it repeats."""
+    """An example left out. `why`: duplicate or contaminated; `like`: what it repeats."""
 
     origin: str
     workload: str
@@ -30,11 +28,9 @@ class LeftOut:
 def deduplicate(
     lists: Sequence[Sequence[Example]], *, responses: bool
 ) -> tuple[Lists, list[LeftOut]]:
-    """The first of examples with the same prompt, over all lists;
-    `responses`: and the same response.
+    """The first of examples with the same prompt (`responses`: and response), over all lists.
 
-    Texts are the same if they are equal apart from case, spaces and compatibility forms of
-    characters."""
+    Case, spaces and compatibility forms of characters make no difference."""
     first: dict[bytes, str] = {}
     left_out: list[LeftOut] = []
 
@@ -55,8 +51,7 @@ def decontaminate(
     questions: Sequence[Example] = (),
 ) -> tuple[Lists, list[LeftOut]]:
     """The examples whose whole prompt is not one of `held_out` or `questions`, as in `deduplicate`;
-    of `questions` those of five words and more may be no turn of an example, wherever it
-    stands."""
+    `questions` of five words and more may be no turn of it at all."""
     prompts = {
         _digest(_said(example, False)): example.origin for example in (*held_out, *questions)
     }
@@ -82,8 +77,7 @@ def decontaminate(
 
 
 def _said(example: Example, responses: bool) -> Iterator[tuple[str, str]]:
-    """(role, normalised text) of everything before the last response; with `responses` of
-    everything."""
+    """(role, normalised text) of what precedes the last response; with `responses` of all."""
     if example.prompt is not None:
         yield "prompt", _normalised(example.prompt)
         if responses:

@@ -21,21 +21,13 @@ from draftsmith.train.recipe.data_sections import Source
 Message = dict[str, Any]
 
 # ShareGPT's speakers, and the spellings its descendants use, as OpenAI's roles.
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+_SPEAKERS = {
+    "system": ("system", "developer"),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "chatgpt", "bing", "bard"),
+    "tool": ("tool", "function", "observation", "ipython"),
 }
+_ROLES = {name: role for role, names in _SPEAKERS.items() for name in names}
 REASONING_FIELDS = ("reasoning_content", "reasoning")
 SEED = 0  # of fractions of a source
 
@@ -45,9 +37,8 @@ class Example:
     """A conversation (`messages`, each with a role and content as text), or a text with its
     continuation (`prompt`, `completion`).
 
-    `origin` says in errors where it came from, such as `chats.jsonl:12`. A completion may be empty,
-    and a conversation may end with the user: both are prompts whose response is still to be
-    written."""
+    `origin` says in errors where it came from, such as `chats.jsonl:12`. An empty completion, or a
+    conversation that ends with the user, awaits its response."""
 
     workload: str
     origin: str
@@ -74,8 +65,7 @@ def read_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> li
 
 
 def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[Example]:
-    """Each example as often as the `weight` of its source; the fraction of a time is a seeded
-    sample."""
+    """Each example as often as its source's `weight`; a fraction is a seeded sample."""
     mixed: list[Example] = []
     for index, (source, examples) in enumerate(zip(sources, lists, strict=True)):
         whole, fraction = divmod(source.weight, 1)
@@ -226,8 +216,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as a mapping: OpenAI sends them as JSON text, templates want
-    the mapping."""
+    """A tool call with its arguments as a mapping, as templates take it; OpenAI sends JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else {}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: expected a tool call with a function name, got {_quote(call)}")
@@ -265,8 +254,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _clean(value: Any) -> Any:
-    """`value` without null entries; ValueError if there is text in it that is no Unicode, which no
-    tokenizer takes."""
+    """`value` without null entries; ValueError: text that is no Unicode."""
     if isinstance(value, str):
         if not value.isascii():
             value.encode("utf-8")

@@ -1,5 +1,2 @@
-"""The target's features of training rows: computed once, ahead, or cached on disk.
-
-It knows rows and a target.
-No drafter and no loss belongs here.
-"""
+"""The target's features of training rows: computed once, ahead, or cached on disk. It knows rows
+and a target, no drafter and no loss."""

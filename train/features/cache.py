@@ -119,8 +119,7 @@ class FeatureCache:
         return self
 
     def read(self, text: bytes, device: torch.device | str = "cpu") -> tuple[Tensor | None, Tensor]:
-        """Taps [L, n·H] (None without taps) and last hidden states [L, H] of a text, decoded on
-        `device`."""
+        """Taps [L, n·H] (None: no taps) and last hidden states [L, H] of a text, on `device`."""
         shard, checksums = self._open(self._shards[text])
         names = ("taps", "last_hidden") if self.key.taps else ("last_hidden",)
         payload = {name: shard.get_tensor(f"{text.hex()}.{name}") for name in names}
@@ -135,8 +134,7 @@ class FeatureCache:
     def row(
         self, row: PackedRow, device: torch.device | str = "cpu"
     ) -> tuple[Tensor | None, Tensor]:
-        """Taps and last hidden states of a packed row. DataError if one of its texts has none
-        here."""
+        """Taps and last hidden states of a packed row. DataError if one is missing."""
         names = [text for text, _ in texts_of(row)]
         if not all(text in self for text in names):
             raise DataError("a training text has no features there", where=f"{self.folder}")
@@ -179,8 +177,7 @@ class ShardWriter:
         self.flush()
 
     def add(self, text: bytes, taps: Tensor | None, last_hidden: Tensor) -> None:
-        """One text: taps [L, n·H], last_hidden [L, H]. DataError if a number is not finite, also
-        once encoded."""
+        """One text: taps [L, n·H], last_hidden [L, H]. DataError: not finite."""
         parts, cache = {}, self.cache
         if taps is not None:
             vectors = taps.unflatten(-1, (-1, cache.key.hidden_size))

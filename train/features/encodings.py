@@ -30,8 +30,7 @@ TINY = torch.finfo(torch.bfloat16).tiny  # the smallest divisor
 
 @dataclass(frozen=True)
 class Plain:
-    """A float format without scales, of vectors of `width` numbers that were computed in
-    `dtype`."""
+    """A float format without scales, of `width` numbers that were computed in `dtype`."""
 
     width: int
     dtype: torch.dtype
@@ -101,8 +100,7 @@ Encoding = Plain | Rotated
 
 
 def make_encodings(name: str, width: int, dtype: torch.dtype) -> tuple[Encoding, Encoding]:
-    """The encodings of taps and of the last hidden state, `width` numbers in the target's
-    `dtype`."""
+    """The encodings of taps and of the last hidden state."""
     if name == "rotated":
         taps, last_hidden = (Rotated(width, dtype, bits) for bits in ROTATED_BITS)
         return taps, last_hidden
@@ -117,8 +115,7 @@ def bytes_per_token(name: str, taps: int, width: int, dtype: torch.dtype) -> int
 
 
 def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
-    """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; of a zero vector 0 if it came back as
-    zeros."""
+    """|x - x̂|² / |x|² of each vector, [..., H] -> [...]; 0 for zeros that came back."""
     x, y = vectors.float(), decoded.float()
     return (x - y).square().sum(-1) / x.square().sum(-1).clamp(min=TINY)
 
@@ -127,8 +124,7 @@ def relative_error(vectors: Tensor, decoded: Tensor) -> Tensor:
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2**bits [..., N], N a multiple of 8 -> uint8 [..., N · bits / 8]: 8 codes
-    in `bits` bytes."""
+    """uint8 codes below 2**bits [..., N], N a multiple of 8 -> uint8 [..., N · bits / 8]."""
     words = codes.unflatten(-1, (-1, 8)).long() << (bits * torch.arange(8, device=codes.device))
     return _bytes(words.sum(-1, keepdim=True))[..., :bits].flatten(-2)
 
@@ -175,8 +171,7 @@ def normal_levels(bits: int) -> tuple[Tensor, Tensor]:
 
 @cache
 def _rotation(size: int, device: torch.device) -> Tensor:
-    """A Hadamard matrix with random signs, orthonormal, [size, size]; the same wherever it is
-    made."""
+    """A Hadamard matrix with random signs, always the same, orthonormal, [size, size]."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

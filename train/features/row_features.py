@@ -1,5 +1,4 @@
-"""The frozen target's features of training rows, computed once per step, once per run, or once for
-many runs.
+"""The frozen target's features of training rows: once per step, per run, or for many runs.
 
 The features of a row are the same in every epoch. With memory to spare they are kept, and further
 epochs cost the head's own steps only; a cache on disk has them from earlier runs. Kept rows are
@@ -42,8 +41,7 @@ class RowFeatures:
         ] = {}  # row -> taps [L, n·H], last_hidden [L, H]
 
     def batch(self, indices: Sequence[int]) -> dict[str, Any]:
-        """input_ids, position_ids, segment_ids, loss_mask [B, T] of the rows, on the target's
-        device."""
+        """input_ids, position_ids, segment_ids, loss_mask [B, T], on the target's device."""
         batch = collate([self.rows[i] for i in indices], pad_token_id=self.pad_token_id)
         return {name: to_device(tensor, self.target.device) for name, tensor in batch.items()}
 

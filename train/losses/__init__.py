@@ -1,5 +1,2 @@
-"""The objective: divergences, the chunked walk over the vocabulary, what a step reports.
-
-Tensors in, a loss and its figures out.
-No optimizer, no data and no family belongs here.
-"""
+"""The objective: divergences, the chunked walk over the vocabulary, what a step reports. No
+optimizer, no data and no family belongs here."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from draftsmith.speculators.precision import on_host, to_device
 from draftsmith.train.losses.divergences import Mix, Rows, dot, has_closed_form, value_and_gradient
@@ -35,6 +36,8 @@ SIZES = {
     "cpu": Sizes(rows=512, bytes=96 << 20, fewest=128, block_bytes=2 << 20),
     "cuda": Sizes(rows=2048, bytes=5 << 28, fewest=512, block_bytes=128 << 20),
 }
+
+SLAB = 512  # rows of a weight's gradient that are added at once: adding another dtype makes a copy
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Target:
-    """The target's distributions of `count` positions, over the draft vocabulary where it is
-    reduced."""
+    """The target's distributions of `count` positions, over the draft vocabulary."""
 
     p: Tensor  # [count, 1, Vd]
     p_log_p: Tensor  # [count, 1] sum p log p
@@ -134,8 +136,7 @@ def in_chunks(groups: Sequence[Group], rows: int, block: int) -> Iterator[list[G
 
 
 class Chunked(torch.autograd.Function):
-    """Computes the gradients in forward, chunk by chunk; backward scales them by the gradient of
-    the sum."""
+    """Computes the gradients in forward, chunk by chunk; backward scales them."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, task: Task, *parameters: Tensor):
@@ -164,27 +165,28 @@ class Chunked(torch.autograd.Function):
 def walk(
     task: Task, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, list[Tensor]]:
-    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, float32 gradients of
-    parameters)."""
+    """((loss, alpha, agreement) [N], gradient of hidden [N, D] or None, those of parameters)."""
     device, exact = hidden.device, precise(hidden.dtype)
     host_order, groups = walk_order(task.target_index, task.chunk_size)
     order = to_device(host_order, device)
     index, weight, labels = (x[order] for x in (task.target_index, task.weight, task.labels))
     measured = [torch.empty(len(order), dtype=d, device=device) for d in (exact, exact, torch.bool)]
-    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    sums = [torch.zeros_like(p, dtype=precise(p.dtype)) for p in parameters]
+    grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+    sums = {p: torch.zeros_like(p, dtype=precise(p.dtype)) for p in parameters}
     trains = needs_hidden or bool(parameters)
     first = 0
     for chunk in in_chunks(groups, task.chunk_size, task.block_size):
         rows = order[first : first + sum(block.rows for block in chunk)]
-        read = task.target_hidden[torch.cat([index[block.targets()] for block in chunk])]
+        matched = torch.cat([index[block.targets()] for block in chunk])
         states = hidden[rows].detach().requires_grad_(needs_hidden)
         with torch.no_grad():
-            target_logits = task.target_logits(read)  # [u, V]
+            target_logits = task.target_logits(task.target_hidden[matched])  # [u, V]
         with torch.set_grad_enabled(trains):
             logits = task.head(states)  # [n, Vd]
         values = logits.detach()
-        grad = torch.empty_like(values) if trains else None
+        # into the logits' own memory, unless their backward pass reads it
+        read = logits._base is not None or hasattr(logits.grad_fn, "_saved_result")
+        grad = (torch.empty_like(values) if read else values) if trains else None
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             past = 0
             for block in chunk:
@@ -204,16 +206,19 @@ def walk(
         first += len(rows)
         if grad is None:
             continue
-        leaves = [states, *parameters] if needs_hidden else parameters
-        grads = list(torch.autograd.grad(logits, leaves, grad, allow_unused=True))
+        edges = leaves(logits)
+        grads = list(torch.autograd.grad(logits, list(edges), grad))
         del target_logits, logits, values, grad
-        if grad_hidden is not None:
-            grad_hidden[rows] = grads.pop(0)
-        for total in reversed(sums):
-            if (part := grads.pop()) is not None:  # popped: freed as soon as it is added
-                total.add_(part)
+        for leaf in reversed(edges.values()):
+            part = grads.pop()  # freed as soon as it is added
+            if leaf is states and grad_hidden is not None:
+                grad_hidden.index_add_(0, rows, part.to(grad_hidden.dtype))
+            else:
+                pair = (torch.atleast_1d(x).split(SLAB) for x in (sums[leaf], part))
+                for total, more in zip(*pair):
+                    total.add_(more)
     loss, alpha, agreement = (torch.empty_like(x).index_copy_(0, order, x) for x in measured)
-    return (loss, alpha, agreement), grad_hidden, sums
+    return (loss, alpha, agreement), grad_hidden, list(sums.values())
 
 
 def score(
@@ -222,7 +227,7 @@ def score(
     """(weight * D, alpha, agreement), each [g, m], of m rows for each of g targets; into `grad`,
     which may be `logits`: d sum(weight * D) / d logits [g, m, Vd]. weight, labels [g, m]."""
     z = logits.to(precise(logits.dtype))
-    best = z.argmax(-1, keepdim=True)  # [g, m, 1]
+    best = argmax(z)  # [g, m, 1]
     agreement = to_target(best[..., 0], task.draft_to_target) == target.best
     if has_closed_form(task.mix):
         q = torch.softmax(z, dim=-1)
@@ -232,12 +237,10 @@ def score(
         log_z = (z.gather(-1, best) - q.gather(-1, best).log())[..., 0]
         rows = Rows(z, target.p, target.p_log_p, target.mass, log_z, alpha, labels)
         scratch = None if grad is None else least
-        result = value_and_gradient(task.mix, rows, q, weight, scratch)
-        if result is not None:
-            value, gradient = result
-            if grad is not None and gradient is not None:
-                grad.copy_(gradient)
-            return weight * value, alpha, agreement
+        value, gradient = value_and_gradient(task.mix, rows, q, weight, scratch)
+        if grad is not None and gradient is not None:
+            grad.copy_(gradient)
+        return weight * value, alpha, agreement
     with torch.set_grad_enabled(grad is not None):
         z = z.detach().requires_grad_(grad is not None)
         log_q = torch.log_softmax(z, dim=-1)
@@ -254,7 +257,7 @@ def target_of(task: Task, logits: Tensor) -> Target:
     with torch.autocast(logits.device.type, enabled=False):
         # of a token masked with -inf, 0 * -inf is nan
         z = logits.to(precise(logits.dtype)).clamp_min(-1e30)
-        best = z.argmax(-1, keepdim=True)
+        best = argmax(z)
         p = torch.softmax(z, dim=-1)
         log_z = z.gather(-1, best) - p.gather(-1, best).log()  # [u, 1], logsumexp(z)
         if task.draft_to_target is not None:
@@ -264,22 +267,40 @@ def target_of(task: Task, logits: Tensor) -> Target:
 
 
 def probe(head: Head, hidden: Tensor) -> tuple[list[Tensor], int]:
-    """The trainable tensors that the head uses, from the autograd graph of one row, and its
-    vocabulary size.
+    """The trainable tensors that the head uses, by the graph of one row, and its vocabulary size.
 
     Reading the graph means that no parameter can be forgotten, and that a head may be a bound
     method or a closure."""
     logits = head(hidden[:1].detach())
-    parameters, seen, queue = [], set(), [logits.grad_fn]
+    return list(dict.fromkeys(leaves(logits).values())), logits.shape[-1]
+
+
+def leaves(logits: Tensor) -> dict[GradientEdge, Tensor]:
+    """The trainable tensors in the graph of `logits`, by the edge that their gradient is read at:
+    in front of a cast, whose backward pass would make a copy in the tensor's dtype."""
+    found: dict[GradientEdge, Tensor] = {}
+    seen, queue = set[Any](), [logits.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            parameters.append(node.variable)
-        queue.extend(parent for parent, _ in node.next_functions)
-    return parameters, logits.shape[-1]
+        for parent, _ in node.next_functions:
+            if parent is not None and hasattr(parent, "variable"):
+                edge = GradientEdge(node if node.name() == "ToCopyBackward0" else parent, 0)
+                found[edge] = parent.variable
+            queue.append(parent)
+    return found
+
+
+def argmax(z: Tensor, block: int = 64) -> Tensor:
+    """z.argmax(-1, keepdim=True), the first of equals; by block maxima, which a CPU vectorises."""
+    if z.shape[-1] % block:
+        return z.argmax(-1, keepdim=True)
+    blocks = z.unflatten(-1, (-1, block))
+    first = blocks.amax(-1).argmax(-1, keepdim=True)
+    within = torch.take_along_dim(blocks, first[..., None], -2).argmax(-1)
+    return first * block + within
 
 
 def to_target(draft_ids: Tensor, draft_to_target: Tensor | None) -> Tensor:

@@ -33,8 +33,7 @@ from draftsmith.speculators.errors import ConfigError
 
 
 def _log(p: Tensor) -> Tensor:
-    """log p, with an underflowed zero read as the smallest normal number instead of as minus
-    infinity."""
+    """log p, with an underflowed zero read as the smallest normal number."""
     return p.clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
@@ -69,8 +68,7 @@ def jsd(log_q: Tensor, p: Tensor, labels: Tensor, *, beta: float = 0.5) -> Tenso
     """JSD_beta = beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q
     (DistillSpec, 2310.08461).
 
-    Sub-probability: exact. On a missing token m = beta p, which adds the constant beta (1 - P)
-    log(1/beta)."""
+    Sub-probability: exact. A missing token has m = beta p, which adds beta (1 - P) log(1/beta)."""
     log_p = _log(p)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))  # [n, Vd]
     to_p = (p * (log_p - log_m)).sum(-1) - (1.0 - p.sum(-1)) * math.log(beta)
@@ -100,11 +98,9 @@ def neg_log_acceptance(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 
 
 def lk_hybrid(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
-    """lambda KL(p || q) + (1 - lambda) TV with lambda = exp(-3 alpha), alpha detached (the LK
-    losses).
+    """lambda KL(p || q) + (1 - lambda) TV with lambda = exp(-3 alpha), detached.
 
-    KL while little is accepted, total variation once much is. Sub-probability: as `forward_kl` and
-    `tv`."""
+    An LK loss: KL while little is accepted, then total variation. Sub-probability: as these two."""
     mixing = torch.exp(-3.0 * overlap(log_q, p).detach())
     return mixing * forward_kl(log_q, p, labels) + (1.0 - mixing) * tv(log_q, p, labels)
 
@@ -122,8 +118,7 @@ def cross_entropy(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_argmax(log_q: Tensor, p: Tensor, labels: Tensor) -> Tensor:
     """-log q(argmax p): for drafts that are verified greedily.
 
-    Sub-probability: the argmax is the target's favourite among the tokens that the drafter can
-    propose."""
+    Sub-probability: the argmax is the target's favourite within the draft vocabulary."""
     return -log_q.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
 
 
@@ -189,8 +184,7 @@ class Mix:
 
     @classmethod
     def parse(cls, loss: Mapping[str, float | Mapping[str, float]]) -> Mix:
-        """Read the recipe's mapping. Raises ConfigError naming the key for an unknown name, option
-        or bad weight."""
+        """Reads the recipe's mapping. ConfigError names the key that is wrong."""
         if not loss:
             raise ConfigError(f"name at least one of {', '.join(DIVERGENCES)}", where="loss")
         terms = [_parse_term(name, value, f"loss.{name}") for name, value in loss.items()]
@@ -238,12 +232,7 @@ def _parse_term(name: str, value: float | Mapping[str, float], where: str) -> Te
 # so any mix of them costs one softmax and a handful of passes over [n, Vd]; autograd through
 # log_softmax costs about twice as much. The tests hold value and gradient to the functions above.
 
-CLOSED_FORM = frozenset(
-    {"forward_kl", "tv", "neg_log_acceptance", "lk_hybrid", "cross_entropy", "cross_entropy_argmax"}
-)
-SMALLEST_OVERLAP = (
-    1e-30  # below it 1/alpha is worthless in float32, and -log alpha is left to log space
-)
+CLOSED_FORM = frozenset({"forward_kl", "tv", "lk_hybrid", "cross_entropy"})
 
 
 def has_closed_form(mix: Mix) -> bool:
@@ -253,8 +242,7 @@ def has_closed_form(mix: Mix) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Draft logits of m rows for each of g targets, and what the terms of a mix share of them.
-    Float32 or float64."""
+    """Draft logits of m rows for each of g targets, and what terms share. Float32 or float64."""
 
     z: Tensor  # [g, m, Vd] draft logits
     p: Tensor  # [g, 1, Vd] the target's probabilities
@@ -265,97 +253,61 @@ class Rows:
     labels: Tensor  # [g, m], -1 outside the draft vocabulary
 
     @cached_property
-    def best(self) -> Tensor:
-        """[g, m] the target's favourites."""
-        return self.p.argmax(-1).expand_as(self.labels)
-
-    @cached_property
     def kl(self) -> Tensor:
         """[g, m] KL(p || q)."""
         return self.p_log_p - dot(self.p, self.z) + self.mass * self.log_z
 
 
-@dataclass
-class _Terms:
-    """The value so far and the coefficients of the vectors in its gradient, per row [g, m]."""
-
-    value: Tensor
-    kl: Tensor  # of P q - p
-    accept: Tensor  # of -d alpha / dz
-    label: Tensor  # of q - onehot(label)
-    best: Tensor  # of q - onehot(argmax p)
-
-
 def value_and_gradient(
     mix: Mix, rows: Rows, q: Tensor, weight: Tensor, scratch: Tensor | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """The mix's value [g, m] and weight * d value / dz [g, m, Vd]; None when alpha is too small for
-    -log alpha.
+) -> tuple[Tensor, Tensor | None]:
+    """The mix's value [g, m] and weight * d value / dz [g, m, Vd], without autograd.
 
     q [g, m, Vd] = softmax(z), *overwritten by the gradient*; weight [g, m]; scratch [g, m, Vd]:
-    overwritten, or None, and there is no gradient. No autograd."""
-    names = {term.name for term in mix.terms}
-    if "neg_log_acceptance" in names and bool((rows.alpha < SMALLEST_OVERLAP).any()):
-        return None
-    terms = _combine(mix, rows)
+    overwritten, or None, and there is no gradient."""
+    value = torch.zeros_like(rows.alpha)
+    # coefficients [g, m] of P q - p, of -d alpha / dz and of q - onehot(label)
+    of_kl, of_alpha, of_label = value, value, value
+    names = set[str]()
+    for term in mix.terms:
+        w = term.weight
+        names.add(term.name)
+        if term.name == "forward_kl":
+            value = value + w * rows.kl
+            of_kl = of_kl + w
+        elif term.name == "tv":
+            value = value + w * (1.0 - rows.alpha)
+            of_alpha = of_alpha + w
+        elif term.name == "lk_hybrid":
+            mixing = torch.exp(-3.0 * rows.alpha)
+            value = value + w * (mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha))
+            of_kl = of_kl + w * mixing
+            of_alpha = of_alpha + w * (1.0 - mixing)
+        else:  # cross_entropy
+            picked = rows.z.gather(-1, rows.labels.clamp_min(0)[..., None])[..., 0]
+            supported = (rows.labels >= 0) & picked.isfinite()
+            value = value + w * torch.where(supported, rows.log_z - picked, 0.0)
+            of_label = of_label + w * supported.to(value.dtype)
     if scratch is None:
-        return terms.value, None
-    on_q = terms.kl * rows.mass + terms.label + terms.best  # [g, m]
-    gradient = q
-    if names & {"tv", "neg_log_acceptance", "lk_hybrid"}:
+        return value, None
+    of_q = of_kl * rows.mass + of_label  # [g, m]
+    if names & {"tv", "lk_hybrid"}:
         below = torch.lt(q, rows.p, out=scratch).mul_(q)  # [g, m, Vd], q 1[q < p]
-        on_q = on_q + terms.accept * below.sum(-1)
-        gradient = q.mul_((on_q * weight)[..., None]).addcmul_(
-            below, -(terms.accept * weight)[..., None]
-        )
+        of_q = of_q + of_alpha * below.sum(-1)
+        gradient = q.mul_((of_q * weight)[..., None])
+        gradient.addcmul_(below, -(of_alpha * weight)[..., None])
     else:
-        gradient = q.mul_((on_q * weight)[..., None])
+        gradient = q.mul_((of_q * weight)[..., None])
     if names & {"forward_kl", "lk_hybrid"}:
-        gradient.addcmul_(rows.p, -(terms.kl * weight)[..., None])
+        gradient.addcmul_(rows.p, -(of_kl * weight)[..., None])
     if "cross_entropy" in names:
-        gradient.scatter_add_(
-            -1, rows.labels.clamp_min(0)[..., None], -(terms.label * weight)[..., None]
-        )
-    if "cross_entropy_argmax" in names:
-        gradient.scatter_add_(-1, rows.best[..., None], -(terms.best * weight)[..., None])
-    return terms.value, gradient
+        labels = rows.labels.clamp_min(0)[..., None]
+        gradient.scatter_add_(-1, labels, -(of_label * weight)[..., None])
+    return value, gradient
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product, which makes no
-    third tensor."""
+    """sum_v x y of x [g, 1, V] and y [g, m, V]: [g, m]; on a CPU as one product."""
     if x.device.type != "cpu":
         return torch.linalg.vecdot(x, y)
     return torch.bmm(y, x.transpose(1, 2))[..., 0]
-
-
-def _combine(mix: Mix, rows: Rows) -> _Terms:
-    """Values and gradient coefficients of every term, summed over the mix [g, m]."""
-    zero = torch.zeros_like(rows.alpha)
-    sums = _Terms(zero, zero, zero, zero, zero)
-    for term in mix.terms:
-        w = term.weight
-        if term.name == "forward_kl":
-            value = rows.kl
-            sums.kl = sums.kl + w
-        elif term.name == "tv":
-            value = 1.0 - rows.alpha
-            sums.accept = sums.accept + w
-        elif term.name == "neg_log_acceptance":
-            value = -rows.alpha.log()
-            sums.accept = sums.accept + w / rows.alpha
-        elif term.name == "lk_hybrid":
-            mixing = torch.exp(-3.0 * rows.alpha)
-            value = mixing * rows.kl + (1.0 - mixing) * (1.0 - rows.alpha)
-            sums.kl = sums.kl + w * mixing
-            sums.accept = sums.accept + w * (1.0 - mixing)
-        elif term.name == "cross_entropy":
-            picked = rows.z.gather(-1, rows.labels.clamp_min(0)[..., None])[..., 0]
-            supported = (rows.labels >= 0) & picked.isfinite()
-            value = torch.where(supported, rows.log_z - picked, 0.0)
-            sums.label = sums.label + w * supported.to(value.dtype)
-        else:  # cross_entropy_argmax
-            value = rows.log_z - rows.z.gather(-1, rows.best[..., None])[..., 0]
-            sums.best = sums.best + w
-        sums.value = sums.value + w * value
-    return sums

@@ -41,8 +41,7 @@ class StepMetrics:
     agreement: Tensor  # [N] bool, the drafter's argmax is the target's (over the full vocabulary)
 
     def split(self, sizes: Sequence[int]) -> list[StepMetrics]:
-        """Splits the metrics by depth, where the rows of several depths were concatenated into one
-        call."""
+        """The metrics of each depth, where the rows of several were concatenated."""
         parts = (x.split(sizes) for x in (self.loss, self.alpha, self.agreement))
         return [StepMetrics(*part) for part in zip(*parts, strict=True)]
 
@@ -107,8 +106,6 @@ def chunked_objective(
         raise ConfigError(
             "the drafter's states and the target's differ in width", where="loss.smooth_l1"
         )
-    if count == 0:
-        return _no_rows(hidden, draft_head)
     grad = torch.is_grad_enabled()
     if grad and torch.is_autocast_enabled(hidden.device.type):
         # a copy of a weight cast earlier under no_grad would cut the graph
@@ -144,19 +141,10 @@ def chunked_objective(
 
 
 def confidence_objective(logits: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * BCE(σ(logit), α), the loss of a confidence head (DSpark, arXiv
-    2607.05147).
+    """Sum over rows of weight * BCE(σ(logit), α), of a confidence head (DSpark, arXiv 2607.05147).
 
     logits [N] with gradient; alpha [N]: Σ min(p, q) of the same drafts, taken without one; weight
     [N]."""
     label = alpha.detach().clamp(0.0, 1.0).to(logits.dtype)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
     return (loss * weight.detach().to(loss.dtype)).sum()
-
-
-def _no_rows(hidden: Tensor, head: Head) -> tuple[Tensor, StepMetrics]:
-    """A loss of zero with a gradient for every parameter, which other ranks wait for."""
-    parameters, _ = probe(head, hidden.new_zeros(1, *hidden.shape[1:]))
-    loss_sum = sum((weight.sum() * 0.0 for weight in parameters), hidden.sum() * 0.0)
-    nothing = hidden.new_zeros(0, dtype=precise(hidden.dtype))
-    return loss_sum, StepMetrics(nothing, nothing, nothing.bool())

@@ -53,8 +53,7 @@ class PositionWeights:
         return self.kind == "d_pace"
 
     def of_depths(self, depths: int) -> Tensor:
-        """[K] weights of the depths, with a sum of 1; equal ones where they are `measured` for each
-        chain."""
+        """[K] weights of the depths, with a sum of 1; equal ones where they are `measured`."""
         k = torch.arange(depths, dtype=torch.float64)
         if self.kind == "step_decay":
             weights = self.value**k

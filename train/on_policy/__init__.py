@@ -1,5 +1,1 @@
-"""Training on text generated with the current drafter.
-
-It asks the engine for texts.
-No optimizer belongs here.
-"""
+"""Training on text of the current drafter, which the engine writes. No optimizer belongs here."""

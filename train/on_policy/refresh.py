@@ -87,8 +87,8 @@ class OnPolicy:
         return features, [order[place - refresh.step * rows_per_step] for place in places]
 
     def figures(self, step: int) -> dict[str, float]:
-        """The age in steps of the texts that `step` has read, and where drafts were verified their
-        acceptance length."""
+        """The age in steps of the texts that `step` has read, and the acceptance length of
+        drafts."""
         if self.current is None:
             return {}
         refresh = self.current[0]

@@ -1,5 +1,4 @@
-"""Rollouts: texts that are written with the drafter in training, by speculative decoding or by it
-alone."""
+"""Rollouts: texts of the drafter in training, by speculative decoding or by it alone."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from draftsmith.train.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt, the text that was written, and what became of the drafts: none where the drafter
-    wrote it."""
+    """A prompt, the text that was written, and the fate of drafts: none where the drafter wrote
+    it."""
 
     prompt_ids: list[int]
     output_ids: list[int]
@@ -45,8 +44,7 @@ class RolloutWriter:
         seeds: Sequence[int],
         part: tuple[int, int] = (0, 1),
     ) -> list[Rollout]:
-        """One text per prompt, in order; it depends on the drafter's weights, prompts and seeds
-        alone.
+        """One text per prompt; it depends on the drafter's weights, prompts and seeds alone.
 
         `drafter` is the one in training; it is left as it is. `part` (i, n): every n-th text from
         the i-th on."""

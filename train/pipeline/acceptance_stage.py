@@ -1,20 +1,20 @@
-"""The acceptance stage: measures the exported folder, loaded as an engine loads it, and checks the
-gates.
+"""The acceptance stage: measures the exported folder as engines load it, and checks gates.
 
 Prompts come from the recipe's evaluation sources, as serving would send them. The report goes to
-the run's folder as `acceptance.json` and `report.html`, and its table to the terminal. The model in
-memory plays no part."""
+the run's folder as `acceptance.json` and `report.html`, and its table to the terminal."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.entrypoints.loading import target_config
+from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.evaluation.evaluate import (
     Chat,
     EngineMaker,
@@ -46,39 +46,32 @@ from draftsmith.train.data.packing import conversation_tokenizer
 from draftsmith.train.data.prepare import askable, bad_rows
 from draftsmith.train.data.sources import Example, load_sources
 from draftsmith.train.pipeline.progress import Stages
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import EXPORT, PAGE, REPORT, TARGET
+from draftsmith.train.recipe.recipe import EXPORT, PAGE, REPORT, TARGET, Recipe
 from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of
 
 SEED = 0  # of the choice of prompts
 ROLES = ("user", "assistant")
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The engines of one evaluation: whether it measures this runtime, and what makes vLLM if that
-    is measured."""
-
-    ours: bool = True
-    vllm: EngineMaker | None = None
+Engines = Mapping[str, EngineMaker]  # by name: OUR_ENGINE, VLLM or both
 
 
 def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -> Engines:
     """The engines of the recipe's evaluation section. Without an installed vLLM it is left out with
     a message; ConfigError if a gate, or nothing but vLLM, is asked for."""
     e = recipe.evaluation
-    if VLLM not in e.engines:
-        return Engines()
-    try:
-        python = vllm_python()
-    except ConfigError as error:
-        if OUR_ENGINE not in e.engines or any(name.endswith("vllm_gap") for name in recipe.gates):
-            raise
-        say(f"acceptance: not measured in vLLM. {error}")
-        return Engines()
-    vllm = VllmOptions(python, e.vllm.options, e.vllm.speculative_config)
-    return Engines(OUR_ENGINE in e.engines, vllm)
+    engines: dict[str, EngineMaker] = {}
+    if OUR_ENGINE in e.engines:
+        engines[OUR_ENGINE] = RuntimeEngine
+    if VLLM in e.engines:
+        try:
+            python = vllm_python()
+        except ConfigError as error:
+            if not engines or any(name.endswith("vllm_gap") for name in recipe.gates):
+                raise
+            say(f"acceptance: not measured in vLLM. {error}")
+            return engines
+        engines[VLLM] = VllmOptions(python, e.vllm.options, e.vllm.speculative_config)
+    return engines
 
 
 def accept(
@@ -88,11 +81,9 @@ def accept(
     history: History = (),
     engines: Engines | None = None,
 ) -> int:
-    """Evaluates `<output_dir>/export`, writes the report, prints the table; 0, or 1 if a gate of
-    the recipe is missed.
+    """Evaluates `<output_dir>/export` and writes the report; 0, or 1 if a gate is missed.
 
-    `history`: the training loop's records. `engines`: instead of the
-    recipe's."""
+    `history`: the training loop's records. `engines`: not the recipe's."""
     stages = stages or Stages()
     if not recipe.measured:
         stages.say("acceptance: not measured, as the recipe names no prompts or suites")
@@ -150,39 +141,34 @@ def measure(
 
     `target`: instead of the recipe's, which it was trained from. `options`: of
     `draftsmith.inference.evaluation.evaluate.evaluate`."""
-    engines, settings = engines or Engines(), settings_of(recipe)
+    engines, settings = engines or {OUR_ENGINE: RuntimeEngine}, settings_of(recipe)
     model = target or recipe.target.model
     llm_options = {"dtype": recipe.target.dtype, **recipe.target.source}
     if model != recipe.target.model:
         llm_options["revision"] = None
     suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
-
+    reports: dict[str, AcceptanceReport] = {}
     with stages.stage("acceptance", 100) as advance:
 
-        def run(first: float, last: float, name: str = "", **engine: Any) -> AcceptanceReport:
-            """`first`, `last`: its part of the stage."""
+        def progress(share: float, note: str) -> None:
+            done = (len(reports) + share) / len(engines)
+            advance(round(100 * done, 1), f"{name}: {note}" if len(engines) > 1 else note)
 
-            def progress(share: float, note: str) -> None:
-                advance(round(100 * (first + (last - first) * share), 1), name + note)
-
-            return evaluate(
+        for name in sorted(engines, key=lambda name: name == OUR_ENGINE):
+            reports[name] = evaluate(
                 model,
                 drafter,
                 chosen,
                 settings,
                 suites=suites,
+                engine=engines[name],
                 llm_options=llm_options,
                 progress=progress,
-                **engine,
                 **options,
             )
-
-        if engines.vllm is None:
-            return run(0.0, 1.0)
-        if not engines.ours:
-            return run(0.0, 1.0, "vllm: ", engine=engines.vllm)
-        theirs = run(0.0, 0.5, "vllm: ", engine=engines.vllm)
-        return lay_beside(run(0.5, 1.0), theirs)
+    if len(reports) > 1:
+        return lay_beside(reports[OUR_ENGINE], reports[VLLM])
+    return reports.popitem()[1]
 
 
 def settings_of(recipe: Recipe) -> EvaluationSettings:
@@ -201,76 +187,96 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
 # ------------------------------------------------------------------ prompts
 
 
+@dataclass(frozen=True)
+class Asker:
+    """Prompts as the target is asked them, with room for `max_tokens` in its `limit` of tokens."""
+
+    tokenizer: ConversationTokenizer
+    limit: float
+    max_tokens: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Asker:
+        tokenizer = conversation_tokenizer(recipe.data, recipe.target.load_tokenizer())
+        config = target_config(recipe.target.model, **recipe.target.source)
+        limit = getattr(config, "max_position_embeddings", None) or math.inf
+        return cls(tokenizer, limit, recipe.evaluation.max_tokens)
+
+    def chat(self, conversation: Conversation) -> Chat | None:
+        """None if the conversation has no room for the longest responses."""
+
+        def ask(answers: Sequence[str]) -> list[int]:
+            said = [text for pair in zip(conversation.turns, answers) for text in pair]
+            said.append(conversation.turns[len(answers)])
+            messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(said)]
+            example = Example(conversation.category, conversation.origin, tuple(messages))
+            return self.tokenizer.prompt_ids(example)
+
+        later = conversation.turns[1:]
+        bare = len(ask([""] * len(later)))
+        if bare + (len(later) + 1) * self.max_tokens > self.limit:
+            return None
+        # a text may have more tokens than those it was written with
+        longest = min(bare + 2 * len(later) * self.max_tokens, self.limit - self.max_tokens)
+        return Chat(ask([]), later, ask, int(longest))
+
+    def choose(
+        self, groups: Mapping[str, Sequence[Any]], count: int | None, seed: str, where: str
+    ) -> dict[str, list[Any]]:
+        """A seeded choice of `count` items of each group (None: all). DataError: one has none."""
+        chosen: dict[str, list[Any]] = {}
+        for name, items in groups.items():
+            if not items:
+                raise DataError(
+                    f"every prompt of {name!r} is too long: the target's context is {self.limit}"
+                    f" tokens, and responses have up to {self.max_tokens}",
+                    where=where,
+                )
+            numbers: Sequence[int] = range(len(items))
+            if count is not None and count < len(items):
+                numbers = sorted(random.Random(f"{seed}/{name}").sample(numbers, count))
+            chosen[name] = [items[i] for i in numbers]
+        return chosen
+
+
 def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by workload, a seeded choice of `prompts_per_workload`, in the order of
-    the sources.
+    """Prompts as token ids by workload: a seeded choice of `prompts_per_workload` in their order.
 
     Prompts that leave no room for a response of `max_tokens` are passed over; DataError if a
     workload has no other."""
     sources = recipe.evaluation.prompts or recipe.data.validation
     if not sources:
         return {}
-    tokenizer, limit = _tokenizer_and_limit(recipe)
+    asker = Asker.of(recipe)
     by_workload: dict[str, list[list[int]]] = {}
     bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation")
-    examples = load_sources(sources, bad=bad)
-    for example in askable(examples, tokenizer, bad):
-        by_workload.setdefault(example.workload, []).append(tokenizer.prompt_ids(example))
-    chosen = {}
-    for name, prompts in by_workload.items():
-        longest = None if limit is None else limit - settings.max_tokens
-        fitting = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
-        if not fitting:
-            raise DataError(
-                f"every prompt of workload {name!r} is too long: the target's context is {limit}"
-                f" tokens, and responses have up to {settings.max_tokens}",
-                where="evaluation.max_tokens",
-            )
-        chosen[name] = _sample(fitting, settings.prompts_per_workload, f"{SEED}/{name}")
-    return chosen
-
-
-def _tokenizer_and_limit(recipe: Recipe) -> tuple[ConversationTokenizer, int | None]:
-    tokenizer = conversation_tokenizer(recipe.data, recipe.target.load_tokenizer())
-    config = target_config(recipe.target.model, **recipe.target.source)
-    return tokenizer, getattr(config, "max_position_embeddings", None)
-
-
-def _sample(items: Sequence[Any], count: int | None, seed: str) -> list[Any]:
-    """A seeded choice of `count` items (None: all), in their order."""
-    if count is None or count >= len(items):
-        return list(items)
-    return [items[i] for i in sorted(random.Random(seed).sample(range(len(items)), count))]
+    for example in askable(load_sources(sources, bad=bad), asker.tokenizer, bad):
+        fitting = by_workload.setdefault(example.workload, [])
+        prompt = asker.tokenizer.prompt_ids(example)
+        if len(prompt) + asker.max_tokens <= asker.limit:
+            fitting.append(prompt)
+    count = settings.prompts_per_workload
+    return asker.choose(by_workload, count, f"{SEED}", "evaluation.max_tokens")
 
 
 def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[MeasuredSuite]:
-    """The suites of the recipe's evaluation section: a seeded choice of `suite_prompts`
-    conversations per category.
+    """The recipe's suites: a seeded choice of `suite_prompts` conversations per category.
 
     Conversations are passed over, and counted, that leave no room for a response of `max_tokens` to
-    every turn; DataError if a category has no other, or for a file that is missing or of another
-    shape."""
+    every turn; DataError: a category has no other, or a file is missing."""
     e = recipe.evaluation
     if not e.suites:
         return []
-    tokenizer, limit = _tokenizer_and_limit(recipe)
+    asker = Asker.of(recipe)
     suites = []
     for name, path in e.suite_paths.items():
         rows = load_suite(name, path)
         by_category: dict[str, list[Chat]] = {row.category: [] for row in rows}
         for row in rows:
-            if (chat := _chat(row, tokenizer, limit, settings.max_tokens)) is not None:
+            if (chat := asker.chat(row)) is not None:
                 by_category[row.category].append(chat)
-        if full := [category for category, chats in by_category.items() if not chats]:
-            raise DataError(
-                f"every conversation of category {full[0]!r} is too long: the target's context is"
-                f" {limit} tokens, and responses have up to {settings.max_tokens}",
-                where=f"evaluation.suites.{name}",
-            )
-        chosen = {
-            category: _sample(chats, e.suite_prompts, f"{SEED}/{name}/{category}")
-            for category, chats in by_category.items()
-        }
+        where = f"evaluation.suites.{name}"
+        chosen = asker.choose(by_category, e.suite_prompts, f"{SEED}/{name}", where)
         facts = SuiteFacts(
             name=name,
             chat_template_kwargs=dict(recipe.data.chat_template_kwargs),
@@ -284,33 +290,6 @@ def measured_suites(recipe: Recipe, settings: EvaluationSettings) -> list[Measur
         )
         suites.append(MeasuredSuite(facts, chosen))
     return suites
-
-
-def _chat(
-    conversation: Conversation,
-    tokenizer: ConversationTokenizer,
-    limit: int | None,
-    max_tokens: int,
-) -> Chat | None:
-    """The conversation as the target is asked it; None if it has no room for the longest
-    responses."""
-
-    def ask(answers: Sequence[str]) -> list[int]:
-        said = [text for pair in zip(conversation.turns, answers) for text in pair]
-        said.append(conversation.turns[len(answers)])
-        messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(said)]
-        example = Example(conversation.category, conversation.origin, tuple(messages))
-        return tokenizer.prompt_ids(example)
-
-    later = conversation.turns[1:]
-    bare = len(ask([""] * len(later)))
-    if limit is not None and bare + (len(later) + 1) * max_tokens > limit:
-        return None
-    # a text may have more tokens than those it was written with
-    longest = bare + 2 * len(later) * max_tokens
-    if limit is not None:
-        longest = min(longest, limit - max_tokens)
-    return Chat(ask([]), later, ask, longest)
 
 
 def gate_bounds(recipe: Recipe) -> dict[str, Bound]:

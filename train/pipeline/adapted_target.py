@@ -1,5 +1,4 @@
-"""The target with an adapter merged into its weights, as a folder that every later stage and engine
-loads."""
+"""The target with an adapter merged, as a folder that every later stage and engine loads."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.layers.peft_adapter import CONFIG, merge_saved_adapter
 from draftsmith.speculators.target.info import auto_class_of
 from draftsmith.speculators.target.probe import is_quantised, refuse_incomplete
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import TARGET
+from draftsmith.train.recipe.recipe import TARGET, Recipe
 
 MERGED = "merged_adapter.json"  # what it was merged from
 
@@ -42,8 +40,7 @@ def named_adapted_target(recipe: Recipe) -> Recipe:
 
 
 def merge_target(recipe: Recipe, folder: Path) -> Path:
-    """Writes the recipe's target with its adapter merged, in the precision of the checkpoint, whole
-    or not at all."""
+    """Writes the recipe's target with its adapter merged, in the precision of the checkpoint."""
     t = recipe.target
     base = resolve(t.model, t.revision, what="target")
     adapter = resolve(*split_revision(str(t.adapter)), what="target.adapter")

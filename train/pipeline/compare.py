@@ -1,4 +1,5 @@
-"""`draftsmith compare`: several recipes at the same budget of training time, in one table.
+"""`draftsmith compare`: several recipes at the same budget of training, in one table. The budget is
+minutes, or optimizer steps: of recipes with the same data and batch size, the same tokens.
 
 Every recipe is run as it stands but for its budget, its folder and its gates; the results are those
 of its own acceptance report. A run that is done already is not repeated."""
@@ -15,25 +16,25 @@ from typing import Any
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import REPORT, checkpoints
+from draftsmith.train.recipe.recipe import REPORT, Recipe
 from draftsmith.train.trainer import checkpoint
 
 FILE = "comparison.json"
 FIGURES = ("expected_acceptance_length", "acceptance_length", "speedup_vs_autoregressive")
+Budget = dict[str, int | float]  # {"max_minutes": 4.0} or {"steps": 300}
 Entry = dict[str, Any]  # of one recipe: name, family, seconds, steps, and its report's summary
 
 
 def compare_recipes(
-    paths: Sequence[Path], minutes: float, out: Path, overrides: Sequence[str] = ()
+    paths: Sequence[Path], budget: Budget, out: Path, overrides: Sequence[str] = ()
 ) -> list[Entry]:
-    """Runs every recipe for `minutes` of training, one after the other, and writes FILE into `out`.
+    """Trains every recipe for `budget`, one after the other, and writes FILE into `out`.
 
     ConfigError if two have the same file name, or measure other numbers of drafts or temperatures;
     DraftsmithError names a run that failed."""
     if len({path.stem for path in paths}) < len(paths):
         raise ConfigError("recipes need different file names", where="compare")
-    changes = [budget(path, minutes, out, overrides) for path in paths]
+    changes = [changed(path, budget, out, overrides) for path in paths]
     recipes = [load_recipe(path, change) for path, change in zip(paths, changes, strict=True)]
     sections = [recipe.evaluation for recipe in recipes]
     if len({(e.num_speculative_tokens, tuple(e.temperatures)) for e in sections}) > 1:
@@ -41,43 +42,41 @@ def compare_recipes(
             "num_speculative_tokens and temperatures must be the same in all recipes (--set)",
             where="evaluation",
         )
+    entries = []
     for path, change, recipe in zip(paths, changes, recipes, strict=True):
-        if not is_done(recipe):
-            train(path, change)
-    entries = [entry(path.stem, recipe) for path, recipe in zip(paths, recipes, strict=True)]
-    (out / FILE).write_text(json.dumps({"minutes": minutes, "entries": entries}, indent=2) + "\n")
+        report = Path(recipe.output_dir) / REPORT
+        done = report.exists() and load_report(report).provenance.recipe_sha256
+        if (
+            done != recipe.recipe_hash()
+        ):  # in a process of its own, since accelerate keeps its state
+            command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *change]
+            if code := subprocess.run(command, check=False).returncode:
+                raise DraftsmithError(f"{path} ended with status {code}", where="compare")
+        entries.append(entry(path.stem, recipe))
+    (out / FILE).write_text(json.dumps(budget | {"entries": entries}, indent=2) + "\n")
     return entries
 
 
-def budget(path: Path, minutes: float, out: Path, overrides: Sequence[str]) -> list[str]:
-    """The overrides that give a recipe its minutes and its folder. Stages share the minutes in
+def changed(path: Path, budget: Budget, out: Path, overrides: Sequence[str]) -> list[str]:
+    """The overrides that give a recipe its budget and its folder. Stages share the budget in
     proportion to their steps, or equally."""
-    recipe = load_recipe(path, overrides)
-    changes = [*overrides, f"name={recipe.name}", f"output_dir={out / path.stem}", "gates={}"]
-    changes += [f"regenerate.cache_dir={out / 'responses'}", f"training.max_minutes={minutes:g}"]
-    changes += ["training.steps=null", "training.epochs=null"]
+    changes = [*overrides, "gates={}"]
+    recipe = load_recipe(path, changes)
+    changes += [f"name={recipe.name}", f"output_dir={out / path.stem}"]
+    changes.append(f"regenerate.cache_dir={out / 'responses'}")
+    bounds: dict[str, Any] = {"steps": None, "epochs": None, "max_minutes": None}
+    for key, bound in (bounds | budget).items():
+        changes.append(f"training.{key}={json.dumps(bound)}")
     steps = [stage.training.get("steps") or 0 for stage in recipe.stages]
     for i, stage in enumerate(recipe.stages):
         share = steps[i] / sum(steps) if all(steps) else 1 / len(steps)
-        bound = {"steps": None, "epochs": None, "max_minutes": round(share * minutes, 4)}
-        changes.append(f"stages.{i}.training={json.dumps(stage.training | bound)}")
+        part = {key: type(bound)(round(share * bound, 4)) for key, bound in budget.items()}
+        changes.append(f"stages.{i}.training={json.dumps(stage.training | bounds | part)}")
     return changes
 
 
-def is_done(recipe: Recipe) -> bool:
-    path = Path(recipe.output_dir) / REPORT
-    return path.exists() and load_report(path).provenance.recipe_sha256 == recipe.recipe_hash()
-
-
-def train(path: Path, changes: Sequence[str]) -> None:
-    """In a process of its own, since accelerate keeps its state for the life of a process."""
-    command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *changes]
-    if code := subprocess.run(command, check=False).returncode:
-        raise DraftsmithError(f"{path} ended with status {code}", where="compare")
-
-
 def entry(name: str, recipe: Recipe) -> Entry:
-    folders = [checkpoints(recipe, stage) for stage, _ in recipe.training_stages()]
+    folders = [recipe.checkpoints(stage) for stage, _ in recipe.training_stages()]
     newest = [file for folder in folders if (file := checkpoint.latest(folder)) is not None]
     states = [checkpoint.read_state(folder) for folder in newest]
     return {

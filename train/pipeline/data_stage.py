@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from rich.markup import escape
 
 from draftsmith.inference import LLM
-from draftsmith.inference.entrypoints.loading import saved_ending_tokens
+from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
 from draftsmith.inference.provenance import config_sha256, text_sha256, weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
@@ -55,8 +55,7 @@ class TargetHashes:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The input of a stage of the training. `prompts`: of on-policy texts; `held_out`: texts by
-    temperature."""
+    """The input of a stage. `prompts`: of on-policy texts; `held_out`: texts by temperature."""
 
     rows: list[PackedRow]
     prompts: list[tuple[int, ...]]
@@ -78,14 +77,6 @@ def prepare_data(
     rows, held_out = data.training_rows(), data.held_out()
     prompts = data.prompts() if recipe.on_policy else []
     return TrainingData(rows, prompts, held_out, data.tokenizer, data.hashes)
-
-
-def facts_of(recipe: Recipe, tokenizer: Any) -> TargetFacts:
-    """What responses depend on of the recipe's target, from its config alone."""
-    t, sketch = recipe.target, recipe.target.sketch()
-    limit = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
-    end = saved_ending_tokens(t.model, tokenizer, **t.source)
-    return TargetFacts(t.model, limit, sketch.vocab_size, tuple(sorted(end)))
 
 
 class DataStage:
@@ -120,11 +111,14 @@ class DataStage:
         limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(512, 32 * batch)}
         if target and target.supports_rollback and not waits_on_host(recipe, accelerator):
             self.llm = LLM(target, tokenizer, **limits)
-        self.facts = facts_of(recipe, tokenizer)
+        sketch = recipe.target.sketch()
+        longest = getattr(sketch.config, "max_position_embeddings", None) or recipe.data.max_length
+        name = recipe.target.model
+        end = tuple(sorted(end_of_sequence_ids(name, tokenizer, **recipe.target.source)))
+        self.facts = TargetFacts(name, longest, sketch.vocab_size, end)
 
     def training_rows(self) -> list[PackedRow]:
-        """Packed rows of the training sources, their responses rewritten by the target unless the
-        recipe says no."""
+        """Packed rows of the training sources, their responses rewritten if `regenerate` is on."""
         data = self.recipe.data
         if self.recipe.regenerate.enabled:
             rows, statistics = fit_rows(rows_of(self.responses()), data.max_length)
@@ -158,8 +152,7 @@ class DataStage:
         return fitting
 
     def responses(self) -> list[Response]:
-        """The target's own responses to every training example that has a prompt; DataError if too
-        many have none."""
+        """The target's own responses to every training example that has a prompt."""
         examples = self._prompted
         self._say(str(self.bad))
         return self._responses("regenerate", examples)
@@ -205,8 +198,8 @@ class DataStage:
     def _responses(
         self, name: str, examples: list[Example], temperatures=None, **changed: Any
     ) -> list[Response]:
-        """Written by all processes in parts, or asked for by the main one; read by all. `changed`:
-        keys of the section."""
+        """Written by all processes, or asked for by the main one. `changed`: keys of the
+        section."""
         section = self.recipe.regenerate.model_copy(update=changed)
         with self.stages.stage(name, len(examples)) as advance:
 
@@ -257,8 +250,7 @@ def waits_on_host(recipe: Recipe, accelerator: Accelerator) -> bool:
 
 
 def workloads_in_turn(examples: Sequence[Example], count: int) -> list[Example]:
-    """`count` examples in their order: the first of each workload, then the second of each, and so
-    on."""
+    """`count` examples in their order: the first of each workload, then the second of each."""
     seen: Counter[str] = Counter()
     turns = []
     for index, example in enumerate(examples):

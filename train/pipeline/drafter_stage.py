@@ -33,8 +33,7 @@ def make_drafter(
 ) -> Drafter:
     """A drafter ready to train, on the target's device: draft vocabulary chosen from the supervised
     tokens, weights loaded or initialised (but not fitted where a checkpoint in `folder` will
-    replace them). Random weights are drawn from the recipe's seed
-    alone."""
+    replace them). The recipe's seed decides."""
     with seeded(recipe.training.seed, target.device):
         return _initialised(recipe, config, target, features, stages, folder).prepare_training(
             recipe.drafter
@@ -80,8 +79,7 @@ def _initialised(
 
 
 def meet_tokenizers(recipe: Recipe, drafter: Drafter, tokenizer: Any) -> None:
-    """Maps the tokenizer of a drafter that has its own; ConfigError if it does not fit the target's
-    `tokenizer`."""
+    """Maps the tokenizer of a drafter that has its own; ConfigError: the two do not fit."""
     start = start_folder(recipe)
     drafter.meet_tokenizers(
         tokenizer,

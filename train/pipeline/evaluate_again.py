@@ -22,9 +22,7 @@ from draftsmith.train.pipeline.acceptance_stage import (
 )
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.progress import Stages
-from draftsmith.train.pipeline.run import checkpoints
-from draftsmith.train.recipe.recipe import Recipe, make_recipe
-from draftsmith.train.recipe.run_folder import EXPORT, PAGE
+from draftsmith.train.recipe.recipe import EXPORT, PAGE, Recipe, make_recipe
 from draftsmith.train.trainer import checkpoint
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
@@ -41,7 +39,7 @@ def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
             "no export to evaluate; run the recipe first, or draftsmith export",
             where=f"{folder / EXPORT}",
         )
-    newest = checkpoint.latest(checkpoints(recipe))
+    newest = checkpoint.latest(recipe.checkpoints())
     history = checkpoint.read_state(newest).history if newest is not None else ()
     return accept(with_adapted_target(recipe), history=history, engines=engines)
 
@@ -82,8 +80,7 @@ def evaluate_folders(
 
 
 def prompts_of_file(model: str, file: Path, count: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts of a JSONL file as serving `model` would send them: `count` of each
-    workload."""
+    """Token ids of prompts of a JSONL file as `model` is asked them: `count` of each workload."""
     sources = [{"path": str(file)}]
     keys = {"prompts": sources, "prompts_per_workload": count, "max_tokens": max_tokens}
     recipe = _recipe(model, {"train": sources}, keys, Path("runs/try"))
@@ -98,8 +95,7 @@ def _recipe(
     out: Path,
     dtype: str = "auto",
 ) -> Recipe:
-    """The recipe that an evaluation without one stands for. ConfigError names the option whose
-    value cannot be."""
+    """The recipe that an evaluation without one stands for. ConfigError names the option."""
     try:
         return make_recipe(
             {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from draftsmith.speculators.drafter import Drafter
@@ -17,12 +18,13 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import describe_target, export_drafter
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.data.packing import conversation_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import EXPORT, RECIPE, TARGET, checkpoints
+from draftsmith.train.recipe.recipe import EXPORT, RECIPE, TARGET, Recipe
 from draftsmith.train.regeneration.store import Response, summary
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import JointTarget
@@ -45,19 +47,11 @@ def export(recipe: Recipe, trained: Trained) -> Path:
     """Writes every format in the target checkpoint's dtype unless the recipe names one, and the
     target if it was trained jointly; returns the folder of the first format."""
     drafter, state, out = trained.drafter, trained.state, Path(recipe.output_dir)
-    dtype = (
-        drafter.target.checkpoint_dtype
-        if recipe.export.dtype == "auto"
-        else as_dtype(recipe.export.dtype)
-    )
-    template = conversation_tokenizer(recipe.data, trained.tokenizer).template_facts()
-    provenance = recipe.provenance(state.best_step or state.step) | template | summary(out)
+    dtype = _dtype(recipe.export.dtype, drafter.target)
+    provenance = _provenance(recipe, state.best_step or state.step, trained.tokenizer, out)
     if trained.joint is not None:
-        texts = [
-            (r.prompt_ids, r.output_ids)
-            for responses in trained.held_out.values()
-            for r in responses
-        ]
+        written = [response for some in trained.held_out.values() for response in some]
+        texts = [(response.prompt_ids, response.output_ids) for response in written]
         before, after = trained.joint.held_out_loss(texts)
         change = {"before": before, "after": after, "responses": len(texts)}
         trained.joint.export(out / TARGET, trained.tokenizer, change)
@@ -75,7 +69,7 @@ def reexport(
     and their step. Of the target only config.json is read."""
     # the folder may have been moved
     recipe = named_adapted_target(load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"]))
-    root = checkpoints(recipe)
+    root = recipe.checkpoints()
     newest = checkpoint.latest(root)
     if newest is None:
         raise CheckpointError("no complete checkpoint; run the recipe first", where=f"{root}")
@@ -89,9 +83,24 @@ def reexport(
     else:
         step = state.step
         drafter.load_state_dict(load_file(newest / "drafter.safetensors"), strict=True)
-    requested = dtype if dtype != "auto" else recipe.export.dtype
-    exported = target.checkpoint_dtype if requested == "auto" else as_dtype(requested)
-    tokenizer = recipe.target.load_tokenizer()
-    facts = conversation_tokenizer(recipe.data, tokenizer).template_facts() | summary(run_dir)
-    provenance = recipe.provenance(step) | facts | {"target": describe_target(target)}
+    exported = _dtype(dtype if dtype != "auto" else recipe.export.dtype, target)
+    provenance = _provenance(recipe, step, recipe.target.load_tokenizer(), run_dir)
+    provenance["target"] = describe_target(target)
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step
+
+
+def _dtype(requested: str, target: FrozenTarget | TargetSketch) -> torch.dtype:
+    return target.checkpoint_dtype if requested == "auto" else as_dtype(requested)
+
+
+def _provenance(recipe: Recipe, step: int, tokenizer: Any, run_dir: Path) -> dict[str, Any]:
+    """The run, the number of tokens per round that it is measured with, and whose text it was
+    trained on."""
+    return {
+        "recipe": recipe.name,
+        "recipe_hash": recipe.recipe_hash(),
+        "step": step,
+        "num_speculative_tokens": recipe.evaluation.num_speculative_tokens,
+        **conversation_tokenizer(recipe.data, tokenizer).template_facts(),
+        **summary(run_dir),
+    }

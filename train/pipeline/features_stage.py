@@ -1,5 +1,4 @@
-"""The stage of a run that provides the features of its training rows: online, or from a cache that
-it fills first."""
+"""The features of the training rows of a run: online, or from a cache that it fills first."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from accelerate import Accelerator
+from rich.filesize import decimal as size_text
 from torch import Tensor
 
-from draftsmith.inference.console import size_text
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
 from draftsmith.speculators.hub import cached_folder
@@ -40,8 +39,7 @@ def training_features(
     accelerator: Accelerator,
     stages: Stages,
 ) -> RowFeatures:
-    """The features of the training rows, for the loop; with `mode: cache` from the disk, once all
-    of them are there."""
+    """The features of the training rows; with `mode: cache` from the disk, once all are there."""
     cache = None
     if recipe.features.mode == "cache":
         cache = open_cache(recipe, target, data).scan()
@@ -89,8 +87,7 @@ def fill(
     stages: Stages,
     part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Writes the missing features of a part of the rows: of every n-th from the i-th on for
-    (i, n)."""
+    """Writes the missing features of a part (i, n) of the rows: every n-th from the i-th on."""
     absent = missing(cache, rows)
     tokens, section = sum(absent.values()), recipe.features
     whole = cache.bytes_per_token * sum(map(len, rows))
@@ -129,8 +126,7 @@ def fill(
 def _from_target(
     target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
-    """Packed rows one by one, as kept features are made, so that a text is what it is in a run
-    without a cache."""
+    """Packed rows one by one, as kept features are made: a text is as in a run without a cache."""
     features = RowFeatures(target, rows)
     for index, row in enumerate(rows):
         taps, last_hidden = features.made(index)
@@ -143,8 +139,7 @@ def _from_target(
 def _from_vllm(
     recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
-    """Every text is a prompt of its own; the states before the final norm are normed here, as the
-    target does it."""
+    """Every text is a prompt of its own; the states before the final norm are normed here."""
     places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in absent}
     texts = [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
     with HiddenStates(
@@ -165,8 +160,7 @@ def _from_vllm(
 
 
 def features_of_states(target: FrozenTarget, states: Tensor) -> tuple[Tensor | None, Tensor]:
-    """[L, layers, H], the residual streams of the taps and before the final norm -> taps [L, n·H],
-    last_hidden."""
+    """Residual streams [L, layers, H] of taps and before the final norm -> taps [L, n·H], last."""
     states = states.to(target.device, target.dtype)
     taps = states if target.num_layers in target.tap_layers else states[:, :-1]
     return taps.flatten(1) if target.tap_layers else None, target.final_norm(states[:, -1])

@@ -20,9 +20,8 @@ from rich.progress import (
 )
 
 LINE_EVERY = 15.0  # seconds between lines where there is no terminal
-Advance = Callable[
-    ..., None
-]  # (done, note="", total=None): units finished, and a short text beside the bar
+# (done, note="", total=None): units finished, and a short text beside the bar
+Advance = Callable[..., None]
 
 
 class Stages:
@@ -56,23 +55,19 @@ class Stages:
             *columns, console=self.console, transient=True, disable=not self.console.is_terminal
         ) as bar:
             bar.add_task(name, total=total, note="")
+            task, last = bar.tasks[0], began
             if not self.console.is_terminal:
                 self.say(name)
-            yield self._advance(bar, name)
+
+            def advance(done: float, note: str = "", total: float | None = None) -> None:
+                nonlocal last
+                bar.update(task.id, completed=done, total=total, note=note)  # None: as it was
+                if self.console.is_terminal or time.monotonic() - last < LINE_EVERY:
+                    return
+                last = time.monotonic()
+                left = f"{task.time_remaining:.0f} s left" if task.time_remaining else ""
+                parts = filter(None, [f"{name}: {done:g}/{task.total or '?'}", left, note])
+                self.console.print(", ".join(parts), markup=False, highlight=False)
+
+            yield advance
         self.say(f"{name}: {time.monotonic() - began:.1f} s")
-
-    def _advance(self, bar: Progress, title: str) -> Advance:
-        task, last = bar.tasks[0], time.monotonic()
-
-        def advance(done: float, note: str = "", total: float | None = None) -> None:
-            nonlocal last
-            bar.update(task.id, completed=done, total=total or None, note=note)  # None: as it was
-            if self.console.is_terminal or time.monotonic() - last < LINE_EVERY:
-                return
-            last, parts = time.monotonic(), [f"{title}: {done:g}/{task.total or '?'}"]
-            if task.time_remaining:
-                parts.append(f"{task.time_remaining:.0f} s left")
-            text = ", ".join([*parts, note] if note else parts)
-            self.console.print(text, markup=False, highlight=False)
-
-        return advance

@@ -17,35 +17,25 @@ from typing import Any
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 
-from draftsmith.inference.entrypoints.speculative_defaults import NUM_SPECULATIVE_TOKENS
 from draftsmith.inference.provenance import weights_sha256
 from draftsmith.inference.report.model_card import CardFacts, model_card
 from draftsmith.inference.report.schema import load_report, save_report
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export import load_weights, read_drafter_config, read_fields
+from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from draftsmith.speculators.export.upload import Destination, upload
 from draftsmith.speculators.hub import is_repository_id, repository_id
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.vocab.token_map import FILE as TOKEN_MAP
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import EXPORT, PAGE, RECIPE, REPORT
+from draftsmith.train.recipe.recipe import EXPORT, PAGE, RECIPE, REPORT, Recipe
 from draftsmith.train.regeneration.store import write_json
 
 CARD = "README.md"
 WRITTEN = (REPORT, PAGE, RECIPE)  # an old one is removed there if a push has none
-SENT = (
-    "*.safetensors",
-    "*.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    CARD,
-)
+SENT = ["*.safetensors", "*.json", "tokenizer*", "vocab.*", "merges.txt", "*.jinja"]
+SENT += ["LICENSE*", "NOTICE*", CARD]
 
 Say = Callable[[str], None]
 Fields = dict[str, Any]  # config.json
@@ -77,8 +67,7 @@ def push(
 
 
 def push_run(recipe: Recipe, code: int, say: Say = print) -> None:
-    """Pushes the run's export with its report, as `export.push_to_hub` asks for, unless a gate is
-    missed (`code` 1)."""
+    """Pushes the run's export to `export.push_to_hub`, unless a gate is missed (`code` 1)."""
     repository, folder = recipe.export.push_to_hub, Path(recipe.output_dir)
     assert repository is not None
     if code:
@@ -218,6 +207,6 @@ def _link_files(export: Path, out: Path) -> None:
     """Links the files that match SENT."""
     files = [path.relative_to(export).as_posix() for path in export.rglob("*") if path.is_file()]
     hidden = [".*", "*/.*"]
-    for name in filter_repo_objects(files, allow_patterns=list(SENT), ignore_patterns=hidden):
+    for name in filter_repo_objects(files, allow_patterns=SENT, ignore_patterns=hidden):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).symlink_to((export / name).resolve())

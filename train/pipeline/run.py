@@ -34,8 +34,7 @@ from draftsmith.train.pipeline.features_stage import training_features
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import RECIPE, checkpoints
+from draftsmith.train.recipe.recipe import RECIPE, Recipe
 from draftsmith.train.regeneration.store import Response
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.checkpoint import fingerprint
@@ -48,8 +47,7 @@ PATIENCE = timedelta(days=7)
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> int:
-    """Runs a recipe; returns 0, or 1 when a gate in it is missed. Raises DraftsmithError for what
-    the user can mend."""
+    """Runs a recipe; 0, or 1 if a gate is missed. DraftsmithError for what the user can mend."""
     recipe = load_recipe(path, overrides)
     if dry_run:
         from draftsmith.train.planner.describe import describe
@@ -109,8 +107,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 def load_target(
     recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]
 ) -> FrozenTarget:
-    """The target on the device of this process, or in the host's memory if it is sharded before its
-    first forward."""
+    """The target on the device of this process, or in the host's memory until it is sharded."""
     return FrozenTarget.from_pretrained(
         recipe.target.model,
         tap_layers=tap_layers,
@@ -122,8 +119,7 @@ def load_target(
 
 
 def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
-    """Before any data is made: UnsupportedTarget if the recipe has the target decode and it gives
-    features alone."""
+    """UnsupportedTarget if the recipe has the target decode and it gives features alone."""
     keys = set[str]()  # of the recipe, that have it decode
     for _, part in recipe.training_stages():
         parts = {
@@ -155,7 +151,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
     for number, (name, part) in enumerate(every, 1):
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
         features = training_features(part, target, data, accelerator, stages)
-        folder = checkpoints(recipe, name)
+        folder = recipe.checkpoints(name)
         if drafter is None:
             drafter = make_drafter(part, config, target, features, stages, folder)
             meet_tokenizers(recipe, drafter, tokenizer)
@@ -165,7 +161,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
         newest = checkpoint.latest(folder)
         if newest is not None:
             checkpoint.load(newest, previous)
-        later = any(checkpoint.latest(checkpoints(recipe, after)) for after, _ in every[number:])
+        later = any(checkpoint.latest(recipe.checkpoints(after)) for after, _ in every[number:])
         on_policy = None
         if part.on_policy:
             on_policy = OnPolicy(
@@ -201,8 +197,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
 
 
 def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:
-    """Trains, and leaves the weights of the best held-out evaluation in the drafter if there was
-    one."""
+    """Trains, and leaves the weights of the best held-out evaluation in the drafter, if any."""
     with stages.stage(title, 100) as advance:
         state = trainer.run(lambda done, note: advance(round(100 * done, 1), note))
     if state.best_value is not None:

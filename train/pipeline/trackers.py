@@ -16,8 +16,7 @@ from accelerate import Accelerator
 
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.recipe.recipe import Recipe
-from draftsmith.train.recipe.run_folder import PAGE, REPORT
+from draftsmith.train.recipe.recipe import PAGE, REPORT, Recipe
 from draftsmith.train.regeneration.store import write_json
 
 IDS = "trackers.json"  # in the run's folder

@@ -1,5 +1,1 @@
-"""Time and memory of a run before it starts.
-
-It reads a recipe and a target's config, on the meta device.
-No stage of a run is started here.
-"""
+"""Time and memory of a run before it starts, by formula. No stage of a run is started here."""

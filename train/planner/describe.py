@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.inference.console import size_text
 from draftsmith.train.planner.plan import Plan, Stage
 
 Rows = Sequence[tuple[str, str]]
@@ -21,7 +21,7 @@ def describe(plan: Plan) -> None:
     _print(console, f"{plan.recipe.name} ({plan.recipe.family}){where}", _models(plan.stages[0]))
     for stage in plan.stages:
         title = f"Training: {stage.name}" if stage.name else "Training"
-        _print(console, title, [*_training(stage), *_work(stage, plan)])
+        _print(console, title, _training(stage, plan))
     memory = plan.memory | {"total": sum(plan.memory.values())}
     sizes = [(name, size_text(size)) for name, size in memory.items() if size]
     _print(console, "Memory of one device while it trains, about", sizes)
@@ -34,7 +34,7 @@ def verdict(plan: Plan) -> str:
     total = sum(plan.memory.values())
     if plan.device is None:
         return f"about {size_text(total)} per device; name a device for time (--gpu)"
-    device = size_text(plan.device.memory)
+    device = size_text(int(plan.device.memory))
     if not plan.fits:
         return f"does not fit: target and drafter alone exceed {device} per device"
     fits = "may not fit" if total > plan.device.memory else "fits"
@@ -48,40 +48,33 @@ def _models(stage: Stage) -> Rows:
     if recipe.features.mode == "cache":
         features += f" on disk, {size_text(stage.feature_bytes * stage.tokens)} in all"
     return [
-        ("target", f"{t.name_or_path}: {in_count(t.num_parameters)} parameters, {t.dtype}"),
+        ("target", f"{t.name_or_path}: {t.num_parameters:,} parameters, {t.dtype}"),
         ("taps", f"{list(d.tap_layers)} (0: embedding output, i: output of layer i-1)"),
-        ("drafter", f"{d.describe()}; {in_count(stage.trainable)} trained parameters"),
+        ("drafter", f"{d.describe()}; {stage.trainable:,} trained parameters"),
         ("draft vocabulary", f"{d.draft_vocab_size:,} of {d.vocab_size:,} tokens"),
         ("starts from", recipe.drafter.init_from or recipe.drafter.start),
         ("features", features),
     ]
 
 
-def _training(stage: Stage) -> Rows:
+def _training(stage: Stage, plan: Plan) -> Rows:
+    """Data, budget and settings; FLOPs and time of each phase."""
     rows = []
     for source in stage.sources:
         text = source.note
         if source.examples is not None:
-            counts = f"{in_count(source.tokens)} tokens, {in_count(source.supervised)} supervised"
+            counts = f"{source.tokens:,} tokens, {source.supervised:,} supervised"
             text = f"{source.examples:,} examples, about {counts}"
         rows.append(("data", f"{source.label}: {text}"))
     given, chosen, step = stage.recipe.training, stage.training, stage.step_rows
     whose = "of a short run" if given.is_short(stage.steps) else "as the recipe or its family says"
     tokens = step.rows_per_step * stage.recipe.data.max_length
-    return [
-        *rows,
-        (
-            "budget",
-            f"{stage.steps:,} steps" if stage.steps else "until epochs or minutes are spent",
-        ),
+    budget = f"{stage.steps:,} steps" if stage.steps else "until epochs or minutes are spent"
+    rows += [
+        ("budget", budget),
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
         ("settings", f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}: {whose}"),
     ]
-
-
-def _work(stage: Stage, plan: Plan) -> Rows:
-    """FLOPs and time of each phase."""
-    rows = []
     for phase in stage.phases:
         text = f"{phase.flops / 1e15:.3g} PFLOP"
         if plan.device:
@@ -100,14 +93,6 @@ def _print(console: Console, title: str, rows: Rows) -> None:
         table.add_row(name, escape(value))
     console.print(table)
     console.print()
-
-
-def in_count(number: float) -> str:
-    for unit in ("", " k", " M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} G"
 
 
 def duration(seconds: float) -> str:

@@ -14,8 +14,7 @@ CONTEXT = 1.5e9  # bytes that the runtime and its libraries take on a device
 
 @dataclass(frozen=True)
 class Device:
-    """One device: dense FLOP/s of matrix products in bfloat16 and in float32, bytes of memory, and
-    bytes per second of memory."""
+    """Dense FLOP/s in bfloat16 and in float32, bytes of memory, and bytes per second of it."""
 
     name: str
     bfloat16: float
@@ -27,19 +26,16 @@ class Device:
         return self.float32 if dtype == torch.float32 else self.bfloat16
 
 
-DEVICES = {  # TFLOP/s in bfloat16 and float32, GB, GB/s
-    key: Device(name, bf16 * 1e12, fp32 * 1e12, gb * 1e9, bandwidth * 1e9)
-    for key, name, bf16, fp32, gb, bandwidth in (
-        ("h100", "NVIDIA H100 SXM 80 GB", 989.4, 66.9, 80, 3350),
-        ("h200", "NVIDIA H200 SXM 141 GB", 989.4, 66.9, 141, 4800),
-        ("b200", "NVIDIA B200 SXM 179 GB", 2250, 80, 179, 8000),
-        ("a100-80", "NVIDIA A100 SXM 80 GB", 312, 19.5, 80, 2039),
-        ("a100-40", "NVIDIA A100 SXM 40 GB", 312, 19.5, 40, 1555),
-        ("l40s", "NVIDIA L40S 48 GB", 362, 91.6, 48, 864),
-        ("l4", "NVIDIA L4 24 GB", 121, 30.3, 24, 300),
-        ("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", 165.2, 82.6, 24, 1008),
-        ("mi300x", "AMD Instinct MI300X 192 GB", 1307.4, 163.4, 192, 5300),
-    )
+DEVICES = {
+    "h100": Device("NVIDIA H100 SXM 80 GB", 989.4e12, 66.9e12, 80e9, 3350e9),
+    "h200": Device("NVIDIA H200 SXM 141 GB", 989.4e12, 66.9e12, 141e9, 4800e9),
+    "b200": Device("NVIDIA B200 SXM 179 GB", 2250e12, 80e12, 179e9, 8000e9),
+    "a100-80": Device("NVIDIA A100 SXM 80 GB", 312e12, 19.5e12, 80e9, 2039e9),
+    "a100-40": Device("NVIDIA A100 SXM 40 GB", 312e12, 19.5e12, 40e9, 1555e9),
+    "l40s": Device("NVIDIA L40S 48 GB", 362e12, 91.6e12, 48e9, 864e9),
+    "l4": Device("NVIDIA L4 24 GB", 121e12, 30.3e12, 24e9, 300e9),
+    "rtx4090": Device("NVIDIA GeForce RTX 4090 24 GB", 165.2e12, 82.6e12, 24e9, 1008e9),
+    "mi300x": Device("AMD Instinct MI300X 192 GB", 1307.4e12, 163.4e12, 192e9, 5300e9),
 }
 
 

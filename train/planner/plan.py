@@ -75,8 +75,7 @@ class Stage:
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes per token of the taps and the last hidden state: on disk with features.mode: cache,
-        else in the target's dtype."""
+        """Bytes per token of taps and last hidden state: on disk, or in the target's dtype."""
         t, features = self.target, self.recipe.features
         encoding = features.encoding if features.mode == "cache" else "exact"
         return bytes_per_token(encoding, len(self.drafter.tap_layers), t.hidden_size, t.dtype)
@@ -90,10 +89,6 @@ class Stage:
     @property
     def tokens(self) -> int:
         return sum(source.tokens for source in self.sources)
-
-    @property
-    def supervised(self) -> int:
-        return sum(source.supervised for source in self.sources)
 
     @property
     def step_rows(self) -> StepRows:
@@ -125,13 +120,13 @@ class Stage:
         tokens = (self.steps or 1) * self.step_rows.rows_per_step * length
         if recipe.regenerate.enabled and not recipe.regenerate.endpoints and self.tokens:
             weights = target.num_parameters * target.dtype.itemsize
-            read = weights * self.supervised / recipe.regenerate.batch_size
+            supervised = sum(source.supervised for source in self.sources)
+            read = weights * supervised / recipe.regenerate.batch_size
             work = self.tokens * forward
             phases.append(Phase("responses of the target", work, target.dtype, read))
         seen = min(tokens, self.tokens or tokens) if recipe.features.mode == "cache" else tokens
-        trained = self.trainable
-        names = [name for name, p in self.head.named_parameters() if p.requires_grad]
-        if not any("lm_head" in name for name in names):
+        trained, parameters = self.trainable, self.head.named_parameters()
+        if not any("lm_head" in name and p.requires_grad for name, p in parameters):
             trained += self.drafter.hidden_size * self.drafter.draft_vocab_size
         phases.append(Phase("features of the target", seen * forward, target.dtype))
         drafted = 6.0 * tokens * self.depths * trained
@@ -147,14 +142,14 @@ class Stage:
     @property
     def held(self) -> Parts:
         """Bytes of one device that are exact: weights, gradients and optimizer states."""
-        whole = self.target.num_parameters * self.target.dtype.itemsize
-        sharded = self.recipe.target.sharding != "none"
+        target = self.target.num_parameters * self.target.dtype.itemsize
+        if self.recipe.target.sharding != "none":
+            target //= self.count
         state = self.head.state_dict().values()  # in float32
+        sizes = (t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state)
         return {
-            "target's weights": whole // self.count if sharded else whole,
-            "drafter's weights": sum(
-                t.numel() * (4 if t.is_floating_point() else t.element_size()) for t in state
-            ),
+            "target's weights": target,
+            "drafter's weights": sum(sizes),
             "gradients": 4 * self.trainable,
             f"states of {self.training.optimizer}": self.optimizer_bytes,
         }

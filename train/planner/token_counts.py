@@ -39,26 +39,24 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
             conversations = conversation_tokenizer(recipe.data, tokenizer)
     except CheckpointError:
         pass
-    return [_count(recipe, source, conversations, examples) for source in recipe.data.train]
-
-
-def _count(
-    recipe: Recipe,
-    source: Source,
-    conversations: ConversationTokenizer | None,
-    examples: int | None,
-) -> TokenCount:
-    if source.resolved().name is not None:
-        return _assumed(recipe, source, examples or source.limit, "a dataset of the Hub, not read")
-    rows = list(load_source(source, bad=BadRows()))[: source.limit]
-    number = round(source.weight * len(rows))
-    if conversations is None:
-        return _assumed(recipe, source, number, "the target's tokenizer is not on this machine")
-    sample = rows[:: max(len(rows) // SAMPLE, 1)][:SAMPLE]
-    lengths = [_lengths(recipe, conversations, example) for example in sample]
-    scale = number / max(len(sample), 1)
-    tokens, supervised = (round(scale * sum(column)) for column in zip(*lengths))
-    return TokenCount(source.label, number, tokens, supervised)
+    counts = []
+    for source in recipe.data.train:
+        if source.resolved().name is not None:
+            number, note = examples or source.limit, "a dataset of the Hub, not read"
+            counts.append(_assumed(recipe, source, number, note))
+            continue
+        rows = list(load_source(source, bad=BadRows()))[: source.limit]
+        number = round(source.weight * len(rows))
+        if conversations is None:
+            note = "the target's tokenizer is not on this machine"
+            counts.append(_assumed(recipe, source, number, note))
+            continue
+        sample = rows[:: max(len(rows) // SAMPLE, 1)][:SAMPLE]
+        lengths = [_lengths(recipe, conversations, example) for example in sample]
+        scale = number / max(len(sample), 1)
+        tokens, supervised = (round(scale * sum(column)) for column in zip(*lengths))
+        counts.append(TokenCount(source.label, number, tokens, supervised))
+    return counts
 
 
 def _lengths(

@@ -83,13 +83,9 @@ Columns = Annotated[dict[str, Text], AfterValidator(check_columns)]
 class Source(Section):
     """One source of examples: a path or a name."""
 
-    path: Text | None = Field(
-        None,
-        description=(
-            "a .jsonl, .json, .csv (or .gz, .bz2, .zst) or .parquet file, a folder of them, or a"
-            " saved dataset"
-        ),
-    )
+    path: Text | None = None
+    """a .jsonl, .json, .csv (or .gz, .bz2, .zst) or .parquet file, a folder of them, or a saved
+    dataset"""
     name: Text | None = Field(
         None,
         description=(
@@ -97,32 +93,22 @@ class Source(Section):
             f" set with its columns: {', '.join(PRESETS)}"
         ),
     )
-    config: Text | None = Field(
-        None, description="configuration of a hub dataset; null: its default"
-    )
-    split: Text | None = Field(
-        None, description="split or slice, such as train[:1%]; null: train, or the known set's"
-    )
-    streaming: bool = Field(
-        False,
-        description="read a hub dataset as it is downloaded, shuffled, up to `limit` examples",
-    )
-    columns: Columns | None = Field(
-        None,
-        description=(
-            "columns of other names, such as {user: instruction, input: context, assistant: output}"
-            " (also reasoning, system), {messages: turns} or {prompt: text, completion: rest}, and"
-            " tools, workload; null: messages, conversations or prompt and completion"
-        ),
-    )
-    workload: Text | None = Field(
-        None,
-        description="label in reports; null: the row's `workload`, else the file or dataset name",
-    )
-    weight: float = Field(
-        1.0, gt=0, description="uses of each example per epoch; a fraction is a seeded sample"
-    )
-    limit: PositiveInt | None = Field(None, description="use at most this many examples; null: all")
+    config: Text | None = None
+    """configuration of a hub dataset; null: its default"""
+    split: Text | None = None
+    """split or slice, such as train[:1%]; null: train, or the known set's"""
+    streaming: bool = False
+    """read a hub dataset as it is downloaded, shuffled, up to `limit` examples"""
+    columns: Columns | None = None
+    """columns of other names, such as {user: instruction, input: context, assistant: output} (also
+    reasoning, system), {messages: turns} or {prompt: text, completion: rest}, and tools, workload;
+    null: messages, conversations or prompt and completion"""
+    workload: Text | None = None
+    """label in reports; null: the row's `workload`, else the file or dataset name"""
+    weight: float = Field(1.0, gt=0)
+    """uses of each example per epoch; a fraction is a seeded sample"""
+    limit: PositiveInt | None = None
+    """use at most this many examples; null: all"""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Source:
@@ -159,36 +145,23 @@ class Source(Section):
 class DataSection(Section):
     """Conversations, and how they become token rows."""
 
-    train: list[Source] = Field(min_length=1, description="sources of the examples to train on")
-    validation: list[Source] = Field(
-        [], description="held-out sources for evaluation during training; empty: none is made"
-    )
-    max_length: Annotated[int, Field(ge=8)] = Field(
-        2048, description="tokens of a packed row; longer conversations are cut and counted"
-    )
-    chat_template: Text | None = Field(
-        None,
-        description=(
-            "file with a Jinja template in place of the tokenizer's; serving must use the same"
-        ),
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="variables of the template, such as enable_thinking: false"
-    )
-    reasoning: Literal["keep", "drop"] = Field(
-        "keep",
-        description="reasoning fields of a turn; keep fails where the template would lose them",
-    )
-    on_bad_row: Literal["error", "drop"] = Field(
-        "error",
-        description=(
-            "for a row that is damaged or whose mask cannot be proved; drop: left out, listed with"
-            " file, line and reason"
-        ),
-    )
-    decontaminate: bool = Field(
-        True, description="leave out examples with a prompt of the evaluation"
-    )
+    train: list[Source] = Field(min_length=1)
+    """sources of the examples to train on"""
+    validation: list[Source] = Field([])
+    """held-out sources for evaluation during training; empty: none is made"""
+    max_length: Annotated[int, Field(ge=8)] = 2048
+    """tokens of a packed row; longer conversations are cut and counted"""
+    chat_template: Text | None = None
+    """file with a Jinja template in place of the tokenizer's; serving must use the same"""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """variables of the template, such as enable_thinking: false"""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """reasoning fields of a turn; keep fails where the template would lose them"""
+    on_bad_row: Literal["error", "drop"] = "error"
+    """for a row that is damaged or whose mask cannot be proved; drop: left out, listed with file,
+    line and reason"""
+    decontaminate: bool = True
+    """leave out examples with a prompt of the evaluation"""
 
 
 def check_temperatures(value: dict[float, float]) -> dict[float, float]:
@@ -219,15 +192,12 @@ Temperatures = Annotated[
 class EndpointSection(Section):
     """One server that writes responses, compatible with OpenAI's."""
 
-    url: str = Field(
-        pattern=r"^https?://[^\s/]+(/\S*)?$", description="its address, such as http://host:8000/v1"
-    )
-    api_key_env: Text | None = Field(
-        None, description="environment variable that holds its key; null: it asks none"
-    )
-    max_concurrency: PositiveInt = Field(
-        64, description="requests under way at a time; a server's max_num_seqs fits"
-    )
+    url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$")
+    """its address, such as http://host:8000/v1"""
+    api_key_env: Text | None = None
+    """environment variable that holds its key; null: it asks none"""
+    max_concurrency: PositiveInt = 64
+    """requests under way at a time; a server's max_num_seqs fits"""
 
     @model_validator(mode="before")
     @classmethod
@@ -238,31 +208,22 @@ class EndpointSection(Section):
 class RegenerateSection(Section):
     """Responses rewritten by the target itself: without it a head learns another model's habits."""
 
-    enabled: bool = Field(
-        True, description="replace every response by the target's own; off: train on the data as is"
-    )
-    temperatures: Temperatures = Field(
-        {1.0: 1.0},
-        min_length=1,
-        description="those of serving, each with its fraction of the responses",
-    )
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampling; 1: off")
-    top_k: Count = Field(0, description="most likely tokens kept; 0: off")
-    max_new_tokens: PositiveInt = Field(512, description="longest response")
-    batch_size: PositiveInt = Field(32, description="conversations decoded together")
-    cache_dir: Text | None = Field(
-        None, description="where responses are kept; null: <output_dir>/responses"
-    )
-    turns: Literal["last", "all"] = Field(
-        "last",
-        description=(
-            "last: the last response, after the data's own earlier ones; all: each, after those"
-            " written before"
-        ),
-    )
-    endpoints: list[EndpointSection] = Field(
-        [],
-        description=(
-            "servers that write the responses, each a URL or a mapping; empty: this process"
-        ),
-    )
+    enabled: bool = True
+    """replace every response by the target's own; off: train on the data as is"""
+    temperatures: Temperatures = Field({1.0: 1.0}, min_length=1)
+    """those of serving, each with its fraction of the responses"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus of the sampling; 1: off"""
+    top_k: Count = 0
+    """most likely tokens kept; 0: off"""
+    max_new_tokens: PositiveInt = 512
+    """longest response"""
+    batch_size: PositiveInt = 32
+    """conversations decoded together"""
+    cache_dir: Text | None = None
+    """where responses are kept; null: <output_dir>/responses"""
+    turns: Literal["last", "all"] = "last"
+    """last: the last response, after the data's own earlier ones; all: each, after those written
+    before"""
+    endpoints: list[EndpointSection] = Field([])
+    """servers that write the responses, each a URL or a mapping; empty: this process"""

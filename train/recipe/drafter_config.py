@@ -55,8 +55,7 @@ def drafter_config(recipe: Recipe, target: TargetShape, *, planning: bool = Fals
 
 def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
     """The tokenizer's mask token, or the first row of the embedding that no token uses, or an added
-    special token that neither the chat template nor the end of a text has. ConfigError without any
-    of them."""
+    special token that neither the chat template nor the end of a text has. ConfigError: none."""
     tokenizer = recipe.target.load_tokenizer()
     if (token := tokenizer.mask_token_id) is None:
         token = max(tokenizer.get_vocab().values()) + 1
@@ -87,8 +86,7 @@ def default_mask_token(recipe: Recipe, target: TargetShape) -> int:
 
 
 def start_folder(recipe: Recipe, *, weights: bool = True) -> Path | None:
-    """The folder whose head the recipe starts from (`target`: the target's own), None where it
-    starts from scratch."""
+    """The folder whose head the recipe starts from (`target`: the target's own); None: scratch."""
     start = recipe.drafter.init_from
     if start == "target":
         return resolve(recipe.target.model, recipe.target.revision)
@@ -108,8 +106,7 @@ def sketch_drafter(recipe: Recipe, config: DrafterConfig) -> Drafter:
 
 
 def fitting(recipe: Recipe, config: DrafterConfig) -> DrafterConfig:
-    """`config` as it is. ConfigError, before anything is trained, if a format of the recipe has no
-    place for it."""
+    """`config` as it is. ConfigError if a format of the recipe has no place for it."""
     for name in recipe.export.formats:
         try:
             layout_for(name, config.family).check(config, name)

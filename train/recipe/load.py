@@ -1,7 +1,6 @@
 """Reads a recipe from its YAML file, with the overrides of the command line.
 
-The YAML is version 1.2: `1e-4` is a number and `no` a word. Duplicate keys are refused; errors name
-file and line."""
+The YAML is version 1.2: `1e-4` is a number and `no` a word. Errors name file and line."""
 
 from __future__ import annotations
 
@@ -18,6 +17,9 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
 from draftsmith.train.recipe.schema import explain
 from draftsmith.train.recipe.sections import Gate
+
+# What a recipe does not take from one of another family.
+OF_ONE_FAMILY = {"drafter", "loss", "position_weights", "gates"}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -39,8 +41,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _location(keys: Sequence[str]) -> list[str | int]:
-    """The levels of an override's key; the name of a gate has dots in it, and no level of its
-    own."""
+    """The levels of an override's key; the name of a gate, dots and all, is one level."""
     if keys[0] == "gates" and len(keys) > 1:
         bound = [keys[-1]] if keys[-1] in Gate.model_fields else []
         return ["gates", ".".join(keys[1 : len(keys) - len(bound)]), *bound]
@@ -70,8 +71,9 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 
 
 def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The mapping in one YAML file, over that of the file that it `extends` (a path beside it).
-    ConfigError names the file, and the line where there is one."""
+    """The mapping in one YAML file, over that of the file that it `extends` (a path beside it),
+    without OF_ONE_FAMILY if that is of another family. ConfigError names the file, and the line
+    where there is one."""
     if path.resolve() in extended_by:
         raise ConfigError("extends: the file extends itself", where=f"{path}")
     try:
@@ -86,7 +88,10 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     if (base := tree.pop("extends", None)) is None:
         return tree
     below = read(path.parent / str(base), (*extended_by, path.resolve()))
-    return merged({key: value for key, value in below.items() if key != "name"}, tree)
+    left = {"name"}
+    if "family" in below and tree.get("family", below["family"]) != below["family"]:
+        left |= OF_ONE_FAMILY
+    return merged({key: value for key, value in below.items() if key not in left}, tree)
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -104,8 +109,7 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:
-    """`training.steps=200` -> (["training", "steps"], 200); the value is YAML, nothing after `=` is
-    null."""
+    """`training.steps=200` -> (["training", "steps"], 200); the value is YAML, `=` alone null."""
     name, equals, value = override.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):

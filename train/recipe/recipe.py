@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
@@ -39,6 +40,13 @@ from draftsmith.train.recipe.sections import (
     TrainingSection,
 )
 
+# Names of what a run leaves in its folder.
+RECIPE = "recipe.yaml"  # resolved: every key, every default
+EXPORT = "export"  # the drafter in the recipe's first format
+TARGET = "target"  # the target, where it was trained as well
+REPORT = "acceptance.json"
+PAGE = "report.html"
+
 DEFAULT_FAMILY = "eagle3"
 EVAL_TEXTS = 128  # of a held-out evaluation, over all temperatures and workloads
 ONE_VALUE = ("loss", "position_weights")  # mappings that are replaced as a whole
@@ -49,76 +57,46 @@ class Recipe(Section):
 
     family_defaults: ClassVar[Mapping[str, Any]] = {}
 
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$",
-        description="name of the run; its folder is runs/<name>",
-    )
-    output_dir: Text = Field("runs/<name>", description="where everything the run writes goes")
-    family: Text = Field(
-        DEFAULT_FAMILY,
-        description="kind of drafter, as registered in speculators.registry.FAMILIES",
-    )
-    target: TargetSection = Field(description="the frozen model to draft for")
-    drafter: DrafterOptions = Field(
-        DrafterOptions(), description="the trained head; its keys are the family's"
-    )
-    data: DataSection = Field(description="conversations to train and validate on")
-    regenerate: RegenerateSection = Field(
-        RegenerateSection(), description="responses rewritten by the target"
-    )
-    features: FeaturesSection = Field(
-        FeaturesSection(),
-        description=(
-            "the target's features of training rows: made as they are needed, or kept on disk"
-        ),
-    )
-    loss: LossTerms = Field(
-        {"forward_kl": 1.0},
-        description=(
-            "divergences by name, each a weight or {weight: ..., option: ...}; KL converges "
-            "fastest from scratch"
-        ),
-    )
-    position_weights: dict[str, float | bool] = Field(
-        {"step_decay": 0.8},
-        description=(
-            "weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform:"
-            " true} or {d_pace: alpha}"
-        ),
-    )
-    training: TrainingSection = Field(TrainingSection(), description="optimiser and loop")
-    joint: JointSection | None = Field(
-        None,
-        description=(
-            "train the target along with the heads (Medusa-2), in the last stage if there are"
-            " several; what is served is then the trained target; null: it is frozen"
-        ),
-    )
-    on_policy: OnPolicySection | None = Field(
-        None,
-        description=(
-            "train some steps on text generated with the current drafter; null: on the data only"
-        ),
-    )
-    stages: list[Stage] = Field(
-        [],
-        description=(
-            "stages of training one after the other, each with the keys that differ; empty: one"
-            " stage"
-        ),
-    )
-    export: ExportSection = Field(ExportSection(), description="formats to write")
-    evaluation: EvaluationSection = Field(EvaluationSection(), description="the acceptance report")
-    gates: dict[str, Gate] = Field(
-        {},
-        description=(
-            "bounds on measured results, such as t0.acceptance_length: {min: 3.0}; empty: nothing"
-            " is gated"
-        ),
-    )
-    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
-        [], description="where curves are sent besides the run's folder; none or []: nowhere"
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*$")
+    """name of the run; its folder is runs/<name>"""
+    output_dir: Text = "runs/<name>"
+    """where everything the run writes goes"""
+    family: Text = DEFAULT_FAMILY
+    """kind of drafter, as registered in speculators.registry.FAMILIES"""
+    target: TargetSection
+    """the frozen model to draft for"""
+    drafter: DrafterOptions = DrafterOptions()
+    """the trained head; its keys are the family's"""
+    data: DataSection
+    """conversations to train and validate on"""
+    regenerate: RegenerateSection = RegenerateSection()
+    """responses rewritten by the target"""
+    features: FeaturesSection = FeaturesSection()
+    """the target's features of training rows: made as they are needed, or kept on disk"""
+    loss: LossTerms = Field({"forward_kl": 1.0})
+    """divergences by name, each a weight or {weight: ..., option: ...}; KL converges fastest from
+    scratch"""
+    position_weights: dict[str, float | bool] = Field({"step_decay": 0.8})
+    """weights of the depths of a chain in the loss: {step_decay: d}, {gamma: g}, {uniform: true} or
+    {d_pace: alpha}"""
+    training: TrainingSection = TrainingSection()
+    """optimiser and loop"""
+    joint: JointSection | None = None
+    """train the target along with the heads (Medusa-2), in the last stage if there are several;
+    what is served is then the trained target; null: it is frozen"""
+    on_policy: OnPolicySection | None = None
+    """train some steps on text generated with the current drafter; null: on the data only"""
+    stages: list[Stage] = Field([])
+    """stages of training one after the other, each with the keys that differ; empty: one stage"""
+    export: ExportSection = ExportSection()
+    """formats to write"""
+    evaluation: EvaluationSection = EvaluationSection()
+    """the acceptance report"""
+    gates: dict[str, Gate] = Field({})
+    """bounds on measured results, such as t0.acceptance_length: {min: 3.0}; empty: nothing is
+    gated"""
+    trackers: list[Literal["wandb", "trackio", "tensorboard"]] = Field([])
+    """where curves are sent besides the run's folder; none or []: nowhere"""
 
     @model_validator(mode="before")
     @classmethod
@@ -234,13 +212,11 @@ class Recipe(Section):
         return bool(self.evaluation.prompts or self.data.validation or self.evaluation.suites)
 
     def drafter_writes(self) -> bool:
-        """True if the drafter can write the texts of `on_policy` by itself, False if the target
-        does."""
+        """True if the drafter writes the texts of `on_policy` by itself, False: the target does."""
         return family_class(self.family).writes and getattr(self.drafter, "vocab", "same") == "same"
 
     def for_steps(self, steps: int | None) -> Recipe:
-        """The recipe with the settings of a short run, if it is one. `steps`: of the run; None: not
-        known."""
+        """The recipe with the settings of a short run, if it is one. `steps`: None if unknown."""
         if self.joint is not None or not self.training.is_short(steps):
             return self
         short = family_class(self.family).short_training
@@ -265,13 +241,18 @@ class Recipe(Section):
 
     @property
     def held_out_prompts(self) -> int:
-        """Validation prompts that a held-out evaluation reads, the same at each of its
-        temperatures."""
+        """Validation prompts that a held-out evaluation reads at each temperature."""
         return -(-EVAL_TEXTS // len(self.evaluation.temperatures))
 
     def training_stages(self) -> list[tuple[str, Recipe]]:
         """(name, recipe) of every stage; of the whole, unnamed, if there is one only."""
         return [(stage.name, self.stage(i)) for i, stage in enumerate(self.stages)] or [("", self)]
+
+    def checkpoints(self, stage: str = "") -> Path:
+        """The folder of a stage's checkpoints, by default of the last; without stages there is
+        one."""
+        root = Path(self.output_dir) / "checkpoints"
+        return root / (stage or self.stages[-1].name) if self.stages else root
 
     def resolved_yaml(self) -> str:
         """The recipe with every default written out; loading it gives this recipe again."""
@@ -280,25 +261,14 @@ class Recipe(Section):
         )
 
     def recipe_hash(self) -> str:
-        """sha256 (hex) of the canonical JSON of the resolved recipe: equal exactly when all values
-        are."""
+        """sha256 (hex) of the resolved recipe: equal exactly when all values are."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
-
-    def provenance(self, step: int) -> dict[str, Any]:
-        """The run of an export, and the number of tokens per round that it is measured with."""
-        return {
-            "recipe": self.name,
-            "recipe_hash": self.recipe_hash(),
-            "step": step,
-            "num_speculative_tokens": self.evaluation.num_speculative_tokens,
-        }
 
 
 @cache
 def recipe_class(family: str = DEFAULT_FAMILY) -> type[Recipe]:
-    """The recipe of a family: its own keys under `drafter`, and its published defaults
-    elsewhere."""
+    """The recipe of a family: its keys under `drafter`, and its published defaults elsewhere."""
     if family not in FAMILIES:
         return Recipe  # which refuses it by name
     drafter = family_class(family)

@@ -1,5 +1,4 @@
-"""The keys of a pydantic model, read off its JSON schema: for the manual, and for errors that name
-the key."""
+"""The keys of a pydantic model, by its JSON schema: for the manual and for errors."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class SchemaRow(NamedTuple):
 
 @cache
 def schema_rows(model: type[BaseModel]) -> list[SchemaRow]:
-    """Every key in the order of the model. The keys of a section that occurs twice are given
-    once."""
+    """Every key in the order of the model; those of a section that occurs twice once."""
     root = model.model_json_schema()
     return list(_rows(root, root, "", {}))
 
@@ -41,7 +39,7 @@ def _rows(root: Node, section: Node, prefix: str, seen: dict[str, str]) -> Itera
             inner, below = _section(inner["items"]), below + "[]"
         elif isinstance(inner.get("additionalProperties"), dict):
             inner, below = _section(inner["additionalProperties"]), below + ".<name>"
-        meaning, reference = node.get("description", ""), inner.get("$ref")
+        meaning, reference = " ".join(node.get("description", "").split()), inner.get("$ref")
         if reference in seen:
             meaning += f" (keys: see {seen[reference]})"
         default = "required" if name in section.get("required", ()) else _default(node)

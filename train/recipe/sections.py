@@ -1,7 +1,6 @@
 """The sections of a recipe: every key a user can write, its meaning and its default.
 
-The sections about text are in `data_sections.py`, the keys of a drafter in its family's
-file."""
+Those about text are in `data_sections.py`, the keys of a drafter in its family's file."""
 
 from __future__ import annotations
 
@@ -24,39 +23,21 @@ if TYPE_CHECKING:
 class TargetSection(Section):
     """The frozen model whose distribution is preserved."""
 
-    model: Text = Field(
-        description=(
-            "folder or Hugging Face id of the target; org/name@revision gives the revision too"
-        )
-    )
-    adapter: Text | None = Field(
-        None,
-        description=(
-            "folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the"
-            " target, which is written to <output_dir>/target and is the target of this run"
-        ),
-    )
-    dtype: Dtype = Field(
-        "auto",
-        description=(
-            "auto: as its config says, but float32 for bfloat16 on a CPU without instructions"
-            " for it"
-        ),
-    )
-    revision: Text | None = Field(
-        None, description="branch, tag or commit on the hub; null: the default branch"
-    )
-    trust_remote_code: bool = Field(
-        False, description="run Python code of the checkpoint, which can do anything"
-    )
+    model: Text
+    """folder or Hugging Face id of the target; org/name@revision gives the revision too"""
+    adapter: Text | None = None
+    """folder or Hugging Face id of a peft adapter of the target (a LoRA); merged into the target,
+    which is written to <output_dir>/target and is the target of this run"""
+    dtype: Dtype = "auto"
+    """auto: as its config says, but float32 for bfloat16 on a CPU without instructions for it"""
+    revision: Text | None = None
+    """branch, tag or commit on the hub; null: the default branch"""
+    trust_remote_code: bool = False
+    """run Python code of the checkpoint, which can do anything"""
 
-    sharding: Literal["none", "fsdp"] = Field(
-        "none",
-        description=(
-            "none: every process holds all of it; fsdp: a part of every layer, gathered while it"
-            " computes"
-        ),
-    )
+    sharding: Literal["none", "fsdp"] = "none"
+    """none: every process holds all of it; fsdp: a part of every layer, gathered while it
+    computes"""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,8 +56,7 @@ class TargetSection(Section):
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def sketch(self, device: torch.device | str | None = None) -> TargetSketch:
-        """The target's sizes, from its config.json alone. `device`: what it is to run on; None:
-        this machine's."""
+        """The target's sizes, by its config.json. `device`: to run on; None: this machine's."""
         from draftsmith.speculators.target.info import sketch_target
 
         return sketch_target(self.model, dtype=self.dtype, device=device, **self.source)
@@ -101,78 +81,47 @@ TUNED = ("optimizer", "learning_rate", "muon_learning_rate", "max_grad_norm", "w
 class TrainingSection(Section):
     """The optimiser and the loop."""
 
-    steps: PositiveInt | None = Field(None, description="optimiser steps; instead of epochs")
-    epochs: float | None = Field(
-        None,
-        gt=0,
-        description=(
-            "passes over the data; 2 if no budget is given: heads overfit small data after a few"
-        ),
-    )
-    max_minutes: float | None = Field(
-        None, gt=0, description="stop after this many minutes of training"
-    )
-    batch_size: PositiveInt = Field(
-        8, description="packed rows of data.max_length tokens per process and micro-step"
-    )
-    gradient_accumulation_steps: PositiveInt = Field(
-        1, description="micro-steps per step; the loss is a mean over all their valid tokens"
-    )
-    global_batch_size: PositiveInt | None = Field(
-        None,
-        description=(
-            "rows per step over all processes; null: batch_size x processes x"
-            " gradient_accumulation_steps"
-        ),
-    )
-    settings: Literal["auto", "given"] = Field(
-        "auto",
-        description=(
-            "auto: a run below 20,000 steps takes the optimizer, learning rates, clipping and"
-            " warm-up that suit a short run of its family (--dry-run shows them); given: those of"
-            " the recipe, as where it names one of them"
-        ),
-    )
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="muon: for the layers' matrices, AdamW for the rest; mostly fewer steps",
-    )
-    learning_rate: float = Field(
-        1e-4, gt=0, le=1, description="AdamW's peak learning rate; 1e-4 is EAGLE-3's"
-    )
-    muon_learning_rate: float = Field(
-        0.02, gt=0, le=1, description="Muon's peak learning rate; same schedule"
-    )
-    weight_decay: float = Field(
-        0.0, ge=0, description="AdamW's decay; none, a head is small and trained briefly"
-    )
-    warmup_ratio: Share = Field(
-        0.02, description="part of the run that warms the learning rate up; a cosine to zero after"
-    )
-    max_grad_norm: float = Field(
-        0.5, gt=0, description="gradient clipping; 0.5 in every EAGLE paper"
-    )
-    mixed_precision: Literal["auto", "bf16", "no"] = Field(
-        "auto",
-        description=(
-            "autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"
-        ),
-    )
-    seed: Count = Field(0, description="seed of initialisation and sampling order")
-    eval_every: PositiveInt | None = Field(
-        None, description="steps between held-out evaluations; null: ten a run"
-    )
-    save_every: PositiveInt | None = Field(
-        None, description="steps between checkpoints; null: with every evaluation"
-    )
-    keep_features_gb: float = Field(
-        0.0,
-        ge=0,
-        description="memory for features of training rows, which later epochs then read; 0: none",
-    )
-    activation_checkpointing: bool = Field(
-        False, description="compute each depth again in the backward pass; for long rows"
-    )
+    steps: PositiveInt | None = None
+    """optimiser steps; instead of epochs"""
+    epochs: float | None = Field(None, gt=0)
+    """passes over the data; 2 if no budget is given: heads overfit small data after a few"""
+    max_minutes: float | None = Field(None, gt=0)
+    """stop after this many minutes of training"""
+    batch_size: PositiveInt = 8
+    """packed rows of data.max_length tokens per process and micro-step"""
+    gradient_accumulation_steps: PositiveInt = 1
+    """micro-steps per step; the loss is a mean over all their valid tokens"""
+    global_batch_size: PositiveInt | None = None
+    """rows per step over all processes; null: batch_size x processes x
+    gradient_accumulation_steps"""
+    settings: Literal["auto", "given"] = "auto"
+    """auto: a run below 20,000 steps takes the optimizer, learning rates, clipping and warm-up that
+    suit a short run of its family (--dry-run shows them); given: those of the recipe, as where it
+    names one of them"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the layers' matrices, AdamW for the rest; mostly fewer steps"""
+    learning_rate: float = Field(1e-4, gt=0, le=1)
+    """AdamW's peak learning rate; 1e-4 is EAGLE-3's"""
+    muon_learning_rate: float = Field(0.02, gt=0, le=1)
+    """Muon's peak learning rate; same schedule"""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decay; none, a head is small and trained briefly"""
+    warmup_ratio: Share = 0.02
+    """part of the run that warms the learning rate up; a cosine to zero after"""
+    max_grad_norm: float = Field(0.5, gt=0)
+    """gradient clipping; 0.5 in every EAGLE paper"""
+    mixed_precision: Literal["auto", "bf16", "no"] = "auto"
+    """autocast of the head; its weights are fp32; auto: bf16 where the device computes in it"""
+    seed: Count = 0
+    """seed of initialisation and sampling order"""
+    eval_every: PositiveInt | None = None
+    """steps between held-out evaluations; null: ten a run"""
+    save_every: PositiveInt | None = None
+    """steps between checkpoints; null: with every evaluation"""
+    keep_features_gb: float = Field(0.0, ge=0)
+    """memory for features of training rows, which later epochs then read; 0: none"""
+    activation_checkpointing: bool = False
+    """compute each depth again in the backward pass; for long rows"""
 
     def is_short(self, steps: int | None) -> bool:
         """True if `auto` settings are those of a short run. `steps`: of the run; None: not known,
@@ -202,20 +151,18 @@ class TrainingSection(Section):
 class JointSection(Section):
     """A LoRA on the target's linear layers, trained together with the heads."""
 
-    r: PositiveInt = Field(16, description="rank of the LoRA")
-    alpha: PositiveInt = Field(32, description="scale of the LoRA: alpha / r")
-    heads_loss_weight: float = Field(
-        0.2, gt=0, description="weight of the heads' loss at its highest; Medusa-2's 0.2"
-    )
-    heads_schedule: Literal["sine", "constant"] = Field(
-        "sine", description="growth of that weight: a quarter of a sine, or at once"
-    )
-    head_lr_multiplier: float = Field(
-        4.0, gt=0, description="training.learning_rate (the heads') divided by the LoRA's"
-    )
-    export: Literal["merged", "adapter"] = Field(
-        "merged", description="write the target with the LoRA merged, or the adapter alone"
-    )
+    r: PositiveInt = 16
+    """rank of the LoRA"""
+    alpha: PositiveInt = 32
+    """scale of the LoRA: alpha / r"""
+    heads_loss_weight: float = Field(0.2, gt=0)
+    """weight of the heads' loss at its highest; Medusa-2's 0.2"""
+    heads_schedule: Literal["sine", "constant"] = "sine"
+    """growth of that weight: a quarter of a sine, or at once"""
+    head_lr_multiplier: float = Field(4.0, gt=0)
+    """training.learning_rate (the heads') divided by the LoRA's"""
+    export: Literal["merged", "adapter"] = "merged"
+    """write the target with the LoRA merged, or the adapter alone"""
 
 
 def _float_weights(loss: dict[str, Any]) -> dict[str, Any]:
@@ -230,73 +177,62 @@ class OnPolicySection(Section):
     """Texts that the drafter in training has a part in, in place of part of the data: a draft model
     with the target's vocabulary writes them, any other drafter drafts for the target."""
 
-    share: Share = Field(1.0, description="probability that a micro-step learns from them")
-    max_new_tokens: PositiveInt = Field(
-        256, description="longest response of a rollout, within data.max_length"
-    )
-    prompts: PositiveInt = Field(
-        64, description="texts per refresh, over all processes; prompts are those of data.train"
-    )
-    refresh_every: PositiveInt = Field(
-        50, description="steps after which texts are written anew, if a step needs any"
-    )
+    share: Share = 1.0
+    """probability that a micro-step learns from them"""
+    max_new_tokens: PositiveInt = 256
+    """longest response of a rollout, within data.max_length"""
+    prompts: PositiveInt = 64
+    """texts per refresh, over all processes; prompts are those of data.train"""
+    refresh_every: PositiveInt = 50
+    """steps after which texts are written anew, if a step needs any"""
 
 
 class Stage(Section):
-    """One stage of a training in several: what differs from the recipe. It goes on from the stage
-    before."""
+    """A stage of a training: what differs from the recipe. It goes on from the one before."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", description="names the stage's checkpoints")
-    data: dict[str, Any] = Field({}, description="keys of data that differ")
-    regenerate: dict[str, Any] = Field({}, description="keys of regenerate that differ")
-    drafter: dict[str, Any] = Field({}, description="keys of drafter that differ; its shape cannot")
-    loss: dict[str, Any] | None = Field(None, description="the stage's loss; null: the recipe's")
-    training: dict[str, Any] = Field({}, description="keys of training that differ")
-    on_policy: dict[str, Any] | None = Field(
-        None, description="keys of on_policy that differ, {} for defaults; null: as before"
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
+    """names the stage's checkpoints"""
+    data: dict[str, Any] = Field({})
+    """keys of data that differ"""
+    regenerate: dict[str, Any] = Field({})
+    """keys of regenerate that differ"""
+    drafter: dict[str, Any] = Field({})
+    """keys of drafter that differ; its shape cannot"""
+    loss: dict[str, Any] | None = None
+    """the stage's loss; null: the recipe's"""
+    training: dict[str, Any] = Field({})
+    """keys of training that differ"""
+    on_policy: dict[str, Any] | None = None
+    """keys of on_policy that differ, {} for defaults; null: as before"""
 
 
 class ExportSection(Section):
     """The drafter's formats, and its upload."""
 
     formats: list[Literal["vllm", "speculators", "sglang", "transformers"]] = Field(
-        ["vllm"],
-        min_length=1,
-        description=(
-            "(docs/serve.md) the first is written to `export`, others to `export-<format>`"
-            " beside it"
-        ),
+        ["vllm"], min_length=1
     )
-    dtype: Dtype = Field(
-        "auto", description="precision of the exported weights; auto: the target checkpoint's"
-    )
-    push_to_hub: Text | None = Field(
-        None,
-        pattern=r"^[\w.-]+/[\w.-]+$",
-        description=(
-            "org/name of the private repository to upload to once the gates are passed; null: none"
-        ),
-    )
+    """(docs/serve.md) the first is written to `export`, others to `export-<format>` beside it"""
+    dtype: Dtype = "auto"
+    """precision of the exported weights; auto: the target checkpoint's"""
+    push_to_hub: Text | None = Field(None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """org/name of the private repository to upload to once the gates are passed; null: none"""
 
 
 class VllmSection(Section):
     """How vLLM is run for the acceptance report."""
 
-    options: dict[str, Any] = Field(
-        {}, description="options of its LLM, such as tensor_parallel_size"
-    )
-    speculative_config: dict[str, Any] = Field(
-        {}, description="options such as draft_tensor_parallel_size"
-    )
+    options: dict[str, Any] = Field({})
+    """options of its LLM, such as tensor_parallel_size"""
+    speculative_config: dict[str, Any] = Field({})
+    """options such as draft_tensor_parallel_size"""
 
 
 class EvaluationSection(Section):
     """The acceptance report: the exported head, measured in the runtime."""
 
-    prompts: list[Source] = Field(
-        [], description="sources of the prompts, grouped by workload; empty: data.validation"
-    )
+    prompts: list[Source] = Field([])
+    """sources of the prompts, grouped by workload; empty: data.validation"""
     suites: dict[Text, Text | None] = Field(
         {},
         description=(
@@ -305,41 +241,35 @@ class EvaluationSection(Section):
         )
         + ", ".join(SUITES),
     )
-    suite_prompts: PositiveInt | None = Field(
-        None, description="conversations taken of each category of a suite; null: all"
-    )
-    engines: list[Literal["draftsmith", "vllm"]] = Field(
-        ["draftsmith"],
-        min_length=1,
-        description=(
-            "vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it,"
-            " or it stands alone, for a target that this runtime cannot decode"
-        ),
-    )
-    vllm: VllmSection = Field(VllmSection(), description="how vLLM is run, if it is")
-    temperatures: list[Annotated[float, Field(ge=0)]] = Field(
-        [0.0, 1.0], min_length=1, description="sampling temperatures to measure at"
-    )
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus of the sampled runs; 1: off")
-    top_k: Count = Field(0, description="most likely tokens kept in the sampled runs; 0: off")
-    num_speculative_tokens: PositiveInt = Field(4, description="tokens drafted per verification")
-    max_tokens: PositiveInt = Field(128, description="longest response")
-    timed_prompts: PositiveInt = Field(
-        3, description="prompts of a timed pass, fresh ones in every repeat if possible"
-    )
-    repeats: Count = Field(
-        3, description="interleaved repetitions of timings, for medians; 0: none is taken"
-    )
-    prompts_per_workload: PositiveInt = Field(16, description="prompts taken of each workload")
-    batch_size: PositiveInt = Field(
-        1, description="requests in flight; one shows latency, more show throughput"
-    )
-    baseline_transformers: bool = Field(
-        True, description="time transformers.generate as well, for reference"
-    )
-    lossless_check: bool = Field(
-        True, description="compare tokens with and without drafting, in float32"
-    )
+    suite_prompts: PositiveInt | None = None
+    """conversations taken of each category of a suite; null: all"""
+    engines: list[Literal["draftsmith", "vllm"]] = Field(["draftsmith"], min_length=1)
+    """vllm needs DRAFTSMITH_VLLM_PYTHON, and is skipped without it unless a gate needs it, or it
+    stands alone, for a target that this runtime cannot decode"""
+    vllm: VllmSection = VllmSection()
+    """how vLLM is run, if it is"""
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 1.0], min_length=1)
+    """sampling temperatures to measure at"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """nucleus of the sampled runs; 1: off"""
+    top_k: Count = 0
+    """most likely tokens kept in the sampled runs; 0: off"""
+    num_speculative_tokens: PositiveInt = 4
+    """tokens drafted per verification"""
+    max_tokens: PositiveInt = 128
+    """longest response"""
+    timed_prompts: PositiveInt = 3
+    """prompts of a timed pass, fresh ones in every repeat if possible"""
+    repeats: Count = 3
+    """interleaved repetitions of timings, for medians; 0: none is taken"""
+    prompts_per_workload: PositiveInt = 16
+    """prompts taken of each workload"""
+    batch_size: PositiveInt = 1
+    """requests in flight; one shows latency, more show throughput"""
+    baseline_transformers: bool = True
+    """time transformers.generate as well, for reference"""
+    lossless_check: bool = True
+    """compare tokens with and without drafting, in float32"""
 
     @field_validator("suites", mode="before")
     @classmethod
@@ -359,8 +289,10 @@ class EvaluationSection(Section):
 class Gate(Section):
     """A bound on one measured figure; missing it makes the run exit non-zero."""
 
-    min: float | None = Field(None, description="smallest value that passes")
-    max: float | None = Field(None, description="largest value that passes")
+    min: float | None = None
+    """smallest value that passes"""
+    max: float | None = None
+    """largest value that passes"""
 
 
 # Every figure that a gate may name. Those of a temperature may be preceded by it, "t0." or "t0.7.";
@@ -379,29 +311,14 @@ GATES_OF_TEMPERATURES = (
 class FeaturesSection(Section):
     """The target's features of training rows. Only `mode: cache` reads the other keys."""
 
-    mode: Literal["online", "cache"] = Field(
-        "online",
-        description=(
-            "online: computed when a step needs them; cache: written to disk once, then read"
-        ),
-    )
-    encoding: Literal["exact", "bf16", "rotated"] = Field(
-        "bf16",
-        description=(
-            "how states are written; exact: in the target's dtype, rotated: a quarter of bf16;"
-            " docs/training.md has sizes and losses"
-        ),
-    )
-    dir: Text | None = Field(
-        None,
-        description=(
-            "folder of the cache, which recipes may share; null: `features` in the run's folder"
-        ),
-    )
-    engine: Literal["draftsmith", "vllm"] = Field(
-        "draftsmith",
-        description="vllm: its hidden-state extraction, for targets that need tensor parallelism",
-    )
-    vllm_options: dict[str, Any] = Field(
-        {}, description="options of vLLM's LLM, such as tensor_parallel_size"
-    )
+    mode: Literal["online", "cache"] = "online"
+    """online: computed when a step needs them; cache: written to disk once, then read"""
+    encoding: Literal["exact", "bf16", "rotated"] = "bf16"
+    """how states are written; exact: in the target's dtype, rotated: a quarter of bf16;
+    docs/training.md has sizes and losses"""
+    dir: Text | None = None
+    """folder of the cache, which recipes may share; null: `features` in the run's folder"""
+    engine: Literal["draftsmith", "vllm"] = "draftsmith"
+    """vllm: its hidden-state extraction, for targets that need tensor parallelism"""
+    vllm_options: dict[str, Any] = Field({})
+    """options of vLLM's LLM, such as tensor_parallel_size"""

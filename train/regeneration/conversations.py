@@ -202,11 +202,9 @@ class Conversation:
 
 
 def _written_turns(example: Example, which: str) -> list[int]:
-    """Indices of the messages that are written anew; the number of messages where the user spoke
-    last.
+    """Indices of the messages that are written anew; a user who spoke last has one to come.
 
-    Calls of tools stay where another message follows: the tool's answer in the data belongs to that
-    call."""
+    Calls of tools stay where another message follows: the tool's answer belongs to them."""
     if example.prompt is not None:
         return [0]
     last = len(example.messages) - (example.messages[-1]["role"] == "assistant")

@@ -2,8 +2,7 @@
 
 Prompts and responses are exchanged as token ids where a server knows vLLM's `return_token_ids`;
 elsewhere as text, which is tokenised again. The client of the `openai` package repeats a request
-that fails. A server that goes on failing is dropped, its requests go to the others, and the run
-stops when none is left."""
+that fails. A server that goes on failing is dropped, and the run stops when none is left."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Responses on disk, by content: a line per response, written when it has ended.
 
 The name of a store is a hash of everything that its responses depend on beside their prompts. Its
-files are `<name>.*.jsonl`: every process writes one of its own, and reads all of them, without the
-line that a kill has torn."""
+files are `<name>.*.jsonl`: every process writes its own and reads all, without a line that a kill
+has torn."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The rows of a step are the next `rows_per_step` of an endless stream. They are cut into micro-steps,
 which processes take in turn, so that with a global batch size the union over processes is the same
-for any number of them. Random numbers are drawn by the row's place in the stream, never by the
-process."""
+for any number of them. Random numbers belong to a row's place in the stream."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from draftsmith.train.recipe.sections import TrainingSection
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A micro-step of a step: `places` are its rows' positions in the stream, `number` counts
-    batches of the step."""
+    """`places` are its rows' positions in the stream, `number` counts batches of the step."""
 
     places: range
     number: int
@@ -50,18 +48,15 @@ class StepRows:
 
     def of(self, step: int) -> list[MicroStep]:
         """This process's micro-steps of a step."""
-        return [
-            self._micro_step(step, m * self.processes + self.process)
-            for m in range(self.micro_steps)
-        ]
+        begin = step * self.rows_per_step
+        places = range(begin, begin + self.rows_per_step)
+        cut = [places[i : i + self.rows] for i in range(0, self.rows_per_step, self.rows)]
+        micro_steps = [MicroStep(*both) for both in zip(cut, self.numbers(), strict=True)]
+        return micro_steps[self.process :: self.processes]
 
-    def of_all(self, step: int) -> list[MicroStep]:
-        """The micro-steps of a step over all processes."""
-        return [self._micro_step(step, m) for m in range(self.micro_steps * self.processes)]
-
-    def _micro_step(self, step: int, index: int) -> MicroStep:
-        first = step * self.rows_per_step + index * self.rows
-        return MicroStep(range(first, first + self.rows), index * self.rows // self.batch_size)
+    def numbers(self) -> list[int]:
+        """The numbers of a step's micro-steps, over all processes."""
+        return [m * self.rows // self.batch_size for m in range(self.micro_steps * self.processes)]
 
     def seeds(self, places: range) -> torch.Tensor:
         """[B] seeds of each row's random numbers."""

@@ -30,8 +30,7 @@ from draftsmith.train.trainer.parallel import Replicated
 
 @dataclass
 class TrainState:
-    """The state of a run apart from its tensors. `history`: the records of all steps, lines of
-    HISTORY beside state.json."""
+    """The state of a run apart from its tensors. `history`: the records of all steps."""
 
     step: int = 0
     seconds: float = 0.0  # spent training, over every resumption
@@ -109,16 +108,16 @@ def load(folder: Path, fingerprint: str) -> TrainState:
 def load_tensors(
     folder: Path,
     replica: Replicated,
-    optimizer: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
     modules: nn.Module,
     adapter: nn.Module | None = None,
 ) -> None:
-    """Restores weights and optimizer on any number of processes."""
+    """Restores weights and optimizers on any number of processes."""
     replica.load(load_file(folder / "drafter.safetensors"))
     if adapter is not None:
         adapter.load_state_dict(load_file(folder / "adapter.safetensors"), strict=True)
     saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-    load_optimizer_state(modules, optimizer, saved)
+    load_optimizer_state(modules, optimizers, saved)
 
 
 def save_best(root: Path, drafter: nn.Module, adapter: nn.Module | None = None) -> None:
@@ -165,16 +164,8 @@ def _save_weights(folder: Path, drafter: nn.Module, adapter: nn.Module | None) -
 
 # Sections of a recipe that shape no training: names, places, reports, and what comes after it.
 # Every other section is in the fingerprint; each stage is a recipe with a fingerprint of its own.
-NOT_IN_FINGERPRINT = {
-    "name",
-    "output_dir",
-    "features",
-    "stages",
-    "export",
-    "evaluation",
-    "gates",
-    "trackers",
-}
+NOT_IN_FINGERPRINT = {"name", "output_dir", "features", "stages"}
+NOT_IN_FINGERPRINT |= {"export", "evaluation", "gates", "trackers"}
 
 
 def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -> str:
@@ -198,8 +189,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
 
 
 def hash_rows(rows: Iterable[PackedRow], prompts: Iterable[Sequence[int]] = ()) -> str:
-    """The hash of what is trained on: tokens, masks and documents of packed rows, and the prompts
-    of on-policy texts."""
+    """The hash of what is trained on: packed rows, and the prompts of on-policy texts."""
     digest = hashlib.blake2b()
     for row in rows:
         for array in (row.input_ids, row.segment_ids, row.loss_mask):

@@ -1,6 +1,4 @@
-"""The target trained jointly with its heads (Medusa-2, arXiv 2401.10774): a LoRA on it, its own
-loss,
-its export.
+"""The target trained with its heads (Medusa-2, arXiv 2401.10774): a LoRA, its loss, its export.
 
 Joint training gives up losslessness with respect to the original target: the heads draft for the
 adapted one, which is served. So it is exported beside the heads, everything is measured against it,
@@ -35,8 +33,8 @@ CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the
 class JointTarget(nn.Module):
     """A target with a LoRA that is being trained; its parameters are the adapter's.
 
-    The adapter is drawn from `seed` alone: every process draws the same, and so does a run that is
-    continued."""
+    The adapter is drawn from `seed` alone: every process, and a run that goes on, draws the
+    same."""
 
     def __init__(self, target: FrozenTarget, section: JointSection, seed: int = 0) -> None:
         super().__init__()
@@ -119,8 +117,7 @@ class JointTarget(nn.Module):
         return folder
 
     def _save_merged(self, folder: Path) -> None:
-        """Saves in the precision of the checkpoint; transformers would name the one it was trained
-        in."""
+        """Saves in the precision of the checkpoint, not in that of the training."""
         model, dtype = self.model.get_base_model(), self.target.checkpoint_dtype
         config, own = model.config, model.config.dtype
         try:

@@ -1,4 +1,4 @@
-"""The optimizer of a recipe: AdamW, or Muon for the matrices of the layers with AdamW for the rest.
+"""The optimizers of a recipe: AdamW, or Muon for matrices of layers and AdamW for the rest.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon) makes every update of a matrix
 equally large in all of its directions. Heads are trained briefly and mostly matrices, and reach the
@@ -10,7 +10,7 @@ parameters, gathered, so that it does not depend on the number of processes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,33 +29,13 @@ from draftsmith.train.recipe.sections import TrainingSection
 BETAS = (0.9, 0.95)
 
 
-class Together:
-    """Several optimizers over disjoint parameters, used as one."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def step(self, closure: Callable | None = None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-
-def make_optimizer(
+def make_optimizers(
     drafter: Drafter,
     training: TrainingSection,
     others: Sequence[torch.nn.Parameter] = (),
     others_learning_rate: float | None = None,
-) -> torch.optim.Optimizer | Together:
-    """The optimizer of the drafter's trainable parameters, and of `others` at their own rate; every
-    group has its `peak_lr`."""
+) -> list[torch.optim.Optimizer]:
+    """The optimizers of the drafter, and of `others` at their own rate; groups have a `peak_lr`."""
     matrices = []
     if training.optimizer == "muon":
         matrices = [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
@@ -65,42 +45,36 @@ def make_optimizer(
     ]
     if others:
         groups.append({"params": list(others), "lr": others_learning_rate})
-    adam = torch.optim.AdamW(
-        groups,
-        lr=training.learning_rate,
-        betas=BETAS,
-        weight_decay=training.weight_decay,
-        fused=True,
-    )
-    optimizer: torch.optim.Optimizer | Together = adam
+    decay, optimizers = training.weight_decay, list[torch.optim.Optimizer]()
     if matrices:
-        muon = torch.optim.Muon(
-            matrices,
-            lr=training.muon_learning_rate,
-            momentum=0.95,
-            weight_decay=training.weight_decay,
-        )
-        optimizer = Together(muon, adam)
-    for group in optimizer.param_groups:
+        rate = training.muon_learning_rate
+        optimizers.append(torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay))
+    rate = training.learning_rate
+    adam = torch.optim.AdamW(groups, lr=rate, betas=BETAS, weight_decay=decay, fused=True)
+    optimizers.append(adam)
+    for group in param_groups(optimizers):
         group["peak_lr"] = group["lr"]
-    return optimizer
+    return optimizers
 
 
-def step_if_finite(optimizer: Any, norm: Tensor) -> None:
+def param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def step_if_finite(optimizers: Sequence[torch.optim.Optimizer], norm: Tensor) -> None:
     """One step, or none if `norm` [], that of all gradients, is not finite: weights, moments and
-    step counts then stay as they are. Nothing waits for the device unless parameters are
-    sharded."""
+    step counts then stay as they are. Only shards wait for the device."""
     finite = norm.isfinite()
-    for part in optimizers_in(optimizer):
-        parameters = [p for group in part.param_groups for p in group["params"]]
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if any(isinstance(p, DTensor) for p in parameters):
             if finite:
-                part.step()
-        elif isinstance(part, torch.optim.Muon):
-            _step_or_undo(part, parameters, finite)
+                optimizer.step()
+        elif isinstance(optimizer, torch.optim.Muon):
+            _step_or_undo(optimizer, parameters, finite)
         else:
-            part.found_inf = (~finite).float()  # its kernel looks at it
-            part.step()
+            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # its kernel looks at it
+            optimizer.step()
 
 
 def _step_or_undo(
@@ -118,34 +92,32 @@ def _step_or_undo(
                 moment.copy_(torch.where(finite, moment, old))
 
 
-def optimizer_state(modules: nn.Module, optimizer: Any) -> dict[str, Any]:
+def optimizer_state(
+    modules: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
     """The state by the names of the parameters in `modules`, whole and in the host's memory; on
     several processes the first one's is filled. All processes must call it at the same time."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_optimizer_state_dict(modules, optimizers_in(optimizer), options=options)
+    return get_optimizer_state_dict(modules, optimizers, options=options)
 
 
-def load_optimizer_state(modules: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
-    """Loads the result of `optimizer_state`, which every process has, into an optimizer of the same
+def load_optimizer_state(
+    modules: nn.Module, optimizers: Sequence[torch.optim.Optimizer], saved: dict[str, Any]
+) -> None:
+    """Loads the result of `optimizer_state`, which every process has, into optimizers of the same
     parameters; CheckpointError for others."""
     options = StateDictOptions(full_state_dict=True)
     try:
-        set_optimizer_state_dict(modules, optimizers_in(optimizer), saved, options=options)
+        set_optimizer_state_dict(modules, optimizers, saved, options=options)
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer's parameters are not those of the checkpoint: {error}"
         ) from error
 
 
-def optimizers_in(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The parts of `Together`, or the optimizer itself."""
-    return list(getattr(optimizer, "optimizers", [optimizer]))
-
-
 def learning_rate(training: TrainingSection, share: float, total_steps: int | None) -> float:
-    """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the
-    budget before this step; `total_steps`: None for a budget of time, whose first step has a
-    hundredth of the peak."""
+    """Linear warm-up over `warmup_ratio`, then cosine to zero. `share`: 0 to 1, of the budget
+    before this step; `total_steps`: None for time, whose first step has a hundredth of the peak."""
     peak, warm_up = training.learning_rate, training.warmup_ratio
     if share < warm_up:
         following = share + 1 / total_steps if total_steps else max(share, 0.01 * warm_up)

@@ -29,14 +29,12 @@ Result = TypeVar("Result")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor on every process; others stay as they are. All processes must call
-    it at the same time."""
+    """Gathers a sharded tensor on every process, which all must call; others stay as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Replicated:
-    """Every process holds the whole drafter. `module` is what trains; `drafter` the same weights,
-    whole."""
+    """Every process holds the whole drafter. `module` is what trains, `drafter` the same, whole."""
 
     def __init__(self, accelerator: Accelerator, drafter: Drafter) -> None:
         self.accelerator, self.drafter = accelerator, drafter
@@ -124,8 +122,7 @@ def spread(
     accelerator: Accelerator, drafter: Drafter, others: Sequence[nn.Parameter] = ()
 ) -> Replicated:
     """The drafter, replicated or sharded as the launch configuration says, with the weights of the
-    first process. `others`: parameters trained beside it (a target's adapter), which are the first
-    process's too."""
+    first process. `others`: parameters trained beside it (a target's adapter), likewise."""
     sharded = wants_shards(accelerator)
     if sharded and others:
         raise ConfigError(

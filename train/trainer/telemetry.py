@@ -45,8 +45,8 @@ class Telemetry:
 
     def finish(self, tokens: Sequence[float], steps: int) -> dict[str, float]:
         """Seconds per step; tokens per second, of `tokens` (those that are no padding, those with a
-        loss, of all processes and steps); the share of the time by phase; GiB at the peak (on a
-        CPU: now)."""
+        loss, of all processes and steps); the share of the time by phase; GiB at the peak (CPU:
+        now)."""
         if self._events:
             torch.cuda.current_stream(self.device).synchronize()
             for name, start, end in self._events:

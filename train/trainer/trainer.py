@@ -45,8 +45,9 @@ from draftsmith.train.trainer.batches import MicroStep, StepRows
 from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.optimizers import (
     learning_rate,
-    make_optimizer,
+    make_optimizers,
     optimizer_state,
+    param_groups,
     step_if_finite,
 )
 from draftsmith.train.trainer.parallel import spread, whole
@@ -105,8 +106,7 @@ class Unread:
 
 
 class Trainer:
-    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself and returns the
-    final state."""
+    """Trains `drafter` on `rows` for the recipe's budget; `run()` resumes by itself."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Trainer:
         self.module = self.replica.module  # what trains; `drafter` is the whole of it
         rate = t.learning_rate / joint.section.head_lr_multiplier if joint else None
         self.parameters = self.module.trainable_parameters() + others
-        self.optimizer = make_optimizer(self.module, t, others, rate)
+        self.optimizers = make_optimizers(self.module, t, others, rate)
         depths = min(recipe.drafter.unroll_steps, drafter.max_depth or recipe.drafter.unroll_steps)
         self.position = PositionWeights.parse(recipe.position_weights)
         self.depth_weights = self.position.of_depths(depths).to(accelerator.device)  # [K]
@@ -166,8 +166,8 @@ class Trainer:
         newest = checkpoint.latest(self.folder)
         if newest is not None:
             self.state = checkpoint.load(newest, self.fingerprint)
-            optimizer, modules = self.optimizer, self.modules()
-            checkpoint.load_tensors(newest, self.replica, optimizer, modules, self.joint)
+            optimizers, modules = self.optimizers, self.modules()
+            checkpoint.load_tensors(newest, self.replica, optimizers, modules, self.joint)
             self.held_out = held_out_result(self.state.history)
         if self.on_policy is not None:
             self.on_policy.resume(self.state.step)
@@ -217,7 +217,7 @@ class Trainer:
     def step(self, share: float) -> Unread:
         """One optimizer step; returns what it measured. It reads nothing from the device."""
         step, micro_steps = self.state.step, self.step_rows.of(self.state.step)
-        if self.on_policy is not None and self.on_policy.due(step, self._numbers(step)):
+        if self.on_policy is not None and self.on_policy.due(step, self.step_rows.numbers()):
             with self.telemetry.phase("data"), self.replica.whole() as drafter:
                 self.on_policy.renew(step, drafter)
         sources = [self._source(micro) for micro in micro_steps]
@@ -253,11 +253,12 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.training.max_grad_norm)
         )
         rate = learning_rate(self.recipe.training, share, self.total_steps)
-        for group in self.optimizer.param_groups:
+        for group in param_groups(self.optimizers):
             group["lr"] = group["peak_lr"] * rate / self.recipe.training.learning_rate
         with self.telemetry.phase("optimizer"):
-            step_if_finite(self.optimizer, norm)
-        self.optimizer.zero_grad(set_to_none=True)
+            step_if_finite(self.optimizers, norm)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         self.state.step += 1
         tokens = [[(b.segment_ids >= 0).sum(), b.loss_mask.sum()] for b in hosts]
         seen = to_device(torch.tensor(tokens).sum(0), self.accelerator.device)
@@ -342,8 +343,7 @@ class Trainer:
         head: Callable[..., Tensor],
         loss: Loss,
     ) -> tuple[Tensor, list[StepMetrics]]:
-        """The loss of one head, depths that it reads alike in one call; the metrics of each
-        depth."""
+        """The loss of one head and the metrics of each depth; depths read alike are one call."""
         losses, parts = [], []
         for group in [steps] if self.module.one_head else [[step] for step in steps]:
             known = torch.cat([on_host(s.target_index) for s in group])  # [N] of these depths
@@ -372,15 +372,7 @@ class Trainer:
         with self.telemetry.phase("data"):
             if policy is not None and policy.wants(step, micro.number):
                 return policy.rows(micro.places, self.step_rows.rows_per_step)
-            return self.features, self.chosen(micro)
-
-    def _numbers(self, step: int) -> list[int]:
-        """Numbers of a step's micro-steps, of all processes."""
-        return [micro.number for micro in self.step_rows.of_all(step)]
-
-    def chosen(self, micro: MicroStep) -> list[int]:
-        """The rows of a micro-step."""
-        return [self.order[place] for place in micro.places]
+            return self.features, [self.order[place] for place in micro.places]
 
     def modules(self) -> torch.nn.ModuleDict:
         """All that trains, under the names of checkpoints."""
@@ -402,8 +394,7 @@ class Trainer:
         self.stop_signal = number
 
     def _stopping(self) -> bool:
-        """True if any process received a stop signal. All stop after the same step, so that none
-        waits for another."""
+        """True if any process received a stop signal: all stop after the same step."""
         if self.accelerator.num_processes == 1:
             return self.stop_signal is not None
         return float(self._sum(torch.tensor([float(self.stop_signal is not None)]))) > 0
@@ -426,11 +417,10 @@ class Trainer:
         return min(max(by_steps, int(10 * share + 1e-9)), 10)
 
     def _on_policy_record(self) -> dict[str, Any]:
-        """How much of the training was on-policy so far, and the texts that the step before this
-        state's read."""
+        """The share of the newest step that was on-policy, and the texts that it read."""
         assert self.on_policy is not None
         step = self.state.step - 1
-        due = [self.on_policy.wants(step, number) for number in self._numbers(step)]
+        due = [self.on_policy.wants(step, number) for number in self.step_rows.numbers()]
         record = {"on_policy": sum(due) / len(due)}
         return record | self.on_policy.figures(step) if any(due) else record
 
@@ -500,7 +490,7 @@ class Trainer:
 
     def _save(self) -> None:
         """All processes gather, one writes."""
-        optimizer = optimizer_state(self.modules(), self.optimizer)
+        optimizer = optimizer_state(self.modules(), self.optimizers)
         with self.replica.whole() as drafter:
             if self.accelerator.is_main_process:
                 checkpoint.save(self.folder, drafter, optimizer, self.state, self.joint)
@@ -513,8 +503,7 @@ def steps_of(recipe: Recipe, rows: float, rows_per_step: int) -> int | None:
 
 
 def held_out_result(history: Sequence[dict[str, Any]], step: int | None = None) -> str:
-    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty if there is
-    none."""
+    """`τ 2.31 ± 0.04 (step 200)` of the evaluation after `step`, or the newest; empty: none."""
     for record in reversed(history):
         if EXPECTED in record and step in (None, record["step"]):
             error = f" ± {record[ERROR]:.2f}" if ERROR in record else ""
@@ -523,8 +512,7 @@ def held_out_result(history: Sequence[dict[str, Any]], step: int | None = None) 
 
 
 def _flat(record: dict[str, Any]) -> dict[str, float]:
-    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}: what trackers take, beside the
-    step."""
+    """{"acceptance_rate": [a, b]} -> {"acceptance_rate/0": a, ...}, as trackers take it."""
     flat: dict[str, float] = {}
     for name, value in record.items():
         if name == "step":

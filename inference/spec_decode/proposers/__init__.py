@@ -1,4 +1,4 @@
-"""Who drafts: a trained head, n-grams, suffixes, lookahead, or two of them side by side.
+"""Who drafts: a trained head, n-grams, suffixes or lookahead.
 
 A proposer answers with a `Proposal`.
 No verification rule belongs here, and nothing here commits a token.

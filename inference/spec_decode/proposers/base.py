@@ -1,13 +1,13 @@
 """Proposer: the interface that the engine gets drafts from. A proposer knows no verification rule
 and commits nothing.
 
-A method overrides `propose`, and of the others what it needs. Its state is kept per row, in the
-engine's rows: `reset` when a request enters a row, `move` when rows are compacted. A trained head
-is given features: of the prompt by `prefill`, of what a round keeps by `observe`."""
+A method overrides `propose`, and of the others what it needs. A trained head is given features: of
+the prompt by `prefill`, of what a round keeps by `observe`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class Proposer:
                             before each depth is drawn; it drafts one depth after the other without
                             waiting for a device. Others report `Proposal.confidence`.
     cache                   its own keys and values, if it has any
+    rows                    what it remembers of the request in each of the engine's rows
     """
 
     num_unverified_tokens: int = 0
@@ -44,6 +45,7 @@ class Proposer:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
+        self.rows: dict[int, Any] = {}
 
     @property
     def max_width(self) -> int:
@@ -87,7 +89,11 @@ class Proposer:
         return False
 
     def reset(self, row: int) -> None:
-        """A new request enters the row."""
+        """A new request enters the row, or the last one has left it."""
+        self.rows.pop(row, None)
 
     def move(self, src_row: int, dst_row: int) -> None:
-        """The request of `src_row` goes on in `dst_row`."""
+        """The request of `src_row` goes on in `dst_row`: rows in use are the first."""
+        self.reset(dst_row)
+        if src_row in self.rows:
+            self.rows[dst_row] = self.rows.pop(src_row)

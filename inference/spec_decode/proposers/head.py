@@ -27,9 +27,9 @@ from draftsmith.inference.sampling.sampler import (
     uniforms,
 )
 from draftsmith.inference.spec_decode.logits import active_rows, process_chain_logits
-from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.inference.spec_decode.proposers.base import GoOn, Proposer
-from draftsmith.inference.spec_decode.tree_drafting import grow
+from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
 from draftsmith.inference.spec_decode.tree_shape import TreeShape
 from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.precision import on_device
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 
-# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are to be drafted one by
-# one.
+# All drafts of a chain at temperature 0 as one step, [b, K]; None: they are drafted one by one.
 BestChain = Callable[[DraftInput], Tensor | None]
 
 MAX_LOGIT = 6.0  # of a confidence
@@ -219,9 +218,7 @@ class HeadProposer(Proposer):
                 )
                 remaining = depth - len(drafted)  # further drafts, this one included
                 if go_on is not None:
-                    confidence = _confidence(logits)
-                    if step.confidence is not None:
-                        confidence = _both(step.confidence, confidence)
+                    confidence = _confidence(logits, step.confidence)
                     if self.stops_early:
                         remaining = go_on(confidence.tolist())
                     else:
@@ -234,14 +231,13 @@ class HeadProposer(Proposer):
         return token_ids, torch.stack(confidences, 1) if confidences else None
 
     def _draft_tree(
-        self,
-        requests: Sequence[Request],
-        counts: Sequence[int],
-        probabilistic: bool,
+        self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool
     ) -> Proposal:
         assert self._tree is not None
         vocabularies = self._draft_to_target, self._vocab_size
-        growth = grow(self._tree, requests, counts, *vocabularies, probabilistic=probabilistic)
+        growth = TreeGrowth(
+            self._tree, requests, counts, *vocabularies, probabilistic=probabilistic
+        )
         self._drafter.draft_tree(self._take_waiting(requests), self._depth, growth)
         return growth.proposal()
 
@@ -258,16 +254,16 @@ class HeadProposer(Proposer):
         features: dict[str, Tensor],
     ) -> DraftInput:
         """The next counts[i] slots of row first_row + i, which the drafter holds from now on."""
-        width, tokens = max(counts), []
+        tokens = []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True), first_row):
             start = self._seen[row] + self._drafter.first_token
-            tokens.append(request.token_ids[start : start + count] + [0] * (width - count))
+            tokens.append(request.token_ids[start : start + count])
             self._seen[row] += count
         return DraftInput(
             self.cache,
             first_row,
             first_row + len(requests),
-            on_device(tokens, self._device),
+            on_device(padded(tokens), self._device),
             features.get("taps"),
             features.get("last_hidden"),
             counts,
@@ -304,13 +300,10 @@ class _WaitingFeatures:
         for kind, new in features.items():
             if kind not in self._buffers:
                 self._buffers[kind] = new.new_zeros(self._rows, self._room, new.shape[-1])
-            buffer = self._buffers[kind]
-            if any(waiting):
-                rows = torch.arange(start, stop, device=new.device)[:, None]
-                first = on_device(waiting, new.device)[:, None]  # [b, 1]
-                buffer[rows, first + torch.arange(new.shape[1], device=new.device)] = new
-            else:
-                buffer[start:stop, : new.shape[1]] = new
+            rows = torch.arange(start, stop, device=new.device)[:, None]
+            first = on_device(waiting, new.device)[:, None]  # [b, 1]
+            places = first + torch.arange(new.shape[1], device=new.device)
+            self._buffers[kind][rows, places] = new
         self.counts[start:stop] = [n + more for n, more in zip(waiting, counts, strict=True)]
 
     def take(self, rows: int, width: int) -> dict[str, Tensor]:
@@ -337,23 +330,20 @@ class _SampledChain:
         draft_to_target: Tensor | None,
         device: torch.device,
     ) -> None:
-        depth = max(counts)
         self._params = [request.params for request in requests]
         self._draft_to_target = draft_to_target
         numbers = [
-            ([] if request.params.greedy else uniforms(request.generator, count)) + [0.0] * depth
+            [] if request.params.greedy else uniforms(request.generator, count)
             for request, count in zip(requests, counts, strict=True)
         ]
-        noise = on_device([row[:depth] for row in numbers], device, torch.float64)  # [b, depth]
+        noise = on_device(padded(numbers, max(counts)), device, torch.float64)  # [b, depth]
         self._noise = noise.unbind(1)
         self._q: list[Tensor] = []
         self._drawn: list[Tensor] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[b, V_draft] of the next depth -> [b] target ids."""
-        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(
-            1
-        )  # [b, V_draft] float32
+        q = batch_probabilities(logits.unsqueeze(1), self._params).squeeze(1)  # float32
         drawn = inverse_cdf(q, self._noise[len(self._q)])
         self._q.append(q)
         self._drawn.append(drawn)
@@ -365,15 +355,12 @@ class _SampledChain:
         return torch.stack(self._q, dim=1)
 
 
-def _confidence(logits: Tensor) -> Tensor:
-    """The drafter's largest probability [b]; not that of the draft, which was drawn by it."""
-    return logits.float().softmax(-1).amax(-1)
-
-
-def _both(own: Tensor, largest: Tensor) -> Tensor:
-    """A drafter's own confidence [b], a logit, and its largest probability [b] -> a probability [b]
-    in between: their mean log-odds, which predicts acceptance better than either
-    (docs/families/dflash.md)."""
-    return (
-        (own.clamp(-MAX_LOGIT, MAX_LOGIT) + largest.logit().clamp(-MAX_LOGIT, MAX_LOGIT)) / 2
-    ).sigmoid()
+def _confidence(logits: Tensor, own: Tensor | None = None) -> Tensor:
+    """The drafter's largest probability [b]; not that of the draft, which was drawn by it. With a
+    confidence of its `own` [b], a logit, the mean log-odds of both as a probability, which predicts
+    acceptance better than either (docs/families/dflash.md)."""
+    largest = logits.float().softmax(-1).amax(-1)
+    if own is None:
+        return largest
+    both = torch.stack([own, largest.logit()])
+    return both.clamp(-MAX_LOGIT, MAX_LOGIT).mean(0).sigmoid()

@@ -8,7 +8,6 @@ from pydantic import model_validator
 
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
-from draftsmith.speculators.errors import ConfigError
 
 
 class HeadOptions(MethodOptions):
@@ -33,11 +32,7 @@ class HeadOptions(MethodOptions):
 
     @property
     def default_tokens(self) -> int | None:
-        return None  # what the drafter's folder says is filled in before (speculative_defaults.py)
-
-    @property
-    def fixed_shape(self) -> bool:
-        return self.tree is not None
+        return None  # what the drafter's folder says is filled in before (speculative_config.py)
 
     @property
     def tree(self) -> TreeShape | None:
@@ -50,22 +45,13 @@ class HeadOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _check_tree(self) -> HeadOptions:
-        grown = self.speculative_eagle_topk is not None
-        if self.speculative_token_tree is not None and (
-            grown or self.speculative_num_steps is not None
-        ):
+        grown, steps = self.speculative_eagle_topk is not None, self.speculative_num_steps
+        if (grown and self.speculative_token_tree is not None) or (steps and not grown):
             raise ValueError(
-                "speculative_token_tree is a fixed tree, and speculative_eagle_topk and"
-                " speculative_num_steps are of one that grows; give one"
+                "give one: speculative_token_tree, a fixed tree, or speculative_eagle_topk, a tree"
+                " that grows, with or without speculative_num_steps"
             )
-        if self.speculative_num_steps is not None and not grown:
-            raise ValueError(
-                "speculative_num_steps is of a tree that grows; give speculative_eagle_topk with it"
-            )
-        try:
-            tree = self.tree
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        tree = self.tree
         if tree is not None and tree.budget != self.num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens is {self.num_speculative_tokens}, but"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import argmax
-from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposal import Proposal, padded
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
 from draftsmith.speculators.precision import on_device
@@ -56,51 +56,35 @@ class JacobiWindow:
         self._height = ngram_size - 1
         self.levels = [random.Random(0).choices(token_ids, k=columns + ngram_size - 3)]
 
-    @property
-    def filled(self) -> bool:
-        return len(self.levels) == self._height
-
     def tree(self, first: int) -> tuple[list[int], list[int]]:
         """Its tokens and their parents, if the first token's node is `first`."""
-        tokens, parents = (
-            list(self.levels[0]),
-            [-1, *range(first, first + len(self.levels[0]))][:-1],
-        )
-        # nodes of the level before, column by column
-        before = [-1, *range(first, first + len(tokens))]
-        for level in self.levels[1:]:
-            nodes = range(first + len(tokens), first + len(tokens) + len(level))
+        tokens: list[int] = []
+        parents: list[int] = []
+        above: list[int] = []  # nodes of the level before, column by column
+        for level in self.levels:
+            nodes = [*range(first + len(tokens), first + len(tokens) + len(level))]
             tokens += level
-            parents += before
-            before = [*nodes]
+            # level 0 is a chain behind the last token, which is its first column
+            parents += above or [-1, *nodes][:-1]
+            above = nodes if above else [-1, *nodes]
         return tokens, parents
 
     def read_at(self, first: int) -> list[int]:
         """Entries of the logits (0 the last token's, 1 + k those of node k) that `advance` wants
         the argmax of."""
-        before = sum(len(level) for level in self.levels[:-1])
-        entries = range(1 + first + before, 1 + first + before + len(self.levels[-1]))
+        end = 1 + first + sum(map(len, self.levels))
+        entries = range(end - len(self.levels[-1]), end)
         return [0, *entries] if len(self.levels) == 1 else [*entries]
 
-    def ngrams(self, last_token: int, written: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """The n-grams that the columns and the tokens behind the last level spell: (first token,
-        the rest)."""
-        if not self.filled:
+    def advance(self, last_token: int, written: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """One token further: `written` is the new last level. Returns the n-grams that columns and
+        `written` spell: (first token, the rest)."""
+        if len(self.levels) < self._height:
+            self.levels = [level[1:] for level in (*self.levels, written)]
             return []
-        return list(
-            zip(
-                [last_token, *self.levels[0]],
-                zip(*self.levels[1:], written, strict=True),
-                strict=True,
-            )
-        )
-
-    def advance(self, written: Sequence[int]) -> None:
-        """One token further: `written` is the new last level."""
-        if self.filled:
-            self.levels = [self.levels[1][1:], *self.levels[2:], list(written)]
-        else:
-            self.levels = [level[1:] for level in (*self.levels, list(written))]
+        first, *others = self.levels
+        self.levels = [others[0][1:], *others[1:], written]
+        return list(zip([last_token, *first], zip(*others, written, strict=True), strict=True))
 
 
 class _Row:
@@ -110,35 +94,21 @@ class _Row:
 
 
 class LookaheadProposer(Proposer):
-    """Deterministic drafts (q is one-hot), as trees. Of at most `num_speculative_tokens` drafts per
-    row: the latest guesses come first.
-
-    window_size       W, columns of the window
-    ngram_size        N: a guess has N-1 tokens
-    num_guesses       G, guesses kept for each first token
-    pool_from_prompt  n-grams of the prompt and of what is committed are guesses too
-    """
+    """Deterministic drafts (q is one-hot), as trees: of at most `num_speculative_tokens` drafts per
+    row the latest guesses."""
 
     reads_logits = True
     drafts_trees = True
+    rows: dict[int, _Row]
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        *,
-        window_size: int,
-        ngram_size: int,
-        num_guesses: int,
-        pool_from_prompt: bool,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(num_speculative_tokens)
-        self._columns, self._n, self._most_guesses = window_size, ngram_size, num_guesses
-        self._pool_from_prompt, self._device = pool_from_prompt, device
+    def __init__(self, options: LookaheadOptions, device: torch.device | str = "cpu") -> None:
+        super().__init__(options.most_drafts)
+        self._columns, self._n = options.lookahead_window_size, options.lookahead_ngram_size
+        self._most_guesses = options.lookahead_num_guesses
+        self._pool_from_prompt, self._device = options.lookahead_pool_from_prompt, device
         self.num_unverified_tokens = max(
-            f * (window_size + ngram_size - 1 - f) - 1 for f in range(1, ngram_size)
+            f * (self._columns + self._n - 1 - f) - 1 for f in range(1, self._n)
         )
-        self._rows: dict[int, _Row] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         drafts, parents, unverified = [], [], []
@@ -161,11 +131,11 @@ class LookaheadProposer(Proposer):
 
     def _state(self, row: int, request: Request) -> _Row:
         text, n = request.token_ids, self._n
-        if row not in self._rows:
-            self._rows[row] = _Row(
+        if row not in self.rows:
+            self.rows[row] = _Row(
                 JacobiWindow(text, self._columns, n), NgramPool(self._most_guesses)
             )
-        state = self._rows[row]
+        state = self.rows[row]
         if self._pool_from_prompt:
             for end in range(max(state.pooled + 1, n), len(text) + 1):
                 state.pool.add(text[end - n], tuple(text[end - n + 1 : end]))
@@ -176,25 +146,13 @@ class LookaheadProposer(Proposer):
         rows = [row for row, nodes in enumerate(proposal.unverified or []) if nodes]
         if not rows:
             return
-        entries = [self._rows[row].window.read_at(proposal.counts[row]) for row in rows]
-        width = max(map(len, entries))
-        padded = on_device([row + [0] * (width - len(row)) for row in entries], logits.device)
+        entries = [self.rows[row].window.read_at(proposal.counts[row]) for row in rows]
         index = on_device(rows, logits.device).unsqueeze(-1)
-        best = argmax(logits[index, padded]).tolist()  # [rows, width]
+        best = argmax(logits[index, on_device(padded(entries), logits.device)]).tolist()
         for row, read, choices in zip(rows, entries, best, strict=True):
-            written = choices[: len(read)]
-            state, last_token = self._rows[row], requests[row].token_ids[-1]
-            for first, rest in state.window.ngrams(last_token, written):
+            state, last_token = self.rows[row], requests[row].token_ids[-1]
+            for first, rest in state.window.advance(last_token, choices[: len(read)]):
                 state.pool.add(first, rest)
-            state.window.advance(written)
-
-    def reset(self, row: int) -> None:
-        self._rows.pop(row, None)
-
-    def move(self, src_row: int, dst_row: int) -> None:
-        self.reset(dst_row)
-        if src_row in self._rows:
-            self._rows[dst_row] = self._rows.pop(src_row)
 
 
 def merged(
@@ -242,13 +200,5 @@ class LookaheadOptions(MethodOptions):
         """All guesses, without the first token that they share with the text."""
         return self.lookahead_num_guesses * (self.lookahead_ngram_size - 1)
 
-    def make_proposer(self, device: torch.device) -> LookaheadProposer:
-        assert self.num_speculative_tokens is not None
-        return LookaheadProposer(
-            self.num_speculative_tokens,
-            window_size=self.lookahead_window_size,
-            ngram_size=self.lookahead_ngram_size,
-            num_guesses=self.lookahead_num_guesses,
-            pool_from_prompt=self.lookahead_pool_from_prompt,
-            device=device,
-        )
+    def make_proposer(self, device: torch.device | str = "cpu") -> LookaheadProposer:
+        return LookaheadProposer(self, device)

@@ -18,75 +18,48 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
+from draftsmith.inference.spec_decode.proposers.suffix import SuffixIndex
 
 
-class NgramIndex:
-    """The last continuation of each n-gram of one text. Appending a token costs O(max_n -
-    min_n)."""
+class NgramIndex(SuffixIndex):
+    """One text, and the last continuation of the n-gram that it ends with."""
 
     def __init__(self, min_n: int, max_n: int) -> None:
-        self._sizes = range(max_n, min_n - 1, -1)
-        # n-gram -> index of the token after its last occurrence
-        self._follower: dict[tuple[int, ...], int] = {}
-        self._indexed = 0  # n-grams followed by tokens before this index are known
+        super().__init__()
+        self._min_n, self._max_n = min_n, max_n
         self.matched = 0  # tokens of the match that was found last
 
     def lookup(self, token_ids: list[int], count: int) -> list[int]:
         """`count` tokens to follow the text, or [] without a match. Between calls the text only
         grows."""
-        follower, sizes = self._follower, self._sizes
-        length = len(token_ids)
-        for at in range(max(self._indexed, 1), length):
-            for n in sizes:
-                if n <= at:
-                    follower[tuple(token_ids[at - n : at])] = at
-        self._indexed = length
-        for n in sizes:
-            if n < length:
-                start = follower.get(tuple(token_ids[length - n :]))
-                if start is not None:
-                    self.matched = n
-                    drafts = token_ids[start : start + count]
-                    while len(drafts) < count:  # the text ended: what it ends with is repeated
-                        drafts.append(drafts[start - length])
-                    return drafts
-        return []
+        self.extend(token_ids[len(self) :])
+        matches = self.matches(token_ids[-self._max_n :])
+        if len(matches) < self._min_n:
+            return []
+        self.matched = len(matches)
+        start = int(matches[-1][-2])  # the last place is the text's own end
+        drafts = token_ids[start : start + count]
+        while len(drafts) < count:  # the text ended: what it ends with is repeated
+            drafts.append(drafts[start - len(token_ids)])
+        return drafts
 
 
 class NgramProposer(Proposer):
     """Deterministic drafts (q is one-hot). Nothing is drafted for a row without a match of at least
-    `min_n` tokens."""
+    `prompt_lookup_min` tokens."""
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        min_n: int,
-        max_n: int,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(num_speculative_tokens)
-        self._min_n, self._max_n, self._device = min_n, max_n, device
-        self._indices: dict[int, NgramIndex] = {}  # by row
+    def __init__(self, options: NgramOptions, device: torch.device | str = "cpu") -> None:
+        super().__init__(options.most_drafts)
+        self._sizes, self._device = options.lookup_sizes, device
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        drafts = [
-            self._indices[row].lookup(
-                request.token_ids, min(limits[row], self.num_speculative_tokens)
-            )
-            for row, request in enumerate(requests)
-        ]
-        proposal = Proposal.deterministic(drafts, self._device)
-        matched = [self._indices[row].matched for row in range(len(drafts))]
-        proposal.confidence = torch.tensor(
-            [[n / (n + 1)] * proposal.width for n in matched], dtype=torch.float64
-        )
-        return proposal
-
-    def reset(self, row: int) -> None:
-        self._indices[row] = NgramIndex(self._min_n, self._max_n)
-
-    def move(self, src_row: int, dst_row: int) -> None:
-        self._indices[dst_row] = self._indices.pop(src_row)
+        drafts, confidence = [], []
+        for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            index = self.rows.setdefault(row, NgramIndex(*self._sizes))
+            most = min(limit, self.num_speculative_tokens)
+            drafts.append(index.lookup(request.token_ids, most))
+            confidence.append([index.matched / (index.matched + 1)] * len(drafts[-1]))
+        return Proposal.deterministic(drafts, self._device, confidence=confidence)
 
 
 class NgramOptions(MethodOptions):
@@ -115,6 +88,5 @@ class NgramOptions(MethodOptions):
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         return self
 
-    def make_proposer(self, device: torch.device) -> NgramProposer:
-        assert self.num_speculative_tokens is not None
-        return NgramProposer(self.num_speculative_tokens, *self.lookup_sizes, device)
+    def make_proposer(self, device: torch.device | str = "cpu") -> NgramProposer:
+        return NgramProposer(self, device)

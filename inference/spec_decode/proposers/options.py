@@ -76,14 +76,19 @@ class MethodOptions(BaseModel):
     @property
     def fixed_shape(self) -> bool:
         """True if neither the number of its drafts nor their tree can adapt."""
-        return False
+        return self.tree is not None
 
     @property
     def default_tokens(self) -> int | None:
         """K where none is given; None: it must be."""
         return DEFAULT_TOKENS
 
-    def make_proposer(self, device: torch.device) -> Proposer:
+    @property
+    def most_drafts(self) -> int:
+        """K; 0 with drafting off."""
+        return self.num_speculative_tokens or 0
+
+    def make_proposer(self, device: torch.device | str = "cpu") -> Proposer:
         """Who drafts. Trained methods are made with their drafter by `LLM`."""
         raise NotImplementedError
 
@@ -122,9 +127,8 @@ class MethodOptions(BaseModel):
                     f"{where}; expected [smallest, largest, K], ascending, without overlaps, from"
                     " 1 on"
                 )
-            if not 0 <= tokens <= (self.num_speculative_tokens or 0):
+            if not 0 <= tokens <= self.most_drafts:
                 raise ValueError(
-                    f"{where}; expected K from 0 to num_speculative_tokens,"
-                    f" {self.num_speculative_tokens}"
+                    f"{where}; expected K from 0 to num_speculative_tokens, {self.most_drafts}"
                 )
             before = largest

@@ -8,111 +8,147 @@ none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions, option
-from draftsmith.inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
+
+END = -1  # before, between and after texts
 
 
-class _Row:
-    def __init__(self, request: Request, depth: int) -> None:
-        self.request, self.counts, self._known = request, SuffixCounts(depth), 0
+class Draft(NamedTuple):
+    """score: expected number of right tokens. sure: of each token, given those before it, surer the
+    more often the pattern was seen."""
 
-    def catch_up(self) -> None:
-        """Counts what was committed since the last call."""
-        token_ids = self.request.token_ids
-        self.counts.extend(token_ids[self._known :])
-        self._known = len(token_ids)
+    tokens: list[int]
+    sure: list[float]
+    score: float
+
+
+class SuffixIndex:
+    """Texts, and where each token stands in them, counted from 1: all that is needed to count what
+    followed a pattern."""
+
+    def __init__(self) -> None:
+        self._text = array("i", [END, END])
+        self._places: dict[int, array[int]] = {}  # of each token, ascending
+
+    def __len__(self) -> int:
+        """Tokens, if it holds one text."""
+        return len(self._text) - 2
+
+    def begin(self) -> None:
+        """Another text follows."""
+        self._text.append(END)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Goes on with the last text."""
+        for token in tokens:
+            self._places.setdefault(token, array("i")).append(len(self._text) - 1)
+            self._text[-1] = token
+            self._text.append(END)
+
+    def matches(self, context: Sequence[int]) -> list[np.ndarray]:
+        """Where the last 1, 2, … tokens of the context end in the texts, as far as anything
+        follows."""
+        text = np.frombuffer(self._text, dtype=np.int32)
+        places = np.frombuffer(self._places.get(context[-1], array("i")), dtype=np.int32)
+        found: list[np.ndarray] = []
+        while len(places) > 1 or (len(places) and text[places[0] + 1] != END):
+            found.append(places)
+            if len(found) == len(context):
+                break
+            places = places[text[places - len(found)] == context[-1 - len(found)]]
+        return found
+
+    def follow(self, places: np.ndarray, most: int, least_probability: float) -> Draft:
+        """The most frequent continuation of the pattern that ends at `places`, of equals the
+        latest: at most `most` tokens, as long as its probability, the product of the counts'
+        ratios, is not below `least_probability`."""
+        text = np.frombuffer(self._text, dtype=np.int32)
+        tokens: list[int] = []
+        sure: list[float] = []
+        probability, score = 1.0, 0.0
+        while len(tokens) < most:
+            count, places = len(places), places + 1
+            following = Counter(text[places[::-1]].tolist())  # the latest first
+            following.pop(END, None)
+            if not following:
+                break
+            ((token, number),) = following.most_common(1)
+            probability *= number / count
+            if probability < least_probability:
+                break
+            if number < count:
+                places = places[text[places] == token]
+            tokens.append(token)
+            sure.append(number / (count + 1))
+            score += probability
+        return Draft(tokens, sure, score)
 
 
 class SuffixProposer(Proposer):
-    """Deterministic drafts (q is one-hot).
+    """Deterministic drafts (q is one-hot)."""
 
-    max_tree_depth       longest pattern counted: the match and its draft together are no longer
-    max_cached_requests  finished responses remembered at least, the oldest forgotten first; 0:
-                         each request's own text only
-    max_spec_factor      tokens drafted per token matched
-    min_token_prob       a draft ends before its estimated probability falls below this
-    """
+    rows: dict[int, tuple[Request, SuffixIndex]]
 
-    def __init__(
-        self,
-        num_speculative_tokens: int,
-        *,
-        max_tree_depth: int,
-        max_cached_requests: int,
-        max_spec_factor: float,
-        min_token_prob: float,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(num_speculative_tokens)
-        self._depth, self._least_probability, self._device = max_tree_depth, min_token_prob, device
-        # drafts for a match of each length
-        self._budget = [
-            min(int(m * max_spec_factor + 1e-6), max_tree_depth - m) for m in range(max_tree_depth)
-        ]
-        # the length that gives the most
-        self._ample = max(range(max_tree_depth), key=self._budget.__getitem__)
-        self._store = SuffixStore(max_tree_depth, max_cached_requests)
-        self._rows: dict[int, _Row] = {}
+    def __init__(self, options: SuffixOptions, device: torch.device | str = "cpu") -> None:
+        super().__init__(options.most_drafts)
+        self._depth, self._device = options.suffix_decoding_max_tree_depth, device
+        self._factor = options.suffix_decoding_max_spec_factor
+        self._least_probability = options.suffix_decoding_min_token_prob
+        # of the last `most` responses at least, and of fewer than twice as many: a second index is
+        # filled too, and takes over when it holds enough
+        self._most_served = options.suffix_decoding_max_cached_requests
+        self._served, self._next, self._num_served = SuffixIndex(), SuffixIndex(), 0
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        for row in [row for row in self._rows if row >= len(requests)]:
+        for row in [row for row in self.rows if row >= len(requests)]:
             self.reset(row)
-        drafts, confidence = [], []
-        for row, request in enumerate(requests):
-            if row not in self._rows:
-                self._rows[row] = _Row(request, self._depth)
-            self._rows[row].catch_up()
-            tokens, sure = self._draft(
-                self._rows[row], min(limits[row], self.num_speculative_tokens)
-            )
-            drafts.append(tokens)
-            confidence.append(sure)
-        proposal = Proposal.deterministic(drafts, self._device)
-        padded = [sure + [0.5] * (proposal.width - len(sure)) for sure in confidence]
-        proposal.confidence = torch.tensor(padded, dtype=torch.float64).view(
-            len(drafts), proposal.width
-        )
-        return proposal
+        drafts = []
+        for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
+            _, own = self.rows.setdefault(row, (request, SuffixIndex()))
+            own.extend(request.token_ids[len(own) :])
+            drafts.append(self._draft(own, request, min(limit, self.num_speculative_tokens)))
+        tokens, sure = [draft.tokens for draft in drafts], [draft.sure for draft in drafts]
+        return Proposal.deterministic(tokens, self._device, confidence=sure)
 
-    def _draft(self, row: _Row, most: int) -> tuple[list[int], list[float]]:
+    def _draft(self, own: SuffixIndex, request: Request, most: int) -> Draft:
         """The draft with the highest score of all matches. Ties: the request's own text, then the
         longest match."""
-        earlier = self._store.counts
-        matches = earlier.matches(row.request.token_ids[1 - self._depth :])
-        candidates = [(row.counts, row.counts.endings()), (earlier, matches)]
-        drafted: list[int] = []
-        confidence: list[float] = []
-        best = 0.0
-        for counts, matches in candidates:
-            for state, shortest, longest in matches:
-                # a state's patterns have one continuation: the length among them that allows the
-                # longest draft
-                budget = self._budget[min(max(self._ample, shortest), longest)]
-                tokens, score, sure = counts.follow(
-                    state, min(most, budget), self._least_probability
-                )
-                if score > best:
-                    drafted, best, confidence = tokens, score, sure
-        return drafted, confidence
+        best = Draft([], [], 0.0)
+        for index in (own, self._served):
+            # matches at as many places are the same ones: the length that allows the most drafts
+            matches: dict[int, tuple[int, np.ndarray]] = {}
+            for length, places in enumerate(index.matches(request.token_ids[1 - self._depth :]), 1):
+                budget = min(most, int(length * self._factor + 1e-6), self._depth - length)
+                before, _ = matches.get(len(places), (0, places))
+                matches[len(places)] = max(budget, before), places
+            for budget, places in reversed(matches.values()):
+                if budget > best.score:
+                    draft = index.follow(places, budget, self._least_probability)
+                    best = draft if draft.score > best.score else best
+        return best
 
     def reset(self, row: int) -> None:
         """Forgets the row; a response that was finished there is remembered."""
-        left = self._rows.pop(row, None)
-        if left is not None and left.request.finished:
-            self._store.add(left.request.output_token_ids)
-
-    def move(self, src_row: int, dst_row: int) -> None:
-        self.reset(dst_row)
-        if src_row in self._rows:
-            self._rows[dst_row] = self._rows.pop(src_row)
+        request, _ = self.rows.pop(row, (None, None))
+        if request is None or not request.finished or not self._most_served:
+            return
+        for index in (self._served, self._next):
+            index.begin()
+            index.extend(request.output_token_ids)
+        self._num_served += 1
+        if self._num_served % self._most_served == 0:
+            self._served, self._next = self._next, SuffixIndex()
 
 
 class SuffixOptions(MethodOptions):
@@ -122,25 +158,22 @@ class SuffixOptions(MethodOptions):
     vllm_note: ClassVar[str] = "needs the package arctic-inference"
 
     suffix_decoding_max_tree_depth: int = option(24, "longest pattern, a match and its draft", ge=2)
-    suffix_decoding_max_cached_requests: int = option(10_000, "finished responses kept", ge=0)
+    suffix_decoding_max_cached_requests: int = option(
+        10_000,
+        "finished responses remembered at least, the oldest forgotten first; 0: each request's own"
+        " text only",
+        ge=0,
+    )
     suffix_decoding_max_spec_factor: float = option(
         1.0, "drafts per token matched", gt=0, allow_inf_nan=False
     )
     suffix_decoding_min_token_prob: float = option(
-        0.1, "least estimated probability of a draft", ge=0, le=1
+        0.1, "a draft ends before its estimated probability falls below this", ge=0, le=1
     )
 
     @property
     def default_tokens(self) -> int:
         return self.suffix_decoding_max_tree_depth
 
-    def make_proposer(self, device: torch.device) -> SuffixProposer:
-        assert self.num_speculative_tokens is not None
-        return SuffixProposer(
-            self.num_speculative_tokens,
-            max_tree_depth=self.suffix_decoding_max_tree_depth,
-            max_cached_requests=self.suffix_decoding_max_cached_requests,
-            max_spec_factor=self.suffix_decoding_max_spec_factor,
-            min_token_prob=self.suffix_decoding_min_token_prob,
-            device=device,
-        )
+    def make_proposer(self, device: torch.device | str = "cpu") -> SuffixProposer:
+        return SuffixProposer(self, device)

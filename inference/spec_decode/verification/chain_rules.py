@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.spec_decode.proposal import Proposal
-from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.precision import on_device
 
 
@@ -67,22 +66,8 @@ class Verdict:
 
 
 def verify(p: Tensor, proposal: Proposal, rule: str) -> Verdict:
-    """Judge a proposal: p [B, K+1, V], p[b, k] being the target's distribution after the first k
-    drafts.
-
-    Row b is read at 0..counts[b] only.
-    """
-    if rule not in RULES:
-        raise ConfigError(f"rejection_sample_method={rule!r}; expected one of {sorted(RULES)}")
-    if proposal.parents is not None:
-        raise ConfigError(
-            f"rule {rule!r} judges chains; the proposal is a tree (see tree_rules.py)"
-        )
-    expected = (proposal.num_rows, proposal.width + 1)
-    if p.dim() != 3 or p.shape[:2] != expected:
-        raise ValueError(
-            f"verify: p has shape {list(p.shape)}; expected [{expected[0]}, {expected[1]}, V]"
-        )
+    """Judges chains by a rule of RULES: p [B, K+1, V], p[b, k] being the target's distribution
+    after the first k drafts. Row b is read at 0..counts[b] only."""
     if proposal.q is not None and proposal.q.shape[-1] != p.shape[-1]:
         raise ValueError(
             f"verify: q has {proposal.q.shape[-1]} tokens, p {p.shape[-1]}; scatter a reduced"

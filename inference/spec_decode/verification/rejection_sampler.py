@@ -19,7 +19,7 @@ from draftsmith.inference.sampling.sampler import (
     uniforms,
 )
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.proposal import Kept, Proposal
+from draftsmith.inference.spec_decode.proposal import Kept, Proposal, padded
 from draftsmith.inference.spec_decode.verification.chain_rules import RULES, decide, verify
 from draftsmith.inference.spec_decode.verification.tree_rules import follow, traverse
 from draftsmith.speculators.errors import ConfigError
@@ -66,29 +66,27 @@ def verify_and_sample(
     Logits of row b are read at its judged places only. Rows at temperature 0 use no randomness and
     take the greedy path whatever the rule; how many numbers every other row takes from its
     generator depends on that row alone. proposal.q may be overwritten."""
-    rows = logits.shape[0]
-    if not rows == proposal.num_rows == len(params) == len(generators):
-        counts = rows, proposal.num_rows, len(params), len(generators)
-        raise ValueError(
-            f"verify_and_sample: {counts} logits, proposals, params, generators; expected as many"
-            " of each"
-        )
-    greedy = [row for row in range(rows) if params[row].greedy]
-    if len(greedy) == rows:
-        return _greedy(logits, proposal)
-    if not greedy:
-        return _sampled(logits, proposal, params, generators, rule)
-    sampled = [row for row in range(rows) if not params[row].greedy]
-    kept = dict(zip(greedy, _greedy(logits[greedy], proposal.select(greedy)), strict=True))
-    hot, dice = [params[row] for row in sampled], [generators[row] for row in sampled]
-    kept |= zip(
-        sampled, _sampled(logits[sampled], proposal.select(sampled), hot, dice, rule), strict=True
-    )
-    return [kept[row] for row in range(rows)]
+    walks: dict[int, _Walk] = {}
+    for greedy in (True, False):
+        rows = [row for row, own in enumerate(params) if own.greedy == greedy]
+        if not rows:
+            continue
+        given, part = logits, proposal
+        if len(rows) < len(params):
+            given, part = logits[rows], proposal.select(rows)
+        if greedy:
+            found = follow(part, argmax(given))
+        else:
+            hot, dice = [params[row] for row in rows], [generators[row] for row in rows]
+            found = _sampled(given, part, hot, dice, rule)
+        walks |= zip(rows, found, strict=True)
+    return [
+        Kept(path, [*(proposal.drafted[row][node] for node in path), token])
+        for row, (path, token) in sorted(walks.items())
+    ]
 
 
-def _greedy(logits: Tensor, proposal: Proposal) -> list[Kept]:
-    return _kept(proposal, follow(proposal, argmax(logits)))
+_Walk = tuple[list[int], int]  # accepted places, and the target's own token after them
 
 
 def _sampled(
@@ -97,7 +95,7 @@ def _sampled(
     params: Sequence[SamplingParams],
     generators: Sequence[torch.Generator | None],
     method: str,
-) -> list[Kept]:
+) -> list[_Walk]:
     rule = rule_for(method, proposal)
     p = batch_probabilities(logits, params)  # [B, 1+K, V]
     if rule == SAMPLE_MATCH:
@@ -107,40 +105,32 @@ def _sampled(
     else:
         walks = _by_verdict(p, proposal, generators, rule)
     check_drawn([token for _, token in walks], p.shape[-1])
-    return _kept(proposal, walks)
-
-
-# The ways to decide: p [B, 1+K, V], the proposal and a generator per row -> (accepted places, the
-# target's own token after them) of every row.
-
-_Walks = list[tuple[list[int], int]]
+    return walks
 
 
 def _by_verdict(
     p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None], rule: str
-) -> _Walks:
+) -> list[_Walk]:
     """A rule for chains: a row takes counts[b] numbers to accept with, and one for the bonus."""
     verdict = verify(p, proposal, rule)
     noise = [
         uniforms(generator, count + 1)
         for generator, count in zip(generators, proposal.counts, strict=True)
     ]
-    throws = [row[:-1] + [0.0] * (proposal.width + 1 - len(row)) for row in noise]
-    accepted = decide(
-        verdict, on_device(throws, p.device, torch.float64).view(len(throws), proposal.width)
-    )
+    throws = on_device(padded(noise, proposal.width + 1), p.device, torch.float64)
+    # a number behind a row's last draft meets an accept probability of 0
+    accepted = decide(verdict, throws[:, :-1])
     bonus = _draw(verdict.residual_at(accepted), [row[-1] for row in noise])
     return [(list(range(kept)), token) for kept, token in zip(accepted, bonus, strict=True)]
 
 
 def _by_match(
     p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None]
-) -> _Walks:
+) -> list[_Walk]:
     """The target draws its own token at every place; a row takes a number per token it commits."""
-    depths = [
-        [0, *row[:count]] + [0] * (proposal.width - count)
-        for row, count in zip(proposal.depths(), proposal.counts, strict=True)
-    ]  # [B, 1+K], how many tokens stand between the committed text and an entry
+    judged = zip(proposal.depths(), proposal.counts, strict=True)
+    # [B, 1+K], how many tokens stand between the committed text and an entry
+    depths = padded([[0, *row[:count]] for row, count in judged], 1 + proposal.width)
     dice = [
         _Numbers(generator, 1 + max(row)) for generator, row in zip(generators, depths, strict=True)
     ]
@@ -155,7 +145,7 @@ def _by_match(
 
 def _by_traversal(
     p: Tensor, proposal: Proposal, generators: Sequence[torch.Generator | None]
-) -> _Walks:
+) -> list[_Walk]:
     """p and proposal.q are used up; a row takes a number per draft it tries, and one for the
     token."""
     dice = [
@@ -197,10 +187,3 @@ class _Numbers:
 def _draw(weights: Tensor, numbers: Sequence[float]) -> list[int]:
     """A token per row: weights [B, V], not necessarily normalised."""
     return inverse_cdf(weights, on_device(numbers, weights.device, torch.float64)).tolist()
-
-
-def _kept(proposal: Proposal, walks: _Walks) -> list[Kept]:
-    return [
-        Kept(path, [*(row[node] for node in path), token])
-        for row, (path, token) in zip(proposal.drafted, walks, strict=True)
-    ]

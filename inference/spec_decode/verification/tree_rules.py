@@ -119,25 +119,15 @@ def _take_out(
     follows. Returns per row the mass left of p, and p / q of that sibling."""
     q = proposal.q
     assert q is not None  # see `rejection_sampler.rule_for`
-    table = [
-        (
-            row,
-            1 + rejection.parent,
-            rejection.draft,
-            rejection.following,
-            proposal.drafted[row][rejection.draft],
-            proposal.drafted[row][rejection.following],
-        )
-        for row, rejection in rejected.items()
-    ]
-    rows, parents, drafts, following, tokens, next_tokens = on_device(table, p.device).unbind(1)
+    places = [(row, 1 + one.parent, one.draft, one.following) for row, one in rejected.items()]
+    rows, parents, drafts, following = on_device(places, p.device).unbind(1)
     rates = on_device([rejection.rate for rejection in rejected.values()], p.device, p.dtype)
     drawn_from = q[rows, drafts]  # [n, V]
     left, mass = _residual(p[rows, parents], drawn_from, rates.unsqueeze(1))
-    remaining = _without(drawn_from, tokens.unsqueeze(1))
+    remaining = _without(drawn_from, proposal.token_ids[rows, drafts].unsqueeze(1))
     p[rows, parents] = left
     q[rows, following] = remaining
-    at = next_tokens.unsqueeze(1)
+    at = proposal.token_ids[rows, following].unsqueeze(1)
     numbers = torch.cat([mass, left.gather(1, at), remaining.gather(1, at)], dim=1).tolist()
     return [
         (row, (total, _ratio(above, below)))

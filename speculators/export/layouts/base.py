@@ -1,5 +1,4 @@
-"""The base of all layouts: one table of a family's tensors and config fields, for writing and for
-reading."""
+"""The base of all layouts: tables of tensors and config fields, written and read."""
 
 from __future__ import annotations
 
@@ -125,13 +124,11 @@ class Layout:
     sglang_chain: ClassVar[bool] = True  # SGLang takes the steps of a chain
 
     def no_vllm(self, config: Any) -> str:
-        """The reason why vLLM serves no such drafter in this format, and the remedy; empty: it
-        does."""
+        """Why vLLM serves no such drafter in this format, and the remedy; empty: it does."""
         return ""
 
     def dropped(self, version: str | None) -> str:
-        """The reason why vLLM `version` (such as 0.33.0; None: any) does not serve the family any
-        more; empty: it does."""
+        """Why vLLM `version` (such as 0.33.0; None: any) serves it no more; empty: it does."""
 
         def minor(text: str) -> tuple[int, ...]:
             try:
@@ -171,8 +168,7 @@ class Layout:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     def read(self, drafter: Drafter, folder: Path) -> None:
-        """Fills `drafter` from the safetensors of `folder`. CheckpointError names every tensor at
-        fault."""
+        """Fills `drafter` from a folder. CheckpointError names every tensor at fault."""
         config = drafter.config
         tensors = self.canonical(self._stored(config, folder), config)
         refuse(self.faults(tensors, config), folder)
@@ -238,8 +234,7 @@ class Layout:
     # -------------------------------------------------------------- names, shapes and fields
 
     def recognises(self, fields: Mapping[str, Any], names: set[str]) -> bool:
-        """Recognises a folder that does not name its family, by config.json and the names of the
-        tensors."""
+        """True for a folder of the family, by config.json and the names of the tensors."""
         raise NotImplementedError
 
     def tensors(self, config: DrafterConfig) -> Table:
@@ -257,8 +252,7 @@ class Layout:
         return name
 
     def to_config(self, config: DrafterConfig) -> dict[str, Any]:
-        """The fields of config.json. What the format has no field for is written below
-        `draftsmith`."""
+        """The fields of config.json; what the format lacks is written below `draftsmith`."""
         raise NotImplementedError
 
     def from_config(self, source: Source) -> DrafterConfig:
@@ -266,13 +260,11 @@ class Layout:
         raise NotImplementedError
 
     def zeros(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Shapes of tensors that the engine has and the drafter lacks; written as zeros, else they
-        would be random."""
+        """Shapes of tensors that the drafter lacks, else random in the engine."""
         return {}
 
     def check(self, config: Any, format_: str) -> None:
-        """ConfigError for a drafter that the format's engines would run wrongly; it names the
-        field."""
+        """ConfigError for a drafter that the format's engines would run wrongly."""
 
     def to_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Converts config.json as `to_config` has it to the fields of this format."""
@@ -283,7 +275,7 @@ class Layout:
         return fields
 
     def belongs(self, name: str, config: Any) -> bool:
-        """Tells the drafter's tensors from a target's in the same folder, which are not read."""
+        """False for a target's tensors in the same folder, which are not read."""
         return True
 
     def unpacked(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -303,8 +295,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # in `layer_types`
 
 
 def window_of(fields: Mapping[str, Any], where: str) -> int | None:
-    """The window of all layers; CheckpointError where only some have one, or its size is not
-    said."""
+    """The window of all layers; CheckpointError if only some have one, or of no width."""
     kinds = set(fields.get("layer_types") or [FULL])
     if SLIDING not in kinds:
         return None

@@ -163,8 +163,7 @@ class DFlashLayout(Layout):
 
 
 class DSparkLayout(DFlashLayout):
-    """With the Markov and confidence heads. Engines read nothing of it below `dflash_config` but
-    `causal`."""
+    """With Markov and confidence heads; engines read only `causal` of it below `dflash_config`."""
 
     family = "dspark"
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3DSparkModel",)
@@ -207,8 +206,7 @@ class DFlash2Layout(DFlashLayout):
 
 
 def is_causal(fields: Mapping[str, Any]) -> bool:
-    """As vLLM resolves it: `is_causal`, `dflash_config.causal`, or else what the layers' windows
-    imply."""
+    """As vLLM has it: `is_causal`, `dflash_config.causal`, or what the layers' windows imply."""
     said = fields.get("is_causal")
     said = (fields.get(SECTION) or {}).get("causal") if said is None else said
     return base.SLIDING in (fields.get("layer_types") or []) if said is None else bool(said)

@@ -104,8 +104,7 @@ class DraftModelLayout(Layout):
             drafter.token_map = TokenMap.load(folder, drafter.target.vocab_size, own.vocab_size)
 
     def _load(self, path: Path) -> Any:
-        """The causal LM of a folder in float32. CheckpointError names every tensor that is not its
-        own."""
+        """The causal LM in float32. CheckpointError names every tensor not its own."""
         loaded: Any
         try:
             loaded = AutoModelForCausalLM.from_pretrained(

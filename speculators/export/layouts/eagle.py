@@ -21,8 +21,7 @@ BY_NAME = {
 
 
 class EagleLayout(Layout):
-    """Names as vLLM's loader has them. A norm after the last layer or a head would be errors
-    there."""
+    """Names as vLLM's loader has them, which refuses a norm after the last layer and a head."""
 
     family = "eagle"
     architectures: ClassVar[tuple[str, ...]] = ARCHITECTURES

@@ -19,8 +19,7 @@ _PUBLISHED_HEAD = re.compile(r"^(?:medusa_head\.)?(\d+)\.(\d+)\.weight$")
 
 
 class MedusaLayout(Layout):
-    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`; published heads count blocks and
-    projection as one list."""
+    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`."""
 
     family = "medusa"
     architectures = ("MedusaModel",)
@@ -84,8 +83,7 @@ class MedusaLayout(Layout):
         )
 
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """`{head}.{block}.linear.weight` and `{head}.{blocks}.weight` are FasterDecoding's
-        names."""
+        """FasterDecoding's names: `{head}.{block}.linear.weight`, `{head}.{blocks}.weight`."""
         named = {}
         for name, tensor in tensors.items():
             if match := _PUBLISHED_BLOCK.match(name):

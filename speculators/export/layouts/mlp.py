@@ -20,8 +20,7 @@ _NAME = re.compile(r"speculator\.(?P<part>emb|proj|ln|head)\.(?P<index>\d+)\.(?P
 
 
 class MLPLayout(Layout):
-    """Every tensor is numbered by its head. Of tied ones the lowest number is written; any number
-    is read."""
+    """Tensors are numbered by their heads; of tied ones the lowest is written, any is read."""
 
     family = "mlp"
     bare = False
@@ -68,8 +67,7 @@ class MLPLayout(Layout):
         )
 
     def canonical(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """One copy of every tied tensor. CheckpointError if copies in the file differ: one of them
-        would be lost."""
+        """One copy of every tied tensor. CheckpointError if copies in the file differ."""
         kept: dict[str, Tensor] = {}
         source: dict[str, str] = {}
         for name in sorted(tensors):
@@ -86,7 +84,7 @@ class MLPLayout(Layout):
 
 
 def _kept(name: str, config: Any) -> str:
-    """The name under which a tensor is kept: its own, or that of the first head it is tied to."""
+    """A tensor's own name, or that of the first head it is tied to."""
     match = _NAME.fullmatch(name)
     if match is None or not config.tie_weights or int(match["index"]) >= config.n_predict:
         return name

@@ -3,8 +3,8 @@ checkpoints have.
 
 `mimo`: `model.mtp_layers.0.*`, beside a target or in a folder of its own; `deepseek_v3`:
 `model.layers.{L}.*` behind the last of L layers; `qwen3_next`: `mtp.*`. The last two carry their
-target's config.json, since the layer is built from it. Embedding and head are the target's; where a
-checkpoint repeats them (DeepSeek-V3) they are not read."""
+target's config.json, as the layer is built from it. Repeated embeddings and heads (DeepSeek-V3) are
+not read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fields, Layout, Source
 from draftsmith.speculators.families.mtp import BORROWED, MtpConfig
-from draftsmith.speculators.layers.target_layer import (
-    layer_fields,
-    pack_experts,
-    unpack_experts,
-)
+from draftsmith.speculators.layers.target_layer import layer_fields, pack_experts, unpack_experts
 from draftsmith.speculators.registry import build_config
 
 PARTS = ("input_proj", "embed_norm", "hidden_norm", "final_norm")
@@ -138,8 +134,7 @@ class MtpLayout(Layout):
     def _borrowed(
         self, fields: Fields, layout: str, modules: set[str], where: str, read: dict[str, Any]
     ) -> DrafterConfig:
-        """The config of a module whose layer is the target's kind: what the target's own
-        config.json settles."""
+        """The config of a module with a layer of the target's kind."""
         if fields.get("model_type") != layout:
             raise CheckpointError(
                 f"tensors as {layout} names them, but model_type is {fields.get('model_type')!r}",
@@ -167,8 +162,7 @@ def _prefix(config: Any) -> str:
 
 
 def _modules(names: set[str]) -> tuple[str, set[str]]:
-    """The layout that the tensors are named in, and the numbers of the modules found; none where it
-    is no module."""
+    """The layout that the tensors are named in, and the modules' numbers."""
     for layout, known in NAMES.items():
         if modules := {match[1] for name in names if (match := re.match(known.module, name))}:
             return layout, modules

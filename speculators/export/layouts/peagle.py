@@ -1,4 +1,4 @@
-"""The P-EAGLE layout that vLLM loads: EAGLE-3's with the state of unknown slots and their token."""
+"""The P-EAGLE layout that vLLM loads: EAGLE-3's with what fills unknown slots."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for
 
 
 class PEagleLayout(Eagle3Layout):
-    """vLLM serves it by the method `eagle3` with `parallel_drafting`. It does not know how many
-    depths were trained."""
+    """vLLM serves it by `eagle3` with `parallel_drafting`, whatever depths were trained."""
 
     family = "peagle"
     without: ClassVar = {MASK: REFUSES, **Eagle3Layout.without}

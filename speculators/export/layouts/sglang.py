@@ -1,8 +1,7 @@
 """SGLang's layouts where they differ from vLLM's: tap numbers, names, architectures.
 
-SGLang numbers taps by layer outputs, one less than ours; it has no switch for some variants and
-ignores what it does not know, so that these are refused here. From reading SGLang's own loaders,
-whose engine needs a GPU. Its EAGLE-3 has one layer, and versions that do not read
+By SGLang's own loaders: it numbers taps by layer outputs, one less than ours, and ignores what it
+does not know, which is refused here. Its EAGLE-3 has one layer, and versions that do not read
 `num_aux_hidden_states` refuse another number of taps than three."""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ is served.
 
 The tensors are those of the native layout. The layer's fields lie below `transformer_layer_config`,
 the family's beside it, and `speculators_config` says which target and how many drafts. Taps are
-numbered as ours. Knows no file."""
+numbered as ours."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The layouts of heads that plain transformers runs (`generate(…, speculation_type="dflash")`).
 
 Beside the weights lies the file with the modules (export/remote_code.py), which transformers loads
-with `trust_remote_code`. The target's own head reads what they return, so that a head of another
-width or vocabulary has no place here."""
+with `trust_remote_code`. The target's own head reads what they return, at its width and over its
+vocabulary."""
 
 from __future__ import annotations
 

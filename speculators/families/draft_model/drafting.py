@@ -3,7 +3,7 @@ tokenizer's tokens.
 
 Slot p of its cache holds token x_p, so that a draft depends on the text and the drafts before it
 and on nothing of the target. What a round committed is read at once, at most as many tokens as were
-drafted and one more. Knows no weights, no loss and no checkpoint."""
+drafted and one more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from draftsmith.speculators.vocab.token_map import TokenMap
 
 
 class TokenDrafter(Drafter):
-    """A family gives `runner`, its model run as a target is, and `head`; `token_map` where the
-    tokenizer is another."""
+    """A family gives `runner`, its model run as a target, and `head`; perhaps a `token_map`."""
 
     first_token = 0
     token_map: TokenMap | None = None
@@ -46,19 +45,16 @@ class TokenDrafter(Drafter):
         return self._forward or self.runner
 
     def _positions(self, positions: Tensor) -> Tensor:
-        """Those that it has: drafts that will not be verified may be asked for behind the last one,
-        too."""
+        """Those that it has; drafts that nobody verifies may be asked for behind the last one."""
         most = getattr(self.model.config, "max_position_embeddings", None)
         return positions if most is None else positions.clamp(max=most - 1)
 
     def _known(self, token_ids: Tensor) -> Tensor:
-        """Ids within its own table; what only the padding of the target's could bring becomes its
-        last token."""
+        """Ids within its own table; ids of the padding of the target's become its last token."""
         return token_ids.clamp(max=self.config.vocab_size - 1)
 
     def append(self, inputs: DraftInput) -> Tensor:
-        """See `Drafter.append`; slot p holds token x_p. Returns the state after the newest token of
-        each row [b, D]."""
+        """See `Drafter.append`; slot p holds token x_p. Returns each row's newest state [b, D]."""
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
         ids, counts = self._spelt(inputs.token_ids, inputs.counts, cache.lengths[start:stop])
         states = self._extend(cache, start, stop, ids)
@@ -78,8 +74,7 @@ class TokenDrafter(Drafter):
                 token_ids = yield DraftLogits(self.head(state))
 
     def draft_tree(self, inputs: DraftInput, k: int, grow: Grow) -> None:
-        """See `Drafter.draft_tree`. ConfigError with another tokenizer: a draft may be several of
-        its tokens there."""
+        """See `Drafter.draft_tree`. ConfigError with another tokenizer (many tokens a draft)."""
         if self.token_map is not None:
             raise ConfigError("a draft model with another tokenizer drafts chains; ask for no tree")
         cache, start, stop = inputs.cache, inputs.start, inputs.stop
@@ -102,8 +97,7 @@ class TokenDrafter(Drafter):
     def _spelt(
         self, token_ids: Tensor, counts: Sequence[int], before: Sequence[int]
     ) -> tuple[Tensor, Sequence[int]]:
-        """counts [b] target tokens of rows that hold `before` [b] of its own -> its own ids [b, M']
-        and counts."""
+        """counts [b] target tokens, behind `before` [b] own ones -> own ids [b, M'], counts."""
         if self.token_map is None:
             return self._known(token_ids), counts
         given = on_device(list(counts), token_ids.device)
@@ -112,8 +106,7 @@ class TokenDrafter(Drafter):
         return ids, lengths.tolist()
 
     def _extend(self, cache, start: int, stop: int, token_ids: Tensor) -> Tensor:
-        """One pass over M new tokens per row, written at each row's own length: states [b, M,
-        D]."""
+        """One pass over M new tokens per row, at each row's own length: states [b, M, D]."""
         M = token_ids.shape[1]
         positions = self._positions(cache.position_ids(start, stop, M))
         view = cache.view(start, stop, M)

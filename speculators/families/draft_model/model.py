@@ -3,8 +3,8 @@
 It reads tokens alone, so that its distribution after a prefix is the same at every depth: slot p
 holds token x_p, and depth k of a round anchored at x_a is the model's own next-token distribution
 after x_a and k drafts. Any causal LM of transformers serves: one that exists, one cut out of the
-target (speculators/families/draft_model/student.py), or one from a configuration. With another
-tokenizer than the target's it drafts the tokens that both have (speculators/vocab/token_map.py)."""
+target, or one from a configuration. With another tokenizer than the target's it drafts the tokens
+that both have."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def sizes_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DraftModel(TokenDrafter):
-    """`model` is transformers' own; `runner` runs it as the target is run: packed rows, ragged
-    caches, any mask."""
+    """`model` is transformers' own; `runner` runs it as a target: packed rows, caches, masks."""
 
     config_class = DraftModelConfig
     options = DraftModelOptions
@@ -192,8 +191,7 @@ class DraftModel(TokenDrafter):
     # -------------------------------------------------------------- the two vocabularies
 
     def attach(self, target: FrozenTarget) -> Drafter:
-        """Any target with the same tokenizer; the tables of the two may be padded to different
-        sizes."""
+        """Any target with the same tokenizer; their tables may be padded to different sizes."""
         self._target = [target]
         return self
 

@@ -3,7 +3,7 @@
 A model is described by the plain fields of its config.json, so that a drafter's configuration says
 all there is to know. A cut student keeps the target's embedding, norm and head and some of its
 layers, in their order; every field of the configuration that holds one value per layer is cut with
-them. Knows no training and no drafting."""
+them."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ def plain_fields(
 
 
 def config_of(fields: Mapping[str, Any]) -> PretrainedConfig:
-    """transformers' own object of `plain_fields`: it answers to the usual names, whatever the
-    architecture's are."""
+    """transformers' own object of `plain_fields`, which answers to the usual names."""
     return AutoConfig.for_model(**fields)
 
 
 def build_model(fields: Mapping[str, Any]) -> PreTrainedModel:
-    """The causal LM of `plain_fields`, in float32, its weights as transformers initialises them."""
+    """The causal LM of `plain_fields`, in float32, as transformers initialises it."""
     config = config_of(fields)
     attention = "eager" if needs_eager(config) else None  # None: transformers' choice
     try:

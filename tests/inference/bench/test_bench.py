@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from draftsmith.inference.bench import load
+from draftsmith.inference.bench import load_generator
 from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths, best
+from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question, load_questions
-from draftsmith.inference.bench.load import (
+from draftsmith.inference.bench.load_generator import (
     Outcome,
     arrival_times,
     drafting_results,
@@ -27,7 +28,6 @@ from draftsmith.inference.bench.load import (
     measure,
     read_counters,
 )
-from draftsmith.inference.bench.options import BenchOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
 from draftsmith.inference.flags import given_values, validated
 from draftsmith.inference.metrics import SpecDecodeCounters
@@ -94,7 +94,7 @@ def fake(monkeypatch):
         def client(**_):
             return httpx2.AsyncClient(transport=httpx2.MockTransport(server))
 
-        monkeypatch.setattr(load.openai, "DefaultAsyncHttpxClient", client)
+        monkeypatch.setattr(load_generator.openai, "DefaultAsyncHttpxClient", client)
         return server
 
     return start

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
-from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
-from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
-from draftsmith.inference.spec_decode.tree_shape import StaticTree
+from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
-from draftsmith.speculators.families.eagle3 import Eagle3
-from draftsmith.speculators.registry import config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
-from tests.support.engines import make_llm
+from tests.support.engines import ids_of, make_llm, proposer_of
 from tests.support.models import make_tiny_model
 
 
@@ -27,15 +23,17 @@ def prompts(lengths) -> list[dict]:
     ]
 
 
-def lookahead() -> LookaheadProposer:
-    return LookaheadProposer(12, window_size=5, ngram_size=4, num_guesses=4, pool_from_prompt=True)
+def ngram() -> Proposer:
+    return proposer_of("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=3)
+
+
+def lookahead() -> Proposer:
+    return proposer_of("lookahead", 12, lookahead_num_guesses=4)
 
 
 def write(llm: LLM, asked: list[dict], max_tokens: int = 14) -> list[list[int]]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [
-        list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)
-    ]
+    return ids_of(llm.generate(asked, params, use_tqdm=False))
 
 
 def test_a_window_inside_the_attention_is_refused():
@@ -70,7 +68,7 @@ def phi3_long() -> torch.nn.Module:
 def test_longrope_does_not_depend_on_neighbours_or_drafts():
     asked = prompts((10, 40, 70, 25))
     alone = write(make_llm(phi3_long(), max_model_len=256, max_num_seqs=1), asked, 40)
-    for proposer in (None, NgramProposer(4, 1, 3), lookahead()):
+    for proposer in (None, ngram(), lookahead()):
         for rows in (1, 4):
             llm = make_llm(phi3_long(), proposer=proposer, max_model_len=256, max_num_seqs=rows)
             assert write(llm, asked, 40) == alone
@@ -92,11 +90,9 @@ def test_longrope_up_to_its_original_length_is_transformers_own(caplog):
         expected.append(written[0, ids.shape[1] :].tolist())
     target = FrozenTarget(model)
     make_llm(target, max_model_len=200)
-    llm = make_llm(target, proposer=NgramProposer(4, 1, 3))
-    assert (
-        llm.engine.max_model_len == 64 == original_length(model.config)
-        and "short frequencies" in caplog.text
-    )
+    llm = make_llm(target, proposer=ngram())
+    assert llm.engine.max_model_len == 64 == original_length(model.config)
+    assert "short frequencies" in caplog.text
     assert write(llm, asked, 100) == expected
 
 
@@ -109,10 +105,6 @@ def test_trees_and_compiled_rounds_of_a_recurrent_target_are_refused(tiny_model)
         make_llm(target, proposer=lookahead())
     with pytest.raises(ConfigError, match="recurrent layers.*enforce_eager=True"):
         make_llm(target, compilation_config={"mode": 3, "backend": "eager"})
-    config = config_for_target(target, "eagle3", draft_vocab_size=101)
-    tree = StaticTree.parse([(0,), (1,), (0, 0)])
-    with pytest.raises(ConfigError, match="recurrent layers.*tree cannot be verified"):
-        make_llm(target, drafter=Eagle3(config), tree=tree)
 
 
 def test_a_target_that_cannot_be_rolled_back_is_refused_with_the_way_out(tiny_model) -> None:

@@ -32,9 +32,8 @@ PROMPTS = [
     SYSTEM + [50 + i for i in range(20)],
 ]
 PARAMS = [
-    SamplingParams(
-        temperature=0, seed=1, max_tokens=18
-    ),  # a seed: the sampled stub draws at any temperature
+    # a seed: the sampled stub draws at any temperature
+    SamplingParams(temperature=0, seed=1, max_tokens=18),
     SamplingParams(temperature=1, seed=5, max_tokens=14),
     SamplingParams(temperature=0, seed=2, max_tokens=1),
     SamplingParams(temperature=1, seed=8, top_p=0.9, max_tokens=25),
@@ -64,11 +63,7 @@ def texts(model):
 @pytest.fixture(scope="module")
 def make_llm(model, texts):
     """make_llm(kind, **options)"""
-    return partial(_make_llm, model=model, texts=texts)
-
-
-def _make_llm(kind: str, model, texts, **options) -> LLM:
-    return drafting_llm(kind, model, texts, **options)
+    return partial(drafting_llm, model=model, texts=texts)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +76,10 @@ def alone(make_llm):
         if kind not in llms:
             llms[kind] = make_llm(kind, max_num_seqs=1)
         if (kind, prompt, params) not in known:
-            (output,) = llms[kind].generate(
-                {"prompt_token_ids": PROMPTS[prompt]}, PARAMS[params], False
-            )
-            known[kind, prompt, params] = (
-                output.outputs[0].token_ids,
-                output.metrics.accepted_per_round,
-            )
+            asked = {"prompt_token_ids": PROMPTS[prompt]}
+            (output,) = llms[kind].generate(asked, PARAMS[params], False)
+            rounds = output.metrics.accepted_per_round
+            known[kind, prompt, params] = output.outputs[0].token_ids, rounds
         return known[kind, prompt, params]
 
     return run

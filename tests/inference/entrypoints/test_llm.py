@@ -30,13 +30,8 @@ def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
     drafter = tiny_eagle3(model, TAPS)
     export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     options = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    llm = LLM(
-        str(tmp_path / "target"),
-        dtype="float32",
-        device="cpu",
-        speculative_config=options,
-        max_num_seqs=2,
-    )
+    limits = {"dtype": "float32", "device": "cpu", "max_num_seqs": 2}
+    llm = LLM(str(tmp_path / "target"), speculative_config=options, **limits)
     in_memory = make_llm(model, drafter=drafter, num_speculative_tokens=3)
     prompts = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": list(range(40))}]
     loaded, expected = (
@@ -68,14 +63,11 @@ def test_text_prompts_and_chat(byte_tokenizer, tiny_model):
     assert len(llm.generate("abc", default, False)[0].outputs[0].token_ids) <= 2
     assert llm.get_default_sampling_params() == SamplingParams()
     (silent,) = llm.generate("abc", replace(params, detokenize=False), False)
-    assert (
-        silent.outputs[0].token_ids == same[0].outputs[0].token_ids and silent.outputs[0].text == ""
-    )
+    assert silent.outputs[0].token_ids == same[0].outputs[0].token_ids
+    assert silent.outputs[0].text == ""
     (chat,) = llm.chat([{"role": "user", "content": "hi"}], params, False)
-    assert (
-        chat.prompt == "<s>user:hi</s><s>"
-        and chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
-    )
+    assert chat.prompt == "<s>user:hi</s><s>"
+    assert chat.prompt_token_ids[0] == byte_tokenizer.bos_token_id
 
 
 def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):

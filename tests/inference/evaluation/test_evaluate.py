@@ -141,7 +141,11 @@ def test_accept_probability_is_the_ratio_of_the_processed_distributions(
 
 
 def check(target, prompt, reference, output):
-    return compare_greedy(target, [prompt], [reference], [output], num_speculative_tokens=K, rows=2)
+    off, on = (
+        [RequestOutput("", None, prompt, [CompletionOutput(0, "", ids)], True, RequestMetrics())]
+        for ids in (reference, output)
+    )
+    return compare_greedy(target, off, on, num_speculative_tokens=K, rows=2)
 
 
 def test_float32_has_no_ties(llm) -> None:

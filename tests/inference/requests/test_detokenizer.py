@@ -7,10 +7,14 @@ import random
 
 import pytest
 
-from draftsmith.inference.requests.detokenizer import Detokenizer, full_text
+from draftsmith.inference.requests.detokenizer import Detokenizer
 from draftsmith.inference.sampling_params import SamplingParams
 
 TEXT = "naïve 🦜 “quoted” text, 日本語 END of it"
+
+
+def full_text(tokenizer, ids, params):
+    return pushed(tokenizer, [], [ids], params)[2]
 
 
 def pushed(tokenizer, prompt, blocks, params, first_checked=0):
@@ -53,7 +57,7 @@ def test_invalid_bytes_are_shown_once_it_is_known_that_they_are(byte_tokenizer):
     source = random.Random(1)
     for seed in range(20):
         ids = [source.randrange(256) for _ in range(25)]
-        expected = full_text(byte_tokenizer, [], ids, SamplingParams())
+        expected = full_text(byte_tokenizer, ids, SamplingParams())
         assert expected == byte_tokenizer.decode(ids)
         for blocks in splits(ids, seed, 4):
             _, _, text, pieces = pushed(byte_tokenizer, [], blocks, SamplingParams())
@@ -94,8 +98,5 @@ def test_special_tokens_are_skipped_unless_asked_for(byte_tokenizer):
         byte_tokenizer.eos_token_id,
         *byte_tokenizer(" you").input_ids,
     ]
-    assert full_text(byte_tokenizer, [], ids, SamplingParams()) == "hi you"
-    assert (
-        full_text(byte_tokenizer, [], ids, SamplingParams(skip_special_tokens=False))
-        == "hi</s> you"
-    )
+    assert full_text(byte_tokenizer, ids, SamplingParams()) == "hi you"
+    assert full_text(byte_tokenizer, ids, SamplingParams(skip_special_tokens=False)) == "hi</s> you"

@@ -197,5 +197,5 @@ def test_what_this_model_cannot_honour_is_named(model, drafting_llm):
     ]:
         with pytest.raises(ConfigError, match=message):
             llm.generate({"prompt_token_ids": [1]}, SamplingParams(**wrong), False)
-    with pytest.raises(ConfigError, match="bad_words need a tokenizer"):
+    with pytest.raises(ConfigError, match="bad_words, which need a tokenizer"):
         bare.generate({"prompt_token_ids": [1]}, SamplingParams(bad_words=["a"]), False)

@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from draftsmith.inference.flags import given_values
-from draftsmith.inference.server.command import sampling_defaults
-from draftsmith.inference.server.options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.inference.server.real_vllm import vllm_command
+from draftsmith.inference.server.serve_command import sampling_defaults
+from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.train.cli import app

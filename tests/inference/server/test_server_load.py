@@ -14,8 +14,8 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.server.command import bind, serve_app
-from draftsmith.inference.server.options import ServeFlags
+from draftsmith.inference.server.serve_command import bind, serve_app
+from draftsmith.inference.server.serve_options import ServeFlags
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}

@@ -12,7 +12,7 @@ import torch
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.spec_decode.costs import MeasuredCosts
+from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
@@ -225,7 +225,7 @@ def test_a_head_that_paused_has_seen_the_committed_text(rows, model, monkeypatch
                 assert proposer.cache.lengths[row] == len(ids) - 1
                 features = torch.cat(llm.engine.target(torch.tensor([ids[:-1]])), -1)
                 slots = drafter.embedding[ids[1:]] + (features @ drafter.project)[0]
-                seen = proposer.cache._values[0][row, 0, : len(ids) - 1]
+                seen = proposer.cache.memory()[1][0][row, 0, : len(ids) - 1]
                 torch.testing.assert_close(seen, slots, atol=1e-4, rtol=1e-4)
                 checked += 1
         return proposal
@@ -260,7 +260,7 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
 
 
 def test_what_rounds_take_scales_what_was_measured():
-    costs = MeasuredCosts(K)
+    costs = RoundCosts(K)
     costs.attach(SimpleNamespace(rehearse=lambda rows, depth: True), lambda rows, tokens: None)
     rows = [SimpleRequest()] * 2
     (verify, draft), rounds = costs.of(rows), 200
@@ -275,13 +275,13 @@ def test_what_rounds_take_scales_what_was_measured():
 def test_a_warm_up_measures_every_batch_size_and_is_no_text(tiny_model, monkeypatch):
     """Otherwise the first user's request of each size waits for it, and what became of the drafts
     of dummies would count."""
-    sizes, measure = [], MeasuredCosts._measure
+    sizes, measure = [], RoundCosts._measure
 
     def recording(self, rows):
         sizes.append(len(rows))
         return measure(self, rows)
 
-    monkeypatch.setattr(MeasuredCosts, "_measure", recording)
+    monkeypatch.setattr(RoundCosts, "_measure", recording)
     drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     drafting["enable_adaptive_verification"] = True
     llm = LLM(tiny_model("llama"), max_num_seqs=7, speculative_config=drafting)
@@ -318,12 +318,14 @@ def test_schedule_by_batch_size():
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash"])
-def test_a_schedule_cuts_blocks_and_changes_no_draft(family, model):
+def test_a_schedule_cuts_blocks_and_changes_no_draft(family, model, monkeypatch):
     drafted = []
     for most in (K, 2):
-        llm = llm_of(family, model, draft_length=DraftLength(K, [(1, 8, most)]))
-        seen: list[Proposal] = []
-        llm.engine.on_round = lambda rows, proposal, tokens, seen=seen: seen.append(proposal)
+        length, seen = DraftLength(K, [(1, 8, most)]), []
+        llm = llm_of(family, model, draft_length=length)
+        monkeypatch.setattr(
+            length, "settle", lambda proposal, seen=seen: seen.append(proposal) or proposal
+        )
         llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=14), False)
         assert {proposal.width for proposal in seen[:-2]} == {most}
         drafted.append(seen[0].token_ids[:, :2].tolist())

@@ -11,7 +11,7 @@ from draftsmith.inference.entrypoints.speculative_config import parse_speculativ
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.tree_drafting import grow
+from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from draftsmith.speculators.errors import ConfigError
 
@@ -61,7 +61,7 @@ def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
         )
         for b in range(20)
     ]
-    growth = grow(shape, requests, [shape.depth] * len(requests), None, 60)
+    growth = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
     generator, width = torch.Generator().manual_seed(0), 1
     while (
         level := growth(2 * torch.randn(len(requests), width, 60, generator=generator))
@@ -74,7 +74,7 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
     """Every node has the same children; compared with sorting all of a tree of three levels."""
     chances, budget = torch.tensor([0.5, 0.3, 0.15, 0.05]), 9
     request = Request("0", 0, [1], SamplingParams(temperature=0), generator=None, max_model_len=64)
-    growth, width = grow(DynamicTree(4, 3, budget), [request], [3], None, 4), 1
+    growth, width = TreeGrowth(DynamicTree(4, 3, budget), [request], [3], None, 4), 1
     while (level := growth(chances.log().expand(1, width, -1))) is not None:
         width = level.token_ids.shape[1]
     proposal, every = growth.proposal(), []
@@ -92,7 +92,7 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
     [
         ({"speculative_token_tree": MEDUSA}, "has 7 choices"),
         ({"speculative_token_tree": "[(0,)]", "speculative_eagle_topk": 2}, "give one"),
-        ({"speculative_num_steps": 3}, "give speculative_eagle_topk"),
+        ({"speculative_num_steps": 3}, "give one"),
         ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, "at least a token per step"),
         (
             {"method": "ngram", "speculative_eagle_topk": 2},

@@ -12,8 +12,8 @@ import pytest
 
 from draftsmith.inference import LLM
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
-from draftsmith.inference.vllm_bridge.server import VllmServer
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
+from draftsmith.inference.vllm_bridge.vllm_server import VllmServer
 from draftsmith.speculators.errors import ConfigError
 
 K = 3

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.speculators.drafter import Drafter, DraftInput
+from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter
+from draftsmith.speculators.families import autoregressive
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.support.contract import draft_logits, packed
+from tests.support.cases import CASES, make, world_of
+from tests.support.contract import draft_logits, drafted, packed
 from tests.support.engines import make_llm
 
 WHOLE = [
@@ -43,8 +44,7 @@ class Reference:
         self.w, self.t, self.c = load_file(folder / "model.safetensors"), target, config
 
     def block(self, taps: Tensor, anchor_id: int, k: int) -> Tensor:
-        """taps [a, n·H] of the positions before the anchor -> normed states of the k predicting
-        slots."""
+        """taps [a, n·H] before the anchor -> normed states of the k predicting slots."""
         c = self.c
         context = self.norm(taps @ self.w["fc.weight"].T, "hidden_norm.weight")
         ids = [anchor_id] + [c.mask_token_id] * (k - c.sample_from_anchor)
@@ -125,15 +125,18 @@ class Reference:
             logits = logits.scatter(-1, best, scores.gather(-1, best))
         return logits.softmax(-1)
 
+    def confidence(self, states: Tensor, anchor_id: int, forced: list[int]) -> Tensor:
+        """w·[h; W1[y]] + b, or w·h + b; y are the tokens before the drafts."""
+        w = self.w["confidence_head.proj.weight"][0]
+        before = torch.tensor([anchor_id, *forced])[: len(states)]
+        read = torch.cat([states, self.w["markov_head.markov_w1.weight"][before]], -1)
+        return read[:, : len(w)] @ w + self.w["confidence_head.proj.bias"]
+
 
 @pytest.mark.parametrize("name", WHOLE)
 @torch.no_grad()
-def test_drafts_are_those_of_a_plain_reference(
-    name, all_cases, make_drafter, tiny_model, tmp_path
-) -> None:
-    """q of every draft, to 1e-4, and the tokens of a greedy chain."""
-    case = all_cases[name]
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
+def test_drafts_are_those_of_a_plain_reference(name, tmp_path) -> None:
+    target, drafter = world_of(name)
     if name == "dflash2":  # codebooks that change the order of the candidates
         drafter.candidate_selector.successor_codebook.mul_(10)
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
@@ -142,9 +145,13 @@ def test_drafts_are_those_of_a_plain_reference(
     taps, _ = target(ids[None, :10])
     states = reference.block(taps[0], int(ids[10]), depth)
     forced = torch.randint(3, 100, (depth,), generator=torch.Generator().manual_seed(6))
-    got = draft_logits((target, drafter.freeze()), ids, 9, depth, forced).softmax(-1)
+    given = drafted((target, drafter.freeze()), ids, 9, depth, forced)
+    got = torch.cat([step.logits for step in given]).softmax(-1)
     expected = reference.q(states, int(ids[10]), forced.tolist())
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+    if "confidence_head.proj.weight" in reference.w:
+        sure = reference.confidence(states, int(ids[10]), forced.tolist())
+        torch.testing.assert_close(torch.cat([step.confidence for step in given]), sure)
     greedy: list[int] = []
     to_target = drafter.draft_to_target
     for j in range(depth):
@@ -152,38 +159,6 @@ def test_drafts_are_those_of_a_plain_reference(
         greedy.append(best if to_target is None else int(to_target[best]))
     own = draft_logits((target, drafter), ids, 9, depth, torch.tensor(greedy)).argmax(-1)
     assert (own if to_target is None else to_target[own]).tolist() == greedy
-
-
-@pytest.mark.parametrize("name", ["dspark", "dspark, causal, window, gemma3"])
-@torch.no_grad()
-def test_confidences_of_drafts_are_those_of_training(
-    name, all_cases, make_drafter, tiny_model
-) -> None:
-    """`draft_steps` gives that of the state that `unroll` has on the same text: w·[h; W1[y]] + b,
-    or w·h + b."""
-    case = all_cases[name]
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
-    ids, anchor, depth = torch.randint(3, 90, (1, 16)), 6, drafter.max_depth
-    zeros = torch.zeros_like(ids)
-    features = target.features(ids, torch.arange(16)[None], zeros, torch.ones_like(ids).bool())
-    w, b = drafter.confidence_head.proj.weight[0], drafter.confidence_head.proj.bias[0]
-    expected = []
-    for step in drafter.unroll(features, depth):
-        assert torch.equal(drafter.confidence(step.hidden), step.hidden[:, : len(w)] @ w + b)
-        expected.append(
-            drafter.confidence(step.hidden)[(step.anchor_index == anchor).nonzero().item()]
-        )
-    inputs = DraftInput(
-        RaggedCache(1, 64), 0, 1, ids[:, 1 : anchor + 2], features.taps[:, : anchor + 1], None, [7]
-    )
-    steps, confidences, token = drafter.freeze().draft_steps(inputs, depth), [], None
-    for k in range(depth):
-        confidences.append(steps.send(token).confidence[0])
-        token = ids[:, anchor + 2 + k]
-    torch.testing.assert_close(
-        torch.stack(confidences), torch.stack(expected), atol=1e-4, rtol=1e-4
-    )
-    assert torch.stack(confidences).std() > 1e-3
 
 
 def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:
@@ -196,17 +171,15 @@ def batch(seeds: list[int], length: int = 40) -> SimpleNamespace:
     )
 
 
-def trained(name: str, all_cases, make_drafter, tiny_model, **options) -> Drafter:
-    case = all_cases[name]
-    _, drafter = make_drafter(case, tiny_model(case.architecture))
-    drafter.prepare_training(type(drafter).options.model_validate({**case.options, **options}))
+def trained(name: str, **options) -> Drafter:
+    _, drafter = world_of(name)
+    given = {**CASES[name].options, **options}
+    drafter.prepare_training(type(drafter).options.model_validate(given))
     return drafter.train()
 
 
-def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny_model) -> None:
-    """The blocks of a row are drawn anew for another seed, and are the same beside other rows and
-    in longer batches."""
-    drafter = trained("dflash", all_cases, make_drafter, tiny_model, anchors_per_row=6)
+def test_anchors_follow_from_the_seed_of_their_row() -> None:
+    drafter = trained("dflash", anchors_per_row=6)
 
     def drawn(seeds: list[int], row: int) -> list[int]:
         slots, _, kept = drafter._terms(batch(seeds), 4)
@@ -220,8 +193,8 @@ def test_anchors_follow_from_the_seed_of_their_row(all_cases, make_drafter, tiny
     assert drafter.count_terms(batch([7]), 4)[0] == 32  # every slot with a term
 
 
-def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny_model) -> None:
-    drafter = trained("peagle", all_cases, make_drafter, tiny_model, cod_ratio=0.5, cod_floor=0.2)
+def test_p_eagle_keeps_fewer_chains_at_every_depth() -> None:
+    drafter = trained("peagle", cod_ratio=0.5, cod_floor=0.2)
     terms = drafter.terms(batch([7]), 5)
     assert [int(term.sum()) for term in terms[:3]] == pytest.approx([32, 16, 8], abs=3)
     for shallow, deep in itertools.pairwise(terms):
@@ -230,22 +203,12 @@ def test_p_eagle_keeps_fewer_chains_at_every_depth(all_cases, make_drafter, tiny
     assert all(torch.equal(a[0], b[1]) for a, b in zip(terms, again))
 
 
-def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model) -> None:
-    """Slots of chains that were left out are dropped on the way; the states of the others do not
-    change."""
-    from draftsmith.speculators.families import autoregressive
-
-    case = all_cases["peagle, two layers, own embeddings, fc_norm"]
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
-    drafter.prepare_training(type(drafter).options.model_validate({"cod_ratio": 0.5}))
-    features = target.features(**packed([19, 16]))
-    drafter.train()
+def test_a_narrowed_unroll_is_the_whole_one(monkeypatch) -> None:
+    drafter = trained("peagle, two layers, own embeddings, fc_norm", cod_ratio=0.5)
+    features = drafter.target.features(**packed([19, 16]))
     narrowed = list(drafter.unroll(features, 4))
-    worth, autoregressive.WORTH_NARROWING = autoregressive.WORTH_NARROWING, 0.0
-    try:
-        whole = list(drafter.unroll(features, 4))
-    finally:
-        autoregressive.WORTH_NARROWING = worth
+    monkeypatch.setattr(autoregressive, "WORTH_NARROWING", 0.0)
+    whole = list(drafter.unroll(features, 4))
     for a, b in zip(narrowed, whole, strict=True):
         assert torch.equal(a.anchor_index.sort().values, b.anchor_index.sort().values)
         order = a.anchor_index.argsort(), b.anchor_index.argsort()
@@ -261,19 +224,13 @@ def test_a_narrowed_unroll_is_the_whole_one(all_cases, make_drafter, tiny_model)
     ],
 )
 def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts) -> None:
-    """Without unroll_steps in the recipe, every depth that serving may draft is trained."""
     assert family_class(family).options.model_validate(shape).unroll_steps == drafts
 
 
-def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(
-    all_cases, make_drafter, tiny_model
-) -> None:
-    """In a block that is not causal every draft depends on the number of slots: it is the same for
-    every row."""
-    case = all_cases["dflash"]
-    model = tiny_model(case.architecture, max_position_embeddings=64)
+def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(tiny_model) -> None:
+    model = tiny_model("llama", max_position_embeddings=64)
     model.generation_config.eos_token_id = None
-    _, drafter = make_drafter(case, model)
+    _, drafter = make(CASES["dflash"], model)
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=4, max_num_seqs=2)
     prompts = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [4, 8, 15]}]
 
@@ -286,17 +243,12 @@ def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(
     assert accepted(prompts, [18, 18]) == alone == accepted(prompts, [18, 3])
 
 
-def test_dflash2_selector_learns_by_the_loss_that_is_asked_for(
-    all_cases, make_drafter, tiny_model
-) -> None:
-    case = all_cases["dflash2"]
-    _, drafter = make_drafter(case, tiny_model(case.architecture))
+def test_dflash2_selector_learns_by_the_loss_that_is_asked_for() -> None:
+    _, drafter = world_of("dflash2")
     options = family_class("dflash2").options
     assert drafter.trained_heads({"tv": 1.0})[-1].loss == {"cross_entropy": 1.0}
     drafter.prepare_training(options.model_validate({"selector_loss": {"tv": 0.9}}))
-    assert [head.loss for head in drafter.trained_heads({"forward_kl": 1.0})] == [
-        {"forward_kl": 1.0},
-        {"tv": 0.9},
-    ]
+    losses = [head.loss for head in drafter.trained_heads({"forward_kl": 1.0})]
+    assert losses == [{"forward_kl": 1.0}, {"tv": 0.9}]
     with pytest.raises(ValidationError):  # infinite where the selector gives 0
         options.model_validate({"selector_loss": {"forward_kl": 1.0}})

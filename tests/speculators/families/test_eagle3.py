@@ -12,12 +12,12 @@ from draftsmith.speculators.config import default_tap_layers
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter, read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.cases import CASES, make, world_of
 
 
 @pytest.fixture
-def head(make_drafter, all_cases, tiny_model):
-    """(target, head) with half a vocabulary."""
-    return make_drafter(all_cases["eagle3"], tiny_model("llama"))
+def head():
+    return world_of("eagle3")
 
 
 def test_a_head_for_another_target_is_refused(head, tiny_model):
@@ -40,11 +40,10 @@ def test_failed_export_leaves_the_old_one(head, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_published_heads_without_our_fields_are_read(make_drafter, all_cases, tiny_model, tmp_path):
-    """Public EAGLE-3 heads name no tap layers: the convention [2, n/2, n-3] of the paper's code is
-    used."""
-    case = replace(all_cases["eagle3"], taps=tuple(default_tap_layers(3)))
-    _, drafter = make_drafter(case, tiny_model("llama"))
+def test_published_heads_without_our_fields_are_read(tiny_model, tmp_path):
+    """Public heads name no tap layers: the convention [2, n/2, n-3] of the paper's code is used."""
+    case = replace(CASES["eagle3"], taps=tuple(default_tap_layers(3)))
+    _, drafter = make(case, tiny_model("llama"))
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
     for field in ("draftsmith", "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"):

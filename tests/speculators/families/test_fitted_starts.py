@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from draftsmith.speculators.drafter import valid_terms
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.families import eagle3_init as eagle3_start
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge
 from draftsmith.speculators.registry import config_for_target, family_class
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.quickstart_data import rows
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -29,55 +28,49 @@ def target() -> FrozenTarget:
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[tuple[list[int], list[int]]]:
-    return prompts_and_answers(rows("train", 48))
+def features(target) -> list[TargetFeatures]:
+    return features_of(target, rows("train", 40))
 
 
-def prompts_and_answers(conversations) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) of conversations, as the file has them."""
+@pytest.fixture(scope="module")
+def held_out(target) -> list[TargetFeatures]:
+    return features_of(target, rows("train", 8, 40))
+
+
+def features_of(target, conversations) -> list[TargetFeatures]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    pairs = []
+    features = []
     for conversation in conversations:
         out = tokenizer.apply_chat_template(
-            conversation["messages"], return_assistant_tokens_mask=True, return_dict=True
+            conversation["messages"],
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            return_tensors="pt",
         )
-        ids, marks = out["input_ids"], out["assistant_masks"]
-        last = len(ids) - 1 - next(i for i, mark in enumerate(reversed(marks)) if mark)
-        begin = next(i for i in range(last, -1, -1) if not marks[i]) + 1
-        pairs.append((ids[:begin], ids[begin : last + 1]))
-    return pairs
+        ids, places = out["input_ids"], torch.arange(out["input_ids"].shape[1])[None]
+        mask = out["assistant_masks"].view_as(ids).bool()
+        features.append(target.features(ids, places, torch.zeros_like(ids), mask))
+    return features
 
 
-@pytest.fixture(scope="module")
-def features(target, texts):
-    """Of the first forty."""
-    return [features_of(target, *text) for text in texts[:40]]
+def started(target, family, fitted_to, options=None, **shape) -> Any:
+    torch.manual_seed(0)
+    config = config_for_target(target, family, tap_layers=target.tap_layers, **shape)
+    drafter = family_class(family)(config).attach(target)
+    return drafter.initialise_from(target, options, fitted_to).eval()
 
 
-@pytest.fixture(scope="module")
-def held_out(target, texts):
-    """Of the others."""
-    return [features_of(target, *text) for text in texts[40:]]
+def head(target, *, fitted_to=None, **shape) -> Eagle3:
+    return started(target, "eagle3", fitted_to, **(SHAPE | shape))
 
 
-def features_of(target, prompt, answer):
-    ids = torch.tensor([[*prompt, *answer]])
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[:, len(prompt) :] = True
-    return target.features(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids), mask)
-
-
-def head(target, *, fitted_to=None, seed=0, **shape) -> Eagle3:
-    torch.manual_seed(seed)
-    drafter = Eagle3(
-        config_for_target(target, "eagle3", tap_layers=target.tap_layers, **(SHAPE | shape))
-    )
-    return drafter.attach(target).initialise_from(target, features=fitted_to).eval()
+def block(target, family, *, fitted_to=None, init="least_squares", **shape) -> Any:
+    shape = {"num_layers": 2, "num_key_value_heads": 4, "block_size": 5, "mask_token_id": 4} | shape
+    return started(target, family, fitted_to, family_class(family).options(init=init), **shape)
 
 
 def accepted_by_depth(target, drafter, held_out) -> list[float]:
-    """Greedy acceptance of each of four depths, given the text before, over all anchors of the
-    held-out features."""
+    """Greedy acceptance of each of four depths, given the text before, over all anchors."""
     hits, asked = torch.zeros(4), torch.zeros(4)
     for f in held_out:
         for step in drafter.unroll(f, 4):
@@ -97,11 +90,7 @@ def test_a_fitted_head_predicts_at_every_depth_before_it_is_trained(target, feat
 
 
 def test_the_last_group_of_heads_copies(target, features):
-    """Without it, text that is mostly copied from the request is predicted worse."""
-    again = [
-        features_of(target, *text)
-        for text in prompts_and_answers(rows("train", 8, 100, workloads=["rewrite"]))
-    ]
+    again = features_of(target, rows("train", 8, 100, workloads=["rewrite"]))
     with torch.no_grad():
         drafter = head(target, fitted_to=features)
         with_copying = accepted_by_depth(target, drafter, again)
@@ -132,23 +121,17 @@ def test_every_shape_of_head_can_be_fitted(target, features, held_out, shape):
     assert all(torch.isfinite(torch.tensor(fitted)))
 
 
-def test_terms_are_slots_with_a_term_at_every_depth(target, features):
-    drafter = head(target)
-    taps, states, embeds = eagle3_start._terms(drafter, features[:3], target.final_norm_weight)
-    longest = eagle3_start.DEPTHS + 1
-    shallow, deep = (
-        sum(int(valid_terms(f, shift).sum()) for f in features[:3]) for shift in (2, longest)
-    )
-    assert deep - 9 <= len(taps) < shallow  # those before the response have a term at depth 0 only
-    assert len(states) == len(embeds) == longest and all(len(y) == len(taps) for y in states)
-
-
 def test_what_cannot_be_fitted_is_refused(target, features):
     with pytest.raises(ConfigError, match="norm_before_residual"):
         head(target, fitted_to=features[:1], norm_before_residual=False)
     silent = [dataclasses.replace(f, loss_mask=torch.zeros_like(f.loss_mask)) for f in features[:2]]
     with pytest.raises(ConfigError, match="responses"):
         head(target, fitted_to=silent)
+    with pytest.raises(ConfigError, match="responses"):
+        block(target, "dflash", fitted_to=silent)
+    wide = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    with pytest.raises(ConfigError, match="hidden_size"):
+        block(target, "dflash", fitted_to=features[:2], **wide)
     other = FrozenTarget(target.model, (1, 2, 3))
     drafter = Eagle3(config_for_target(other, "eagle3", tap_layers=(2, 8, 13))).attach(other)
     with pytest.raises(ConfigError, match="tap"):
@@ -161,16 +144,6 @@ def test_taps_of_any_size_start_at_unit_size(target, features):
     drafter = head(target, norm_before_residual=False)
     size = drafter.first_state(features[0].taps, None).square().mean(-1).sqrt().median()
     assert features[0].taps.square().mean().sqrt() > 5 and 0.5 < size < 2
-
-
-def block(target, family, *, fitted_to=None, init="least_squares", **shape):
-    torch.manual_seed(0)
-    kind = family_class(family)
-    shape = {"num_layers": 2, "num_key_value_heads": 4, "block_size": 5, "mask_token_id": 4} | shape
-    drafter = kind(config_for_target(target, family, tap_layers=target.tap_layers, **shape)).attach(
-        target
-    )
-    return drafter.initialise_from(target, kind.options(init=init), fitted_to).eval()
 
 
 @pytest.mark.parametrize(
@@ -195,29 +168,12 @@ def test_a_fitted_block_predicts_in_every_slot_before_it_is_trained(
 
 
 def test_the_bias_of_the_token_before_is_fitted_too(target, features, held_out):
-    """A vanilla Markov head makes slots behind the first better; the first already reads that
-    token."""
     with torch.no_grad():
         drafter = block(target, "dspark", fitted_to=features, num_layers=1)
         fitted = accepted_by_depth(target, drafter, held_out)
         drafter.markov_head.markov_w2.weight.zero_()
         without = accepted_by_depth(target, drafter, held_out)
     assert all(f > w for f, w in zip(fitted[1:], without[1:], strict=True)), (without, fitted)
-
-
-def test_blocks_that_cannot_be_fitted_are_refused(target, features):
-    silent = [dataclasses.replace(f, loss_mask=torch.zeros_like(f.loss_mask)) for f in features[:2]]
-    with pytest.raises(ConfigError, match="responses"):
-        block(target, "dflash", fitted_to=silent)
-    with pytest.raises(ConfigError, match="hidden_size"):
-        block(
-            target,
-            "dflash",
-            fitted_to=features[:2],
-            hidden_size=128,
-            num_attention_heads=4,
-            head_dim=32,
-        )
 
 
 def test_a_map_of_low_rank_is_the_best_on_its_inputs():

@@ -1,9 +1,9 @@
-"""Formats: every family in every format it has reads back to the same drafter, and what was trained
-with is kept."""
+"""Formats: every family in each of its formats reads back, with what it was trained with."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from draftsmith.speculators.export.convert import convert
 from draftsmith.speculators.export.formats import LAYOUTS, formats_of
 from draftsmith.speculators.export.inspection import inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.cases import BASE, CASES, CAUSAL, FIVE, MASK, TWO, Case, make, world_of
 from tests.support.contract import all_logits, packed
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -38,70 +39,58 @@ def assert_same(target: FrozenTarget, folder: Path, drafter: Drafter) -> None:
 TARGET = {"target": {"name_or_path": "org/target", "architectures": ["L"]}}
 
 
-def allowed(drafter: Drafter) -> dict[str, bool]:
-    """format -> whether it has a place for the drafter, of those that have its family."""
-    accepted = {}
+def allowed(drafter: Drafter) -> list[str]:
+    accepted = []
     for name in formats_of(drafter.config.family):
-        try:
+        with suppress(ConfigError):
             LAYOUTS[name, drafter.config.family].check(drafter.config, name)
-            accepted[name] = True
-        except ConfigError:
-            accepted[name] = False
+            accepted.append(name)
     return accepted
 
 
 @pytest.mark.slow
-def test_formats_read_back_to_the_same_drafter(
-    any_case, make_drafter, tiny_model, tmp_path
-) -> None:
-    """Written, read strictly, written again in vLLM's own format from that folder alone, and read
-    again."""
-    target, drafter = make_drafter(any_case, tiny_model(any_case.architecture))
-    places = allowed(drafter)
-    for name in places:
-        folder, given = tmp_path / name, {"format": name, "dtype": torch.float32}
-        if not places[name]:
-            continue
-        export_drafter(drafter, folder, provenance=TARGET, **given)
-        assert_same(target, folder, drafter)
-        if name == "speculators":  # also without a word of ours
-            text = (folder / "config.json").read_text()
-            fields = json.loads(text)
-            del fields["draftsmith"]
-            (folder / "config.json").write_text(json.dumps(fields))
+@pytest.mark.parametrize("name", CASES)
+def test_formats_read_back_to_the_same_drafter(name, tmp_path) -> None:
+    """Written, read strictly, with and without a word of ours, written again in vLLM's own format
+    from that folder alone, and read again."""
+    target, drafter = world_of(name)
+    for format_ in allowed(drafter):
+        folder, config = tmp_path / format_, tmp_path / format_ / "config.json"
+        export_drafter(drafter, folder, dtype=torch.float32, format=format_, provenance=TARGET)
+        written = config.read_text()
+        foreign = {key: x for key, x in json.loads(written).items() if key != "draftsmith"}
+        plain = format_ == "speculators" or (format_ == "vllm" and name in BASE.values())
+        for text in (json.dumps(foreign), written) if plain else (written,):
+            config.write_text(text)
             inspected = inspect_folder(folder, target)
-            assert inspected.sound and inspected.config == drafter.config
+            assert inspected.config == drafter.config
+            if plain:
+                assert {f.where for f in inspected.faults} <= {"target"}  # whose name is made up
+                assert inspected.parameters == sum(p.numel() for p in drafter.parameters())
             assert_same(target, folder, drafter)
-            (folder / "config.json").write_text(text)
-        if any_case.family == "draft_model":
+        if drafter.config.family == "draft_model":
             continue
         again = convert(folder, tmp_path / "again")
         assert_same(target, again, drafter)
         (again / "tokenizer.json").write_text("{}")
-        third = convert(again, tmp_path / "third", format=name)
+        third = convert(again, tmp_path / "third", format=format_)
         assert_same(target, third, drafter)
         assert (third / "tokenizer.json").read_text() == "{}"
-        assert (third / "config.json").read_text() == (folder / "config.json").read_text()
+        assert (third / "config.json").read_text() == written
 
 
 @pytest.mark.slow
-def test_formats_have_a_case_for_every_table(all_cases, make_drafter, tiny_model) -> None:
-    """The test above passes over drafters that a format refuses; no table may be left out that
-    way."""
-    written = set()
-    for case in all_cases.values():
-        _, drafter = make_drafter(case, tiny_model(case.architecture))
-        written |= {(name, case.family) for name, has in allowed(drafter).items() if has}
-    assert written == set(LAYOUTS)
+def test_formats_have_a_case_for_every_table() -> None:
+    """The test above passes over drafters that a format refuses, but over no table."""
+    drafters = [world_of(name)[1] for name in CASES]
+    assert {(name, d.config.family) for d in drafters for name in allowed(d)} == set(LAYOUTS)
 
 
 # ------------------------------------------------------------------ what each format says
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-BLOCK = {"num_layers": 2, "block_size": 5, "mask_token_id": 100}
+BLOCK, CHAINS, WINDOW = {**TWO, **FIVE}, {"num_depths": 4, **MASK}, {"sliding_window": 4}
 SPARK = {**BLOCK, "markov_rank": 8}
-CHAINS = {"num_depths": 4, "mask_token_id": 100}
-WINDOW, CAUSAL = {"sliding_window": 4}, {"is_causal": True}
 
 
 class Written(NamedTuple):
@@ -113,29 +102,26 @@ class Written(NamedTuple):
     fields: dict[str, Any]  # of config.json
 
     def rewrite(self, **changed: Any) -> None:
-        """config.json with other fields, as other tools write it: without a word of ours. None
-        takes a field away."""
+        """Other fields, as other tools write them, without a word of ours; None takes one away."""
         fields = self.fields | {"draftsmith": None} | changed
         kept = {name: value for name, value in fields.items() if value is not None}
         (self.folder / "config.json").write_text(json.dumps(kept))
 
 
 @pytest.fixture
-def written(make_drafter, case_of, tiny_model, tmp_path):
-    """`written(format, family, taps, target, **shape)`: an export in that format; `target`: fields
-    of its target's config."""
+def written(tiny_model, tmp_path):
+    """`written(format, family, taps, target, **shape)`: an export; `target`: its fields."""
 
-    def make(
+    def write(
         format_: str, family: str = "eagle3", taps=(1, 2), of: Any = None, **shape: Any
     ) -> Written:
-        case = case_of(family, shape, taps=taps, noise=0.12)
         model = tiny_model("llama", num_hidden_layers=4, **(of or {}))
-        target, drafter = make_drafter(case, model)
+        target, drafter = make(Case(family, shape, taps=taps, noise=0.12), model)
         folder = tmp_path / format_
         export_drafter(drafter, folder, dtype=torch.float32, format=format_, provenance=TARGET)
         return Written(target, drafter, folder, json.loads((folder / "config.json").read_text()))
 
-    return make
+    return write
 
 
 def test_taps_are_numbered_as_each_engine_numbers_them(written) -> None:
@@ -187,14 +173,9 @@ def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "shape", "drafts"),
-    [
-        ("dflash", {**BLOCK, **CAUSAL, **WINDOW}, 4),
-        ("dspark", SPARK, 5),
-        ("peagle", CHAINS, 4),
-    ],
+    [("dflash", {**BLOCK, **CAUSAL, **WINDOW}, 4), ("dspark", SPARK, 5), ("peagle", CHAINS, 4)],
 )
 def test_the_speculators_format_of_block_drafters(written, family, shape, drafts) -> None:
-    """As vLLM reads it; the drafts of a round are those that were trained."""
     export = written("speculators", family, **shape)
     fields, own = export.fields, export.fields["speculators_config"]
     assert fields[TAPS if family == "peagle" else "aux_hidden_state_layer_ids"] == [1, 2]
@@ -222,7 +203,6 @@ def test_defaults_of_the_speculators_format_are_vllms(written) -> None:
 
 
 def test_full_layers_that_vllm_makes_causal_are_warned_of(written) -> None:
-    """As the speculators library writes a block that it trains bidirectionally."""
     export = written("speculators", "dflash", **BLOCK, **CAUSAL)
     assert not inspect_folder(export.folder).faults
     export.rewrite()
@@ -240,10 +220,8 @@ def test_full_layers_that_vllm_makes_causal_are_warned_of(written) -> None:
 def test_rotary_scaling_comes_from_the_target_and_back(written, family, format_) -> None:
     taps = (1, 2) if family == "eagle3" else ()
     export = written(format_, family, taps, {"rope_parameters": YARN})
-    assert {
-        **export.drafter.config.rope_parameters,
-        **YARN,
-    } == export.drafter.config.rope_parameters
+    rope = export.drafter.config.rope_parameters
+    assert {**rope, **YARN} == rope
     assert_same(export.target, export.folder, export.drafter)
 
 
@@ -257,7 +235,5 @@ def test_another_precision_survives_the_way_between_formats(written, tmp_path) -
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_transformers_keeps_a_window(written, window) -> None:
-    """Both engines read the fields through transformers' Qwen3Config, which drops a window that is
-    not switched on."""
     fields = written("vllm", "dflash", **BLOCK, sliding_window=window).fields
     assert Qwen3Config(**fields).sliding_window == window

@@ -14,40 +14,38 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.inspection import Inspection, inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.cases import FIVE, MASK, ONE, OWN, REDUCED, SPARK, TWO, Case, make
 from tests.support.tokenizers import byte_level
 
 Fields, Tensors = dict[str, Any], dict[str, torch.Tensor]
 Change = Callable[[Fields, Tensors], Any]
 TAPS = "eagle_aux_hidden_state_layer_ids"
-FIVE = {"block_size": 5, "mask_token_id": 100}
 SHAPES: dict[str, dict[str, Any]] = {
-    "eagle3": {"draft_vocab_size": 40},
-    "dflash": {"num_layers": 2, **FIVE},
-    "dspark": {"num_layers": 1, "block_size": 4, "mask_token_id": 100, "markov_rank": 8},
-    "peagle": {"num_depths": 4, "mask_token_id": 100, "own_embeddings": True},
+    "eagle3": REDUCED,
+    "dflash": {**TWO, **FIVE},
+    "dspark": {**ONE, **SPARK},
+    "peagle": {"num_depths": 4, **MASK, **OWN},
 }
 
 
 @pytest.fixture
-def broken(make_drafter, case_of, tiny_model, tmp_path):
-    """`broken(change, family, …)`: a folder whose config and tensors were changed, inspected for
-    its target."""
+def broken(tiny_model, tmp_path):
+    """`broken(change, family, …)`: a folder that was changed, inspected for its target."""
 
-    def make(
+    def inspect(
         change: Change | None = None,
         family: str = "eagle3",
         shape: dict[str, Any] | None = None,
         *,
         published: bool = True,
         against: Any = None,
-        options: dict[str, Any] | None = None,
-        compared: bool = True,
         tokenizer: Any = None,
     ) -> Inspection:
         shape = SHAPES.get(family, {}) | (shape or {})
         taps = (1, 2, 3) if family in SHAPES else ()
+        options = {"from_target": {"first": 2}} if family == "draft_model" else {}
         model = tiny_model("llama", num_hidden_layers=5)
-        target, drafter = make_drafter(case_of(family, shape, options or {}, taps=taps), model)
+        target, drafter = make(Case(family, shape, options, taps=taps), model)
         folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
         fields = json.loads((folder / "config.json").read_text())
         tensors = load_file(folder / "model.safetensors")
@@ -57,11 +55,10 @@ def broken(make_drafter, case_of, tiny_model, tmp_path):
             change(fields, tensors)
         (folder / "config.json").write_text(json.dumps(fields))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return inspect_folder(
-            folder, (against or target) if compared else None, tokenizer=tokenizer
-        )
+        compared = None if tokenizer else against or target
+        return inspect_folder(folder, compared, tokenizer=tokenizer)
 
-    return make
+    return inspect
 
 
 def places(inspected: Inspection, *, warnings: bool = False) -> set[str]:
@@ -110,7 +107,7 @@ def nested(c: Fields, t: Tensors) -> None:
 
 WINDOW, ROPE = {"sliding_window": 4}, {"rope_type": "default", "rope_theta": 500.0}
 BOTH_CAUSAL = both(without("is_causal"), section(causal=True))
-MODULE = "model.mtp_layers.0.input_proj.weight"
+MODULE, UP = "model.mtp_layers.0.input_proj.weight", "model.layers.1.mlp.up_proj.weight"
 # family -> changes, and the places of all faults that are no warnings
 FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
     "eagle3": [
@@ -152,6 +149,7 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
     "medusa": [(fields(medusa_fc_bias=False), {"medusa_fc_bias"})],
     "mlp": [(without("speculator.proj.0.weight"), {"speculator.proj.0.weight"})],
     "mtp": [(without(MODULE), {MODULE})],
+    "draft_model": [(without(UP), {UP})],
 }
 CASES = [(family, *fault) for family, faults in FAULTS.items() for fault in faults]
 
@@ -206,9 +204,7 @@ def test_inspect_of_a_mask_token_that_texts_contain_is_a_fault(broken) -> None:
             c["vocab_size"] = c["draft_vocab_size"] = 1000  # room for the tokens
             c["mask_token_id"] = token
 
-        return "mask_token_id" in places(
-            broken(change, "peagle", compared=False, tokenizer=tokenizer)
-        )
+        return "mask_token_id" in places(broken(change, "peagle", tokenizer=tokenizer))
 
     assert not any(map(is_named, (reserved, len(tokenizer), 999)))
     ordinary = tokenizer.convert_tokens_to_ids("a")
@@ -231,11 +227,6 @@ def test_inspect_against_another_target_names_what_differs(broken, tiny_model) -
     inspected = broken(None, "dflash", published=False, against=other)
     sizes = {"target_hidden_size", "vocab_size", "num_target_layers"}
     assert places(inspected) == sizes | {"tap_layers"}
-
-
-def test_inspect_of_a_draft_model_names_a_missing_tensor(broken) -> None:
-    name, options = "model.layers.1.mlp.up_proj.weight", {"from_target": {"first": 2}}
-    assert places(broken(without(name), "draft_model", options=options)) == {name}
 
 
 def test_inspect_names_pickles_and_never_opens_them(broken, monkeypatch) -> None:

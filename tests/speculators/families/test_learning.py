@@ -9,45 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from draftsmith.speculators.drafter import Drafter
-from draftsmith.speculators.export.formats import FAMILIES
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.data.loss_mask import TokenRow
 from draftsmith.train.data.packing import PackedRow, pack
-from draftsmith.train.trainer.trainer import Trainer
-from tests.support.cases import Case, make
-from tests.support.recipes import recipe_of
+from tests.support import cases
+from tests.support.cases import MASK, Case
+from tests.support.contract import DEPTHS as DRAFTS
+from tests.support.contract import trainer_of
 
-DRAFTS, ROWS, PROMPT, RESPONSE, STEPS = 3, 8, 4, 16, 150
-MASK = {"mask_token_id": 100}
-TWO = {"num_layers": 2}
-CASES = {
-    "dflash": Case("dflash", {**MASK, **TWO, "block_size": 4}, {"block_size": 4}, taps=(1, 2)),
-    "dspark": Case(
-        "dspark", {**MASK, **TWO, "block_size": 3, "markov_rank": 8}, {"block_size": 3}, taps=(1, 2)
-    ),
-    "dflash2": Case(
-        "dflash2",
-        {**MASK, **TWO, "block_size": 4, "conv_group_size": 8, "selector_rank": 8},
-        {"block_size": 4},
-        taps=(1, 2),
-    ),
-    "draft_model": Case("draft_model", {}, {"from_target": {"last": 2}}),
-    # its noise is for longer rows: 0.1 x 512 / 20 would be the size of the states
+ROWS, PROMPT, RESPONSE, STEPS = 8, 4, 16, 150
+DEEP = {"num_depths": 3}
+# The base cases, but for those that could not learn them: their vocabulary lacks tokens of the
+# rows, they are too small, or their noise, 0.1 x 512 / 20, would be the size of the states.
+CASES = {family: cases.CASES[name] for family, name in cases.BASE.items()} | {
     "eagle": Case("eagle", {}, {"init": "pass_through", "feature_noise": 0.0}),
     "eagle3": Case("eagle3", taps=(1, 2, 3)),
     "medusa": Case("medusa", {"num_heads": 3, "num_layers": 3}),
-    "mlp": Case("mlp"),
-    "mtp": Case("mtp"),
-    "peagle": Case("peagle", {"num_depths": 3, **MASK}, {"num_depths": 3}, taps=(1, 2, 3)),
+    "peagle": Case("peagle", {**DEEP, **MASK}, DEEP, taps=(1, 2, 3)),
 }
 
 
 @torch.no_grad()
 def rows_of(target: FrozenTarget) -> list[PackedRow]:
-    """Eight prompts with the target's own greedy responses, a row each."""
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 100, (ROWS, PROMPT), generator=source)
     for _ in range(RESPONSE):
@@ -73,26 +58,19 @@ def acceptance_lengths(drafter: Drafter, features: Any) -> list[float]:
 
 
 def train(case: Case, model: Any, folder: Path, steps: int = STEPS) -> list[float]:
-    """Acceptance lengths after some steps of the trainer, with the family's settings for short
-    runs."""
-    target, drafter = make(case, model, noise=0.0)
-    training = {"steps": steps, "batch_size": ROWS, "save_every": steps, "mixed_precision": "no"}
+    """Acceptance lengths after some steps of the trainer, which move every parameter, with the
+    family's settings for short runs."""
+    training = {"steps": steps, "batch_size": ROWS, "save_every": steps}
     if case.family == "draft_model":  # whose settings are for a model that is trained already
         training["learning_rate"] = 3e-3
-    recipe = recipe_of(
-        case.family,
-        data={"train": [{"path": "chats.jsonl"}], "max_length": PROMPT + RESPONSE},
-        drafter={"unroll_steps": DRAFTS, **case.options},
-        training=training,
-        loss={"cross_entropy": 1.0},
-    )
-    torch.manual_seed(0)
-    drafter.initialise_from(target, recipe.drafter)
-    own = {"accelerator": Accelerator(cpu=True), "folder": folder, "fingerprint": "a"}
-    trainer = Trainer(recipe, target, drafter, rows_of(target), **own)
+    rows = rows_of(FrozenTarget(model))
+    trainer = trainer_of(case, model, folder, rows, training=training, loss={"cross_entropy": 1.0})
+    started = trainer.drafter.deep_copy()
     trainer.run()
-    features = target.features(**trainer.features.batch(list(range(ROWS))))
-    return acceptance_lengths(drafter, features)
+    for name, parameter in started.named_parameters():
+        assert not torch.equal(trainer.drafter.get_parameter(name), parameter), name
+    features = trainer.target.features(**trainer.features.batch(list(range(ROWS))))
+    return acceptance_lengths(trainer.drafter, features)
 
 
 @pytest.mark.slow
@@ -108,17 +86,12 @@ def test_learning_eight_rows_by_heart_accepts_nearly_every_draft(
 def test_peagle_at_its_published_depth_accepts_the_first_position_as_eagle3(
     tiny_model, tmp_path
 ) -> None:
-    """Half-way, where both still have something to learn."""
-    shape = {"num_depths": 3, "num_layers": 4, "own_embeddings": True, **MASK}
-    cases = {"peagle": Case("peagle", shape, {"num_depths": 3}, taps=(1, 2, 3))}
-    cases["eagle3"] = CASES["eagle3"]
-    first = {}
-    for family, case in cases.items():
-        lengths = train(case, tiny_model("llama"), tmp_path / family, steps=40)
-        first[family] = sum(length > 1 for length in lengths) / len(lengths)
-    assert 0.5 < first["eagle3"] < 0.95
-    assert first["peagle"] >= 0.98 * first["eagle3"]
+    shape = {"num_layers": 4, "own_embeddings": True, **DEEP, **MASK}
 
+    def first(case: Case) -> float:
+        lengths = train(case, tiny_model("llama"), tmp_path / case.family, steps=40)
+        return sum(length > 1 for length in lengths) / len(lengths)
 
-def test_every_family_is_learnt() -> None:
-    assert set(CASES) == set(FAMILIES)
+    eagle3 = first(CASES["eagle3"])
+    assert 0.5 < eagle3 < 0.95
+    assert first(Case("peagle", shape, DEEP, taps=(1, 2, 3))) >= 0.98 * eagle3

@@ -12,17 +12,12 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import export_drafter, load_drafter
 from draftsmith.speculators.families.medusa import MedusaOptions
 from draftsmith.speculators.target.frozen_target import TargetFeatures
+from tests.support.cases import world_of
 
 
-@pytest.fixture
-def heads(make_drafter, all_cases, tiny_model):
-    return make_drafter(all_cases["medusa"], tiny_model("llama"))
-
-
-def test_published_names_are_read(heads, tmp_path) -> None:
-    """FasterDecoding's list of modules per head: blocks first, the projection last; sizes are the
-    base model's."""
-    target, drafter = heads
+def test_published_names_are_read(tmp_path) -> None:
+    """FasterDecoding's list per head: blocks, then the projection; sizes are the base model's."""
+    target, drafter = world_of("medusa")
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     renamed = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -43,29 +38,17 @@ def test_published_names_are_read(heads, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_linear_world_is_solved_before_the_first_step(
-    make_drafter, all_cases, tiny_model, shared
-) -> None:
-    """States that rotate by one matrix: what head k says is what the target will say k + 1 tokens
-    on."""
-    case = all_cases["medusa, one projection" if shared else "medusa"]
-    target, drafter = make_drafter(case, tiny_model(case.architecture))
-    turn = (
-        torch.eye(32)
-        if shared
-        else torch.linalg.qr(torch.randn(32, 32, generator=torch.manual_seed(0))).Q
-    )
+def test_a_linear_world_is_solved_before_the_first_step(shared) -> None:
+    target, drafter = world_of("medusa, one projection" if shared else "medusa")
+    turn = torch.linalg.qr(torch.randn(32, 32, generator=torch.manual_seed(0))).Q
+    if shared:  # one map serves all only if it is 1
+        turn = torch.eye(32)
     state, states = torch.randn(1, 32, generator=torch.manual_seed(1)), []
     for _ in range(400):
-        states.append(state)
-        state = state @ turn + (0.0 if shared else 0.2 * torch.randn(1, 32))
-    last = torch.cat(states)[None] + (
-        torch.randn(1, 400, 1) if shared else 0.0
-    )  # one map serves all only if it is 1
-    zeros = torch.zeros(1, 400, dtype=torch.long)
-    features = TargetFeatures(
-        zeros, zeros, zeros, torch.ones_like(zeros, dtype=torch.bool), None, last
-    )
+        states.append(state + shared * torch.randn(1, 1))
+        state = state @ turn + (not shared) * 0.2 * torch.randn(1, 32)
+    last, zeros = torch.cat(states)[None], torch.zeros(1, 400, dtype=torch.long)
+    features = TargetFeatures(zeros, zeros, zeros, zeros == 0, None, last)
     options = MedusaOptions.model_validate({"num_heads": 3, "init": "least_squares"})
     assert drafter.start_terms(options) >= 8192
     drafter.initialise_from(target, options, [features])

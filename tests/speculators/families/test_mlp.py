@@ -19,9 +19,11 @@ from torch.nn.functional import gelu
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
+from tests.support import cases
+from tests.support.cases import Case
 from tests.support.contract import draft_logits
 from tests.support.engines import make_llm
-from tests.support.recipes import recipe_of
+from tests.support.training import recipe_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one head": {"n_predict": 1},
@@ -31,9 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def make(make_drafter, case_of, tiny_model):
-    """(target, drafter) of a shape, every parameter random."""
-    return lambda **shape: make_drafter(case_of("mlp", shape), tiny_model("llama"))
+def make(tiny_model):
+    return lambda **shape: cases.make(Case("mlp", shape), tiny_model("llama"))
 
 
 def every_copy(tensors: dict[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
@@ -52,23 +53,17 @@ def published(
 ) -> list:
     """Logits of each head from a checkpoint's tensors, by the paper's formula: state [H], ids the n
     tokens read."""
-
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        return x / (x.square().mean() + 1e-6).sqrt()
-
+    norm = lambda x: x / (x.square().mean() + 1e-6).sqrt()
     weight = 0.5 ** (0.5 / heads)
     state = norm(state) / math.sqrt(2) if scale else state
     logits = []
     for i in range(heads):
-        emb, proj, head = (
-            tensors[f"speculator.{part}.{i}.weight"] for part in ("emb", "proj", "head")
-        )
-        z = emb[ids[i]] * math.sqrt(1 - weight**2) * math.sqrt(emb.shape[1] / 2)
-        mixed = norm(proj @ state * weight + z)
-        state = gelu(
-            mixed * tensors[f"speculator.ln.{i}.weight"] + tensors[f"speculator.ln.{i}.bias"]
-        )
-        logits.append(head @ state)
+        own = lambda name, i=i: tensors[f"speculator.{name.replace('.', f'.{i}.')}"]
+        embeds = own("emb.weight")[ids[i]]
+        z = embeds * math.sqrt(1 - weight**2) * math.sqrt(len(embeds) / 2)
+        mixed = norm(own("proj.weight") @ state * weight + z)
+        state = gelu(mixed * own("ln.weight") + own("ln.bias"))
+        logits.append(own("head.weight") @ state)
     return logits
 
 
@@ -79,9 +74,8 @@ def test_the_export_under_the_published_formula_gives_the_drafted_logits(
 ) -> None:
     target, drafter = make(**shape)
     heads, scale = shape.get("n_predict", 3), shape.get("scale_input", False)
-    tensors = load_file(
-        export_drafter(drafter, tmp_path / "head", dtype=torch.float32) / "model.safetensors"
-    )
+    folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
     if shape.get("tie_weights"):
         tensors = every_copy(tensors, heads)
     ids, forced = torch.tensor([5, 9, 20, 31, 7]), torch.tensor([11, 3, 8, 6])[:heads]
@@ -105,10 +99,8 @@ def test_tied_tensors_load_from_one_copy_or_all(make, tmp_path: Path) -> None:
     parts = ("emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight")
     parts += ("proj.0.weight", "proj.1.weight")
     assert sorted(one) == [f"speculator.{name}" for name in parts]
-    last = {
-        name.replace("emb.0", "emb.3").replace("proj.1", "proj.2"): tensor
-        for name, tensor in one.items()
-    }
+    renamed = lambda name: name.replace("emb.0", "emb.3").replace("proj.1", "proj.2")
+    last = {renamed(name): tensor for name, tensor in one.items()}
     for tensors in (one, every_copy(one, 4), last):
         save_file(tensors, folder / "model.safetensors")
         assert read_drafter_config(folder, target.num_layers) == drafter.config
@@ -132,8 +124,6 @@ def test_copies_that_differ_are_refused(make, tmp_path: Path) -> None:
 
 
 def test_published_fields_are_understood(make, tmp_path: Path) -> None:
-    """inner_dim 0 is the target's width, fields of serving are ignored, and the layers are the
-    target's."""
     target, drafter = make()
     folder = export_drafter(drafter, tmp_path / "head", dtype=torch.float32)
     fields = json.loads((folder / "config.json").read_text())
@@ -149,7 +139,6 @@ def test_published_fields_are_understood(make, tmp_path: Path) -> None:
 
 
 def test_more_drafts_than_heads_are_refused(make) -> None:
-    """Where an LLM is put together, and before a run generates anything."""
     target, drafter = make(n_predict=2)
     with pytest.raises(ConfigError, match="num_speculative_tokens is 3, .* 2 tokens in a round"):
         make_llm(target, drafter=drafter, num_speculative_tokens=3)

@@ -1,5 +1,4 @@
-"""Multi-token prediction: the maths of transformers' own layers, modules in their targets' folders,
-refusals."""
+"""Multi-token prediction: transformers' own layers, modules in targets' folders, refusals."""
 
 from __future__ import annotations
 
@@ -29,57 +28,49 @@ from draftsmith.speculators.registry import build_config, config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import drafter_config
-from tests.support.recipes import recipe_of
+from tests.support.training import recipe_of
 
+INDEX = "model.safetensors.index.json"
 IDS = torch.tensor([[5, 9, 11, 42, 7, 90, 33, 8, 61, 20, 3]])
 
 
-def shaken(module: nn.Module, noise: float = 0.3) -> Any:
-    """`module` with every parameter random."""
-    torch.manual_seed(4)
-    for parameter in module.parameters():
-        parameter.data += noise * torch.randn_like(parameter)
-    return module.eval()
-
-
 def module_for(target: FrozenTarget, **shape: Any) -> Mtp:
-    """A random module."""
-    return shaken(Mtp(config_for_target(target, "mtp", **shape)).attach(target))
+    drafter = Mtp(config_for_target(target, "mtp", **shape)).attach(target)
+    torch.manual_seed(4)
+    for parameter in drafter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return drafter.eval()
 
 
 def features(
     ids: torch.Tensor, last: torch.Tensor, taps: torch.Tensor | None = None
 ) -> TargetFeatures:
-    """Of one document, all of it supervised."""
     slots, ones = torch.arange(ids.shape[1])[None], torch.ones_like(ids)
     return TargetFeatures(ids, slots, 0 * ones, ones.bool(), taps, last)
 
 
 @pytest.fixture
 def native(tiny_model, tmp_path: Path):
-    """`native(architecture, **names)`: a target's folder that carries a random module, in shards of
-    its own."""
+    """`native(architecture)`: a target's folder with a random module, in a shard of its own."""
 
-    def make(architecture: str, **config: Any) -> tuple[Path, FrozenTarget, Mtp]:
-        folder = tmp_path / "native"
-        model = tiny_model(architecture, **config)
+    def make(architecture: str) -> tuple[Path, FrozenTarget, Mtp]:
+        folder, model = tmp_path / "native", tiny_model(architecture)
         # what is read at position 0 is nothing either way
         model.get_input_embeddings().weight.data[IDS[0, 1]] = 0
         model.save_pretrained(folder, max_shard_size="20KB")
         hidden = "residual" if architecture == "qwen2" else "normed"
-        target = FrozenTarget(
-            model, (model.config.num_hidden_layers,) if hidden == "residual" else ()
-        )
+        target = FrozenTarget(model, (3,) if hidden == "residual" else ())
         drafter = module_for(target, hidden_state=hidden)
         alone = export_drafter(drafter, tmp_path / "alone", dtype=torch.float32)
         tensors = load_file(alone / "model.safetensors")
         if architecture == "deepseek_v3":  # as published, embedding and head are there again
-            prefix = f"model.layers.{target.num_layers}."
-            tensors[f"{prefix}embed_tokens.weight"] = (
-                model.get_input_embeddings().weight.data.clone()
-            )
-            tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.data.clone()
-        _into_index(folder, tensors)
+            table, head = model.get_input_embeddings().weight, model.lm_head.weight
+            tensors["model.layers.3.embed_tokens.weight"] = table.data.clone()
+            tensors["model.layers.3.shared_head.head.weight"] = head.data.clone()
+        save_file(tensors, folder / "mtp.safetensors", metadata={"format": "pt"})
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] |= dict.fromkeys(tensors, "mtp.safetensors")
+        (folder / INDEX).write_text(json.dumps(index))
         fields = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
         if architecture == "qwen2":
             fields["architectures"] = ["MiMoForCausalLM"]
@@ -89,26 +80,10 @@ def native(tiny_model, tmp_path: Path):
     return make
 
 
-def _into_index(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Adds two shards to the folder and its index."""
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    names = sorted(tensors)
-    for i, half in enumerate((names[::2], names[1::2])):
-        save_file(
-            {n: tensors[n].contiguous() for n in half},
-            folder / f"mtp-{i}.safetensors",
-            metadata={"format": "pt"},
-        )
-        index["weight_map"] |= dict.fromkeys(half, f"mtp-{i}.safetensors")
-    path.write_text(json.dumps(index))
-
-
 # ---------------------------------------------------- the maths, against transformers' own layers
 
 
 def causal(T: int) -> torch.Tensor:
-    """An additive mask [1, 1, T, T]."""
     return torch.full((T, T), float("-inf")).triu(1)[None, None]
 
 
@@ -119,24 +94,18 @@ def depth0(drafter: Mtp, seen: TargetFeatures) -> torch.Tensor:
 
 @torch.no_grad()
 def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
-    """[hidden; embedding] through Qwen2's own layer with biases, position 0 blind, the final norm
-    last."""
+    """[hidden; embedding] through Qwen2's own layer, position 0 blind, the final norm last."""
     folder, target, _ = native("qwen2")
     drafter, config = load_drafter(folder, target), target.model.config
-    tensors = {
-        name.removeprefix("model.mtp_layers.0."): tensor
-        for file in folder.glob("mtp-*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    stored = load_file(folder / "mtp.safetensors")
+    tensors = {name.removeprefix("model.mtp_layers.0."): x for name, x in stored.items()}
     layer = Qwen2DecoderLayer(config, 0).eval()
     missing, _ = layer.load_state_dict(tensors, strict=False)
     assert not missing
     taps, last = target(IDS)
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return nn.functional.rms_norm(
-            x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps
-        )
+        return nn.functional.rms_norm(x, (32,), tensors[f"{name}.weight"], config.rms_norm_eps)
 
     embeds = target.embed_tokens(IDS[:, 1:])
     embeds[:, 0] = 0
@@ -153,14 +122,11 @@ def test_mimo_is_qwen2s_layer_between_its_norms(native) -> None:
 
 @torch.no_grad()
 def test_deepseek_is_what_transformers_reads_from_the_same_folder(native) -> None:
-    """transformers' own MTP model of the folder gives the same states; the embedding at position 0
-    is zero here."""
     folder, _, _ = native("deepseek_v3")
     target = FrozenTarget.from_pretrained(str(folder), dtype=torch.float32)
     drafter = load_drafter(folder, target)
-    target.model._keys_to_ignore_on_load_unexpected = [
-        r"model\.layers\.3.*"
-    ]  # it looks for layer 61 alone
+    # it looks for layer 61 alone
+    target.model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3.*"]
     reference = MtpModel.from_pretrained(target.model)
     _, last = target(IDS)
     T = IDS.shape[1] - 1
@@ -218,7 +184,6 @@ def test_qwen3_next_is_its_own_full_attention_layer(tiny_model, tmp_path: Path) 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_next"])
 @torch.no_grad()
 def test_mtp_at_position_zero_is_blind_where_it_is_in_vllm(tiny_model, architecture) -> None:
-    """The first slot does not see its token; of Qwen3-Next it does."""
     target = FrozenTarget(tiny_model(architecture))
     drafter, last = module_for(target), torch.randn(1, IDS.shape[1], 32)
     other = IDS.clone()
@@ -234,8 +199,6 @@ def test_mtp_at_position_zero_is_blind_where_it_is_in_vllm(tiny_model, architect
 def test_a_module_is_read_from_its_targets_folder_and_written_back(
     native, tmp_path: Path, architecture: str
 ) -> None:
-    """Only the module's tensors are read; in the target's copy only they change, and everything
-    loads again."""
     folder, target, original = native(architecture)
     config = read_drafter_config(folder)
     assert config == original.config
@@ -247,20 +210,16 @@ def test_a_module_is_read_from_its_targets_folder_and_written_back(
     export = export_drafter(drafter, tmp_path / "export", dtype=torch.float32)
     merged = write_back(export, folder, tmp_path / "merged")
 
-    def every(where: Path) -> dict[str, torch.Tensor]:
-        return {
-            name: t for file in where.glob("*.safetensors") for name, t in load_file(file).items()
-        }
-
-    before, after, trained = every(folder), every(merged), every(export)
-    assert {p.name for p in folder.iterdir()} == {p.name for p in merged.iterdir()}
-    torch.testing.assert_close(
-        after, before | {name: trained[name] for name in before.keys() & trained}, atol=0, rtol=0
-    )
+    trained = load_file(export / "model.safetensors")
+    for file in folder.iterdir():
+        if file.suffix == ".safetensors":
+            before = load_file(file)
+            changed = {name: trained[name] for name in before.keys() & trained}
+            after = load_file(merged / file.name)
+            torch.testing.assert_close(after, before | changed, atol=0, rtol=0)
+        assert (merged / file.name).exists()
     again = FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers)
-    torch.testing.assert_close(
-        dict(load_drafter(merged, again).named_parameters()), dict(drafter.named_parameters())
-    )
+    torch.testing.assert_close(load_drafter(merged, again).state_dict(), drafter.state_dict())
     with pytest.raises(CheckpointError, match="target itself"):
         write_back(export, folder, folder)
     with pytest.raises(CheckpointError, match="no tensor of the same shape for"):
@@ -268,7 +227,6 @@ def test_a_module_is_read_from_its_targets_folder_and_written_back(
 
 
 def test_init_from_target_is_the_module_of_its_folder(native) -> None:
-    """`drafter.init_from: target`; a recipe may not contradict it."""
     folder, target, original = native("qwen2")
 
     def recipe(**drafter: Any) -> Any:
@@ -301,8 +259,6 @@ def test_a_folder_with_another_module_is_refused_by_name(native) -> None:
 
 
 def test_a_module_for_another_target_is_refused(tiny_model) -> None:
-    """vLLM builds the layer from the target's config, so a module of other sizes would be another
-    one there."""
     module = Mtp(config_for_target(FrozenTarget(tiny_model("llama")), "mtp"))
     with pytest.raises(ConfigError, match="num_key_value_heads is "):
         module.attach(FrozenTarget(tiny_model("llama", num_key_value_heads=4)))
@@ -312,9 +268,6 @@ def test_a_module_for_another_target_is_refused(tiny_model) -> None:
     residual = config_for_target(FrozenTarget(tiny_model("llama")), "mtp", hidden_state="residual")
     with pytest.raises(ConfigError, match="target taps layers"):
         Mtp(residual).initialise_from(FrozenTarget(tiny_model("llama"), (1,)))
-
-
-def test_an_mtp_layout_of_another_target_is_refused(tiny_model) -> None:
     fields = MtpConfig.for_target(FrozenTarget(tiny_model("llama"), (3,)), "mtp")
     with pytest.raises(ConfigError, match="layout"):
         build_config("here", **fields | {"layout": "deepseek_v3"})
@@ -331,7 +284,6 @@ def test_an_mtp_layout_of_another_target_is_refused(tiny_model) -> None:
 def test_a_new_module_passes_the_targets_state_through(
     tiny_model, architecture: str, hidden_state: str
 ) -> None:
-    """Before any training its states are near the target's, in direction and in size."""
     target = FrozenTarget(tiny_model(architecture), (3,) if hidden_state == "residual" else ())
     torch.manual_seed(0)
     drafter = Mtp(config_for_target(target, "mtp", hidden_state=hidden_state)).attach(target)
@@ -344,7 +296,6 @@ def test_a_new_module_passes_the_targets_state_through(
 
 
 def test_frequencies_and_router_biases_stay_float32(tiny_model, tmp_path: Path) -> None:
-    """What is not a weight keeps its precision, in memory and in the export."""
     target = FrozenTarget(tiny_model("deepseek_v3").to(torch.bfloat16))
     drafter = module_for(target)
     buffers = {name: b for name, b in drafter.named_buffers() if b.dtype == torch.float32}

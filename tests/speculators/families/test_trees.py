@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from draftsmith.inference.kv_cache.ragged_cache import RaggedCache
-from draftsmith.speculators.drafter import DraftInput, TreeLevel
-from tests.support.contract import draft_logits
+from draftsmith.speculators.drafter import TreeLevel
+from tests.support.contract import draft_input, draft_logits
 
 
 @torch.no_grad()
 def test_a_tree_is_as_many_chains(world):
-    """Two rows of different length, a tree of three levels in which siblings and cousins must not
-    see each other."""
-    target, drafter = world
+    drafter = world[1]
     texts = [[5, 9, 2, 7, 11, 3], [4, 8, 15]]
     levels = [
         ([[10, 20], [12, 22]], [[0, 0], [0, 0]]),
@@ -23,13 +20,11 @@ def test_a_tree_is_as_many_chains(world):
     deepest = 3 if drafter.max_depth is None else min(3, drafter.max_depth)
     levels = levels[: deepest - 1]
     paths: list[list[list[int]]] = [[[]], [[]]]
-    grown, visible, last = [], None, [[[]], [[]]]
+    grown, visible, above = [], None, [[[]], [[]]]
     for tokens, parents in levels:
-        last = [
-            [[*last[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)] for b in range(2)
-        ]
         for b in range(2):
-            paths[b] += last[b]
+            above[b] = [[*above[b][p], t] for t, p in zip(tokens[b], parents[b], strict=True)]
+            paths[b] += above[b]
         index = torch.tensor(parents)
         own = torch.eye(index.shape[1], dtype=torch.bool).expand(2, -1, -1)
         if visible is not None:
@@ -43,26 +38,11 @@ def test_a_tree_is_as_many_chains(world):
         seen.append(logits)
         return next(steps)
 
-    cache, width = RaggedCache(2, 128), 6
-    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-    taps, last_hidden = target(ids)
-    first = drafter.first_token
-    counts = [len(text) - first for text in texts]
-    longest = max(counts)
-    taps = None if taps is None else taps[:, :longest]
-    token_ids = ids[:, first : first + longest]
-    drafter.draft_tree(
-        DraftInput(cache, 0, 2, token_ids, taps, last_hidden[:, :longest], counts), deepest, grow
-    )
-    assert cache.lengths == counts  # the drafts are rolled back
-    by_row = [[step[b, i] for step in seen for i in range(step.shape[1])] for b in range(2)]
-    expected = []
-    for text, row in zip(texts, paths):
-        for path in row:
+    inputs = draft_input(world, [torch.tensor(text) for text in texts])
+    drafter.draft_tree(inputs, deepest, grow)
+    assert inputs.cache.lengths == inputs.counts  # the drafts are rolled back
+    for text, row, got in zip(texts, paths, torch.cat(seen, 1), strict=True):
+        for path, logits in zip(row, got, strict=True):
             forced = torch.tensor([*path, *[0] * deepest])
-            logits = draft_logits(world, torch.tensor(text), len(text) - 2, deepest, forced)
-            expected.append(logits[len(path)])
-    got = by_row[0] + by_row[1]
-    assert len(got) == len(expected)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            chain = draft_logits(world, torch.tensor(text), len(text) - 2, deepest, forced)
+            torch.testing.assert_close(logits, chain[len(path)], rtol=1e-4, atol=1e-5)

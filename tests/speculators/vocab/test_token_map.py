@@ -1,5 +1,4 @@
-"""A draft model with another tokenizer reads and proposes what the target's tokens stand for, byte
-by byte."""
+"""A draft model reads and proposes what the target's tokens stand for, byte by byte."""
 
 from __future__ import annotations
 
@@ -19,10 +18,7 @@ from draftsmith.speculators.vocab.token_map import FILE, TokenMap
 from tests.support.tokenizers import CORPUS, byte_level, sentencepiece, spell
 
 TARGET = Path(__file__).parents[3] / "recipes" / "quickstart" / "target"
-TEXT = (
-    "The girl thought: läuft the café 🙂\n    return 42  # 日本語, не кошка\n\n\tÀ la carte"
-    " <|im_start|>"
-)
+TEXT = "The girl thought: läuft the café 🙂\n    return 42  # 日本語, не кошка\n\n\tÀ la carte "
 
 MAKERS = {
     "byte level": byte_level,
@@ -38,7 +34,6 @@ PAIRS += [("byte level", "unigram"), ("sentencepiece", "larger byte level")]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """The function tokenizer(name), each made once."""
     return functools.cache(lambda name: MAKERS[name]())
 
 
@@ -56,11 +51,9 @@ def written(surfaces, ids):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_surfaces_join_to_the_text_and_a_tokenizer_is_itself(tokenizer, name):
-    """What the tokens stand for one by one is the text they were made from (up to sentencepiece's
-    leading space)."""
     tok = tokenizer(name)
     surfaces, token_map, everything = bytes_of(tok), between(tok, tok), torch.arange(len(tok))
-    for text in [*CORPUS, TEXT.replace("<|im_start|>", "")]:
+    for text in [*CORPUS, TEXT]:
         ids = tok(text, add_special_tokens=False).input_ids
         assert written(surfaces, ids).decode().removeprefix(" ") == text
     assert surfaces.text.keys() | surfaces.added.keys() == set(tok.get_vocab().values())
@@ -79,7 +72,6 @@ def test_special_tokens_are_not_text_and_other_added_tokens_are(tokenizer):
 
 @pytest.mark.parametrize("target, draft", PAIRS)
 def test_shared_tokens_and_spellings_are_what_the_target_wrote(tokenizer, target, draft):
-    """Every draft vocabulary here covers all bytes."""
     a, b = bytes_of(tokenizer(target)), bytes_of(tokenizer(draft))
     token_map = between(tokenizer(target), tokenizer(draft), extra=3)
     pairs = dict(zip(token_map.target_ids.tolist(), token_map.draft_ids.tolist()))
@@ -95,9 +87,8 @@ def test_shared_tokens_and_spellings_are_what_the_target_wrote(tokenizer, target
             assert written(b, spell(token_map, [id])) == a.text[id]
         elif id not in pairs:
             assert spell(token_map, [id]) == []
-    text = TEXT.replace("<|im_start|>", "")
-    spelt = spell(token_map, tokenizer(target)(text, add_special_tokens=False).input_ids)
-    assert tokenizer(draft).decode(spelt).removeprefix(" ") == text
+    spelt = spell(token_map, tokenizer(target)(TEXT, add_special_tokens=False).input_ids)
+    assert tokenizer(draft).decode(spelt).removeprefix(" ") == TEXT
 
 
 def test_longest_match_and_bytes_that_nothing_covers():
@@ -122,29 +113,20 @@ def test_longest_match_and_bytes_that_nothing_covers():
 def test_special_tokens_meet_added_tokens_of_the_same_content_only():
     target = byte_level(special=("<|end|>", "<|im_start|>", "q", "<x>"))
     draft = byte_level(500, special=("<pad>", "<|end|>"), added=["<x>"])
-    token_map, theirs = between(target, draft), draft.get_vocab()
-    spelt = {
-        token: spell(token_map, [target.get_vocab()[token]])
-        for token in ("<|end|>", "<|im_start|>", "q", "<x>")
-    }
-    assert spelt == {
-        "<|end|>": [theirs["<|end|>"]],
-        "<|im_start|>": [],
-        "q": [],
-        "<x>": [theirs["<x>"]],
-    }
+    token_map, own, theirs = between(target, draft), target.get_vocab(), draft.get_vocab()
+    for shared in ("<|end|>", "<x>"):
+        assert spell(token_map, [own[shared]]) == [theirs[shared]]
+    for other in ("<|im_start|>", "q"):
+        assert spell(token_map, [own[other]]) == []
     assert b"q" in bytes_of(draft).text.values()
 
 
 def test_a_byte_token_gives_way_to_the_plain_one(tokenizer):
     target, draft = tokenizer("byte level"), tokenizer("sentencepiece")
-    token_map, ids = between(target, draft), draft.get_vocab()
-    assert (
-        spell(token_map, [target.get_vocab()["A"]]) == [ids["A"]]
-        and ids["<0x41>"] not in token_map.draft_ids
-    )
+    token_map, ids, own = between(target, draft), draft.get_vocab(), target.get_vocab()["A"]
+    assert spell(token_map, [own]) == [ids["A"]] and ids["<0x41>"] not in token_map.draft_ids
     back = between(draft, target)
-    assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [target.get_vocab()["A"]]
+    assert spell(back, [ids["<0x41>"]]) == spell(back, [ids["A"]]) == [own]
 
 
 def test_the_opening_is_the_drafts_unless_the_target_writes_it(tokenizer):
@@ -163,15 +145,13 @@ def test_rows_are_the_list_version(tokenizer, opening):
         ids = torch.randint(0, token_map.vocab_size, shape, generator=generator)
         counts = torch.randint(0, shape[1] + 1, shape[:1], generator=generator)
         begins = torch.rand(shape[0], generator=generator) < 0.5
-        hidden = ids.masked_fill(
-            torch.arange(shape[1]) >= counts[:, None], -1
-        )  # padding may be anything
+        padding = torch.arange(shape[1]) >= counts[:, None]
+        hidden = ids.masked_fill(padding, -1)  # which may be anything
         spelt, lengths = token_map.spell_rows(hidden, counts, begins)
         assert spelt.shape == (shape[0], max([1, *lengths.tolist()]))
         for row, count, start, got, length in zip(ids, counts, begins, spelt, lengths):
-            expected = token_map.opening_ids.tolist() * bool(start and count) + spell(
-                token_map, row[:count].tolist()
-            )
+            expected = token_map.opening_ids.tolist() if start and count else []
+            expected += spell(token_map, row[:count].tolist())
             assert got[:length].tolist() == expected and (got[length:] == 0).all()
 
 
@@ -206,24 +186,22 @@ def test_a_damaged_file_is_refused_by_its_path(tokenizer, tmp_path, change):
     assert error.value.where == str(tmp_path / FILE)
 
 
-def _tokenizer(decoder=None, pre_tokenizer=None, model=None):
+def _tokenizer(model=None, **parts):
     tokenizer = Tokenizer(model or models.BPE())
-    if decoder:
-        tokenizer.decoder = decoder
-    if pre_tokenizer:
-        tokenizer.pre_tokenizer = pre_tokenizer
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize(
     "draft",
     [
-        _tokenizer(decoders.ByteLevel(), model=models.BPE(end_of_word_suffix="</w>")),
+        _tokenizer(models.BPE(end_of_word_suffix="</w>"), decoder=decoders.ByteLevel()),
         _tokenizer(),  # no sign for a space
-        _tokenizer(decoders.CTC()),
-        _tokenizer(decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])),
-        _tokenizer(decoders.ByteLevel(), pre_tokenizers.Metaspace()),
-        _tokenizer(decoders.Metaspace(), pre_tokenizers.ByteLevel()),
+        _tokenizer(decoder=decoders.CTC()),
+        _tokenizer(decoder=decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])),
+        _tokenizer(decoder=decoders.ByteLevel(), pre_tokenizer=pre_tokenizers.Metaspace()),
+        _tokenizer(decoder=decoders.Metaspace(), pre_tokenizer=pre_tokenizers.ByteLevel()),
     ],
 )
 def test_tokens_whose_text_cannot_be_established_are_refused(tokenizer, draft):

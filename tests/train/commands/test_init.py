@@ -13,7 +13,8 @@ from draftsmith.speculators.registry import FAMILIES
 from draftsmith.train.data.packing import knows_thinking
 from draftsmith.train.recipe.load import load_recipe
 from tests.quickstart_data import source
-from tests.train.test_cli import TOKENIZER, call, refused
+from tests.support.targets import TOKENIZER
+from tests.train.test_cli import call, refused
 
 THINKING = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

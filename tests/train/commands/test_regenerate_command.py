@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections import Counter
@@ -15,29 +16,26 @@ from draftsmith.inference import LLM
 from draftsmith.train.commands.options import parse_part
 from tests.quickstart_data import source as quickstart
 from tests.support.forked import PythonProcess
-from tests.train.test_cli import TOKENIZER, call, refused
+from tests.support.targets import save_target
+from tests.train.test_cli import call, refused
 
 
 @pytest.fixture
-def recipe(tmp_path, tiny_model):
+def recipe(tmp_path):
     """A recipe file whose target lies on the disk, and ends its turns now and then."""
-    model = tiny_model("qwen3", vocab_size=4096, max_position_embeddings=512)
-    model.generation_config.eos_token_id = list(range(0, 4096, 9))
-    model.save_pretrained(tmp_path / "target")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "target" / name).write_bytes((TOKENIZER / name).read_bytes())
+    target = save_target(tmp_path / "target", eos_token_id=list(range(0, 4096, 9)))
     path = tmp_path / "x.yaml"
     tree = {
         "name": "x",
         "output_dir": str(tmp_path / "run"),
-        "target": {"model": str(tmp_path / "target")},
+        "target": {"model": str(target)},
         "data": {
             "train": [quickstart("train", 60)],
             "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },
         "regenerate": {"turns": "all", "max_new_tokens": 12, "batch_size": 4},
-        "evaluation": {"max_tokens": 8},
+        "evaluation": {"max_tokens": 8, "top_k": 20, "temperatures": [0.0, 0.7]},
     }
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -71,11 +69,17 @@ def test_a_kill_loses_the_responses_in_flight_and_no_other(recipe, serving, tmp_
 
     code, output = call("regenerate", recipe, *overrides)
     assert code == 0, output
-    assert f"{len(kept)} reused" in output and "responses:" in output
+    reused = re.findall(r"(\d+) reused", output)  # to train on, held out
+    assert sum(map(int, reused)) == len(kept) and "responses:" in output
     assert call("regenerate", recipe, f"regenerate.cache_dir={whole}")[0] == 0
     assert stored(folder) == stored(whole) and kept.items() <= stored(whole).items()
     record = json.loads((tmp_path / "run" / "regeneration.json").read_text())
-    assert len(record) == 2 and str(tmp_path) not in json.dumps(record)  # no address, no folder
+    assert str(tmp_path) not in json.dumps(record)  # no address, no folder
+    # texts that are held out are written as the report samples, not as those to train on
+    sampling = sorted((entry["max_new_tokens"], entry["top_k"]) for entry in record.values())
+    assert sampling == [(8, 20), (12, 0)]
+    counts = sorted(entry["account"]["requested"] for entry in record.values())
+    assert counts[0] == 2 * 6  # the same prompts at both temperatures
 
 
 def test_parts_are_numbered_from_one(recipe):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -17,29 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.packing import (
-    TokenRow,
-    collate,
-    pack,
-    prepare_rows,
-)
+from draftsmith.train.data.packing import TokenRow, collate, pack, prepare_rows
 from draftsmith.train.data.sources import Example, parse_row
 
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<bos>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-]
+SPECIAL = "<|im_start|> <|im_end|> <s> </s> [INST] [/INST] <|begin_of_text|> <|eot_id|>".split()
+SPECIAL += "<|start_header_id|> <|end_header_id|> <bos> <start_of_turn> <end_of_turn>".split()
 
 # ChatML whose markers leave the end-of-turn token out, as many published templates do.
 CHATML_MARKED = (
@@ -155,16 +137,6 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_every_assistant_turn_and_its_end_are_supervised_and_nothing_else(tokenizer, style):
-    template, form = STYLES[style]
-    answers = ["fine, thanks.\n\nAnd you?", "I see: 2 + 2 = 4", "bye"]
-    example = chat("hello", answers[0], "what is 2 + 2?", answers[1], "bye\n", answers[2])
-    (row,) = rows_of(tokenizer, template, example)
-    assert supervised(tokenizer, row) == [form.format(answer) for answer in answers]
-    assert row.loss_mask[-1], "what follows the last end-of-turn token is not part of the row"
-
-
 @pytest.mark.parametrize("style", ["chatml-marked", "llama3"])
 def test_system_prompt_and_unanswered_last_question_are_context_only(tokenizer, style):
     template, form = STYLES[style]
@@ -179,12 +151,16 @@ words = (
 )
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(words, words), min_size=1, max_size=4), st.sampled_from(sorted(STYLES)))
-def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, pairs, style):
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=8, deadline=None)
+@given(pairs=st.lists(st.tuples(words, words), min_size=1, max_size=4))
+@example(pairs=[("hello", "fine, thanks.\n\nAnd you?"), ("2 + 2?\n", "2 + 2 = 4")])
+def test_property_masked_text_is_the_answers_plus_end_marker(tokenizer, style, pairs):
+    """And what follows the last end-of-turn token is no part of the row."""
     template, form = STYLES[style]
     (row,) = rows_of(tokenizer, template, chat(*(text for pair in pairs for text in pair)))
     assert supervised(tokenizer, row) == [form.format(answer) for _, answer in pairs]
+    assert row.loss_mask[-1]
 
 
 def test_marks_that_end_inside_a_character_are_completed(tokenizer):

@@ -15,7 +15,8 @@ from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.recipe.load import load_recipe
 from tests.quickstart_data import source as quickstart
 from tests.support.damaged_conversations import damaged
-from tests.train.test_cli import TOKENIZER, call, refused
+from tests.support.targets import TOKENIZER
+from tests.train.test_cli import call, refused
 
 
 @pytest.fixture

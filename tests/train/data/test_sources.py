@@ -218,31 +218,6 @@ def test_limits_weights_and_labels(tmp_path):
     assert weighted == load_sources([Source(path=str(path), limit=4, weight=2.5)])
 
 
-# ------------------------------------------------------------------------------------ rows
-
-
-def test_sharegpt_is_read_as_messages():
-    messages = parse_row({"conversations": _SHAREGPT, "system": "s"}, origin="x").messages
-    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
-
-
-BAD_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "a"}, r"f:1: the row has no messages"),
-        ({"messages": [{"role": "boss", "content": "a"}]}, r"f:1: turn 1 of 1: .*'boss'"),
-        ({"conversations": [{"from": "human"}]}, r"turn 1 of 1 \(user\): value"),
-        ({"messages": [BAD_CALL]}, r"turn 1 of 1: the arguments of f are not JSON"),
-    ],
-)
-def test_malformed_rows_say_what_and_where(row, message):
-    with pytest.raises(BadRow, match=message):
-        parse_row(row, origin="f:1")
-
-
 # --------------------------------------------------------------------------------- which are used
 
 

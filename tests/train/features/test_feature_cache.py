@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -28,30 +27,17 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
-from tests.support.forked import PythonProcess
 from tests.support.models import make_tiny_model
-from tests.support.training import (
-    make_rows,
-)
+from tests.support.training import make_rows
 
 TAPS = (1, 2, 3)
 SHARD = 6000  # bytes: some texts
 
 
 def make_key(encoding: str = "exact", **changes) -> CacheKey:
-    fields = dict(
-        target="t",
-        weights="w",
-        config="c",
-        tokenizer="v",
-        template="m",
-        hidden_size=32,
-        taps=TAPS,
-        dtype="float32",
-        engine="draftsmith",
-        encoding=encoding,
-    )
-    return CacheKey(**(fields | changes))
+    names = dict(target="t", weights="w", config="c", tokenizer="v", template="m")
+    how = dict(dtype="float32", engine="draftsmith", encoding=encoding)
+    return CacheKey(**names | how | {"hidden_size": 32, "taps": TAPS} | changes)
 
 
 def write(
@@ -228,55 +214,19 @@ def test_what_a_killed_writer_left_is_ignored_and_removed(written, tmp_path):
     assert not torn.exists() and alive.exists()
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from tests.support.models import make_tiny_model
-from draftsmith.speculators.target.frozen_target import FrozenTarget
-from tests.train.features.test_feature_cache import SHARD, TAPS, make_key, make_rows
-from draftsmith.train.features.cache import FeatureCache, ShardWriter, texts_of
-from draftsmith.train.features.row_features import RowFeatures
-number, of = int(sys.argv[2]), int(sys.argv[3])
-rows, cache = make_rows()[number::of], FeatureCache(Path(sys.argv[1]), make_key()).scan()
-source = RowFeatures(FrozenTarget(make_tiny_model("llama"), TAPS), rows)
-print("ready", flush=True)
-with ShardWriter(cache, SHARD) as writer:
-    for index, row in enumerate(rows):
+def test_a_writer_that_was_killed_beside_another_and_runs_again(target, rows, tmp_path):
+    """Between them every text is there once, and the target is asked for the rest alone."""
+    killed = ShardWriter(FeatureCache(tmp_path, make_key()), 7 * SHARD)
+    source = RowFeatures(target, rows)
+    for index in range(0, len(rows), 2):  # and it never comes to its last shard
         taps, last_hidden = source.made(index)
-        for text, place in texts_of(row):
-            if text not in cache:
-                writer.add(text, taps[place], last_hidden[place])
-                print(writer.tokens, flush=True)
-                sys.stdin.readline()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_one_killed_and_run_again(target, rows, tmp_path):
-    """Between them, and after a kill -9, every text is there once, and the target is asked for the
-    rest alone."""
-
-    def start(number: int) -> PythonProcess:
-        return PythonProcess("-c", SCRIPT, tmp_path, number, 2)
-
-    first, second = start(0), start(1)
-    assert first.stdout.readline() == "ready\n"
-    while (
-        first.stdout.readline() == "0\n"
-    ):  # until a shard is on the disk and a text is waiting for the next
-        first.stdin.write("\n")
-        first.stdin.flush()
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    second.communicate("\n" * 99)
-    assert second.returncode == 0
-    lost = missing(FeatureCache(tmp_path, make_key()).scan(), rows)
+        for text, place in texts_of(rows[index]):
+            killed.add(text, taps[place], last_hidden[place])
+    write(FeatureCache(tmp_path, make_key()), rows[1::2], target)
+    cache = FeatureCache(tmp_path, make_key()).scan()
     whole = {text for row in rows for text, _ in texts_of(row)}
-    assert 0 < len(lost) < len(whole)
-    again = start(0)
-    again.communicate("\n" * 99)
+    assert 0 < len(missing(cache, rows)) < len(whole) / 2
+    write(cache, rows[::2], target)
     cache = FeatureCache(tmp_path, make_key()).scan()
     stored = [name for path in cache.shards for name in load_file(path) if name.endswith("taps")]
     assert sorted(stored) == sorted(f"{text.hex()}.taps" for text in whole)

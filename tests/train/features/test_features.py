@@ -7,9 +7,7 @@ import torch
 
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
-from tests.support.training import (
-    make_rows,
-)
+from tests.support.training import make_rows
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from draftsmith.inference import LLM
-from draftsmith.inference.bench.load import measure as bench
-from draftsmith.inference.bench.load import prepare
-from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.bench.bench_options import BenchOptions
+from draftsmith.inference.bench.load_generator import measure as bench
+from draftsmith.inference.bench.load_generator import prepare
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, DataError
 from draftsmith.train.pipeline.acceptance_stage import (

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions, child_environment
 from draftsmith.inference.vllm_python import PYTHON
 from draftsmith.speculators.errors import ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline import acceptance_stage
-from draftsmith.train.pipeline.acceptance_stage import Engines, engines_of, gate_bounds
+from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
 from draftsmith.train.pipeline.run import require_abilities, run
 from draftsmith.train.recipe.recipe import make_recipe
 from tests.quickstart_data import source as quickstart
@@ -37,8 +38,9 @@ def test_without_vllm_a_run_is_measured_here_alone_unless_a_gate_needs_it(monkey
     """The gate stops it before it trains."""
     monkeypatch.setenv(PYTHON, "/nowhere/python")
     said: list[str] = []
-    assert engines_of(recipe(), said.append) == Engines() and not said
-    assert engines_of(recipe(**BOTH), said.append) == Engines() and len(said) == 1
+    ours = {"draftsmith": RuntimeEngine}
+    assert engines_of(recipe(), said.append) == ours and not said
+    assert engines_of(recipe(**BOTH), said.append) == ours and len(said) == 1
     with pytest.raises(ConfigError, match=PYTHON):
         engines_of(recipe(engines=["vllm"]))
     written = tmp_path / "recipe.yaml"
@@ -80,8 +82,9 @@ def test_engines_of_a_recipe_have_its_options(monkeypatch) -> None:
     monkeypatch.setattr(acceptance_stage, "vllm_python", lambda: "python of vLLM")
     section = {"options": {"tensor_parallel_size": 2}, "speculative_config": {"x": 1}}
     engines = engines_of(recipe(**BOTH, vllm=section))
-    assert engines.vllm == VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
-    assert engines.ours and not engines_of(recipe(engines=["vllm"])).ours
+    vllm = VllmOptions("python of vLLM", {"tensor_parallel_size": 2}, {"x": 1})
+    assert engines == {"draftsmith": RuntimeEngine, "vllm": vllm}
+    assert list(engines_of(recipe(engines=["vllm"]))) == ["vllm"]
 
 
 def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model) -> None:

@@ -4,16 +4,13 @@ the figure is."""
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.train.data.sources import Example
-from draftsmith.train.pipeline import data_stage as run_data
-from draftsmith.train.pipeline.data_stage import DataStage, workloads_in_turn
+from draftsmith.train.pipeline.data_stage import workloads_in_turn
 from draftsmith.train.pipeline.run import held_out_evaluation
-from draftsmith.train.recipe import recipe as recipe_module
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.regeneration.store import Response
 from tests.support.cases import Case, make
@@ -78,33 +75,6 @@ def test_what_is_expected_is_what_the_runtime_does_under_the_reports_filters() -
     assert (
         abs(results["expected_acceptance_length"] - measured) < 4 * error
     )  # without the filters it lies 0.1 off
-
-
-def test_held_out_texts_are_written_as_the_report_samples(monkeypatch) -> None:
-    """Not as those to train on: other temperatures, filters and lengths."""
-    built = recipe(
-        regenerate={"top_p": 0.5, "top_k": 3},
-        evaluation={"top_p": 0.9, "top_k": 20, "max_tokens": 7, "temperatures": [0.0, 0.7]},
-        training={"steps": 1},
-    )
-    asked = {}
-    monkeypatch.setattr(recipe_module, "EVAL_TEXTS", 5)
-
-    def responses(name, examples, temperatures=None, **changed):
-        asked["section"] = built.regenerate.model_copy(update=changed)
-        return [Response("w", (i,), (1,), t, 0) for i, t in enumerate(temperatures)]
-
-    monkeypatch.setattr(run_data, "load_sources", lambda *_, **__: [example("w")] * 9)
-    monkeypatch.setattr(run_data, "askable", lambda examples, *_: examples)
-    data: Any = DataStage.__new__(DataStage)
-    data.recipe, data.tokenizer, data.folder, data.stage = built, None, None, ""
-    data._responses, data._say = responses, lambda text: None
-    texts_by_t, section = data.held_out(), asked["section"]
-    assert (section.top_p, section.top_k, section.max_new_tokens) == (0.9, 20, 7)
-    assert {t: len(texts) for t, texts in texts_by_t.items()} == {
-        0.0: 3,
-        0.7: 3,
-    }  # 5 texts, the same prompts at both
 
 
 def test_a_budget_of_texts_is_shared_by_the_workloads() -> None:

@@ -116,14 +116,8 @@ def metadata(card: bytes) -> dict:
     return ModelCard(card.decode()).data.to_dict()
 
 
-ALL = {
-    "README.md",
-    "acceptance.json",
-    "config.json",
-    "model.safetensors",
-    "recipe.yaml",
-    "report.html",
-}
+OWN = {"README.md", "config.json", "model.safetensors"}
+ALL = OWN | {"acceptance.json", "recipe.yaml", "report.html"}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,7 +161,8 @@ def test_a_card_beside_the_drafter_is_sent_as_it_is(copy, tmp_path):
 # the card
 
 
-def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
+def test_the_card_names_the_target_the_data_and_the_report(run, tmp_path):
+    """Its figures: tests/inference/report/test_model_card.py."""
     files = staged(run, tmp_path / "staged", base_model="org/target", license="apache-2.0")
     card, fields = files["README.md"], json.loads(files["config.json"])
     assert fields["draftsmith"]["target"]["name_or_path"] == "org/target"
@@ -176,28 +171,10 @@ def test_the_card_states_the_report_and_nothing_else(run, tmp_path):
     assert provenance.drafter_config == fields
     data, report = metadata(card), load_report(run / "acceptance.json")
     assert data["base_model"] == "org/target" and data["license"] == "apache-2.0"
-    assert data["datasets"] == ["org/conversations"]
-    stated = {
-        (
-            result["dataset"]["type"],
-            result["dataset"]["args"]["temperature"],
-            metric["type"],
-        ): metric["value"]
-        for result in data["model-index"][0]["results"]
-        for metric in result["metrics"]
-    }
-    expected = {}
-    for cell in report.results:
-        expected[cell.workload, cell.temperature, "acceptance_length"] = cell.acceptance_length
-        if cell.speedup_vs_autoregressive:
-            expected[cell.workload, cell.temperature, "speedup"] = (
-                cell.speedup_vs_autoregressive.value
-            )
-    assert stated == pytest.approx(expected, abs=1e-4)
+    assert data["datasets"] == ["org/conversations"] and "model-index" in data
     text = card.decode()
     assert "vllm serve org/target" in text and '"model": "org/head"' in text
     assert f"{report.cell('all', 0.0).acceptance_length:.2f}" in text and "prompts.jsonl" in text
-    assert "Not measured:" in text
     # an eagle3 head whose config.json does not name its taps in SGLang's field would be served with
     # others
     assert "sglang" not in text.lower().replace("vllm and sglang: the results", "")

@@ -3,14 +3,13 @@ only what cannot fit is refused."""
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.speculators.registry import family_class
@@ -18,7 +17,6 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.planner import devices
 from draftsmith.train.planner.devices import DEVICES
 from draftsmith.train.planner.plan import (
-    Stage,
     active_parameters,
     forward_flops,
     make_plan,
@@ -27,10 +25,11 @@ from draftsmith.train.planner.plan import (
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer import checkpoint
-from draftsmith.train.trainer.optimizers import make_optimizer, optimizers_in
+from draftsmith.train.trainer.optimizers import make_optimizers
 from tests.quickstart_data import source as quickstart
+from tests.support.targets import save_target
 from tests.train.recipe.test_real_recipes import RECIPES, local_recipe
-from tests.train.test_cli import TOKENIZER, call, refused
+from tests.train.test_cli import call, refused
 
 FAMILIES = {
     "eagle": {"unroll_steps": 2},
@@ -47,15 +46,8 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_model) -> Path:
-    """A tiny target with a tokenizer."""
-    path = tmp_path_factory.mktemp("target")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / name, path)
-    tiny_model(
-        "qwen3", vocab_size=4096, max_position_embeddings=512, eos_token_id=2, head_dim=8
-    ).save_pretrained(path)
-    return path
+def folder(tmp_path_factory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"), head_dim=8)
 
 
 def tree(folder: Path, family: str = "eagle3", **training) -> dict:
@@ -78,44 +70,35 @@ def recipe_file(tmp_path, folder) -> Path:
     return path
 
 
-def drafter_of(plan: Stage, folder: Path, family: str):
-    """The drafter with weights, ready to train, and its target."""
-    target = FrozenTarget.from_pretrained(str(folder), tap_layers=plan.drafter.tap_layers)
-    drafter = family_class(family)(plan.drafter).attach(target)
-    drafter.initialise_from(target, plan.recipe.drafter)
-    return drafter.prepare_training(plan.recipe.drafter), target
-
-
-def tensor_bytes(path: Path) -> int:
-    with safe_open(path, "pt") as file:
-        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, optimizer", [("eagle3", "adamw"), *((family, "muon") for family in FAMILIES)]
 )
 def test_bytes_held_are_exact(family, optimizer, folder, tmp_path):
     plan = make_stage(make_recipe(tree(folder, family, optimizer=optimizer)))
-    drafter, target = drafter_of(plan, folder, family)
-    parameters = drafter.trainable_parameters()
-    stepped = make_optimizer(drafter, plan.recipe.training)
+    target = FrozenTarget.from_pretrained(str(folder), tap_layers=plan.drafter.tap_layers)
+    drafter = family_class(family)(plan.drafter).attach(target)
+    drafter.initialise_from(target, plan.recipe.drafter)
+    parameters = drafter.prepare_training(plan.recipe.drafter).trainable_parameters()
+    optimizers = make_optimizers(drafter, plan.recipe.training)
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    stepped.step()
-    states = [
-        t
-        for part in optimizers_in(stepped)
-        for values in part.state.values()
-        for t in values.values()
-        if torch.is_tensor(t) and t.ndim  # AdamW's step counts aside
-    ]
+    states: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        optimizer.step()
+        states += [t for values in optimizer.state.values() for t in values.values()]
     held = plan.held
     assert held["target's weights"] == sum(p.nbytes for p in target.parameters())
     assert held["gradients"] == sum(p.grad.nbytes for p in parameters)
-    assert plan.optimizer_bytes == sum(t.nbytes for t in states)
+    # AdamW's step counts aside
+    assert plan.optimizer_bytes == sum(t.nbytes for t in states if t.ndim)
     checkpoint.save_best(tmp_path, drafter)
-    assert held["drafter's weights"] == tensor_bytes(tmp_path / "best" / "drafter.safetensors")
+    saved = load_file(tmp_path / "best" / "drafter.safetensors").values()
+    assert held["drafter's weights"] == sum(tensor.nbytes for tensor in saved)
+    batch = torch.randint(5, 4096, (1, 7))
+    features = target.features(batch, torch.arange(7)[None], torch.zeros_like(batch), batch > 0)
+    read = [part for part in (features.taps, features.last_hidden) if part is not None]
+    assert plan.feature_bytes * 7 == sum(part.nbytes for part in read)
 
 
 def test_forward_flops_are_those_that_torch_counts(folder):

@@ -124,7 +124,7 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     """Sections key by key; losses, lists and shares of temperatures as a whole; the name its
     own."""
     base = MINIMAL + (
-        "loss: {forward_kl: 1.0}\ntraining: {steps: 9, seed: 3}\n"
+        "family: eagle3\nloss: {jsd: 1.0}\ntraining: {steps: 9, seed: 3}\n"
         "regenerate: {temperatures: {0.0: 0.5, 1.0: 0.5}, top_k: 4}\n"
     )
     (tmp_path / "base.yaml").write_text(base)
@@ -139,6 +139,8 @@ def test_a_recipe_extends_another(recipe_file, tmp_path):
     assert (recipe.regenerate.temperatures, recipe.regenerate.top_k) == ({1.0: 1.0}, 4)
     assert [source.path for source in recipe.data.train] == ["mine.jsonl"]
     assert recipe.data.validation[0].path == "held-out.jsonl"
+    other = "extends: ../base.yaml\nname: mine\nfamily: medusa\n"
+    assert load_recipe(recipe_file(other)).loss == {"forward_kl": 1.0}  # the family's
     for text, where in (
         ("extends: x.yaml\n", "recipes/x.yaml"),
         ("extends: none.yaml\n", "recipes/none.yaml"),

@@ -15,7 +15,7 @@ from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.recipe.sections import SHORT_RUN
 from tests.quickstart_data import DATA
 from tests.support.cases import CASES, make
-from tests.support.recipes import recipe_of
+from tests.support.training import recipe_of
 
 TARGET = DATA.parent / "target"
 

@@ -95,7 +95,7 @@ def test_the_targets_own_weights_do_not_move_and_the_loss_falls(tiny_model, tmp_
 
 def test_the_heads_rate_is_a_multiple_and_their_weight_grows(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, head_lr_multiplier=5.0)
-    heads, adapter = trainer.optimizer.param_groups
+    heads, adapter = trainer.optimizers[0].param_groups
     assert heads["peak_lr"] == pytest.approx(5 * adapter["peak_lr"])
     joint = trainer.joint
     assert joint.heads_weight(0.0) == 0.0 and joint.heads_weight(1.0) == pytest.approx(0.2)

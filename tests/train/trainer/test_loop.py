@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.trainer import checkpoint
-from draftsmith.train.trainer.optimizers import learning_rate, optimizers_in
+from draftsmith.train.trainer.optimizers import learning_rate
 from draftsmith.train.trainer.trainer import (
     EXPECTED,
     MAX_SKIPPED,
     Diverged,
+    Interrupted,
     Trainer,
 )
-from tests.support.forked import PythonProcess
 from tests.support.training import (
     assert_equal,
     cut_off,
     make_recipe,
-    make_rows,
     make_trainer,
     weights,
 )
@@ -46,11 +44,16 @@ def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
 @pytest.mark.slow
 def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, optimizer, stop_after):
     """A run that dies after any step and is started again ends bit for bit like one that was left
-    alone."""
+    alone; so does one that is asked to stop, which saves itself first."""
     recipe = make_recipe(optimizer=optimizer)
     whole = make_trainer(tiny_model, tmp_path / "whole", recipe)
     whole.run()
     cut_off(make_trainer(tiny_model, tmp_path / "broken", recipe), stop_after)
+    asked = make_trainer(tiny_model, tmp_path / "broken", recipe)
+    with pytest.raises(Interrupted):
+        asked.run(lambda share, note: os.kill(os.getpid(), signal.SIGTERM))
+    newest = checkpoint.latest(tmp_path / "broken")
+    assert newest == checkpoint.step_folder(tmp_path / "broken", asked.state.step)
     again = make_trainer(tiny_model, tmp_path / "broken", recipe)
     state = again.run()
     assert_equal(weights(whole), weights(again))
@@ -58,73 +61,15 @@ def test_killed_anywhere_ends_with_the_same_weights(tiny_model, tmp_path, optimi
     assert [r["loss"] for r in state.history] == [r["loss"] for r in whole.state.history]
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-from tests.support.models import make_tiny_model
-from tests.support.training import make_recipe, make_trainer
-torch.set_num_threads(1)
-recipe = make_recipe(steps=30, save_every=3)
-trainer = make_trainer(make_tiny_model, Path(sys.argv[1]), recipe)
-print("ready", flush=True)
-trainer.run(lambda share, note: (print("step", flush=True), time.sleep(0.01)))
-"""
-
-
-def start(folder: Path) -> PythonProcess:
-    return PythonProcess("-c", SCRIPT, folder)
-
-
-def steps_seen(process: PythonProcess, count: int) -> None:
-    for _ in range(count + 1):
-        assert process.stdout.readline(), "the training process ended early"
-
-
-@pytest.mark.slow
-def test_kill_9_and_sigterm_then_rerun(tmp_path):
-    """The same through real processes: kill -9, then SIGTERM (exits after saving), then to the
-    end."""
-    whole = start(tmp_path / "whole")
-    broken = start(tmp_path / "broken")
-    steps_seen(broken, 7)
-    broken.kill()
-    broken.wait()
-    broken = start(tmp_path / "broken")
-    steps_seen(broken, 4)
-    broken.send_signal(signal.SIGTERM)
-    broken.stdout.read()
-    assert broken.wait() != 0
-    before = checkpoint.latest(tmp_path / "broken")
-    broken = start(tmp_path / "broken")
-    broken.stdout.read()
-    whole.stdout.read()
-    assert broken.wait() == 0 and whole.wait() == 0 and before is not None
-    ends = [
-        load_file(checkpoint.latest(tmp_path / name) / "drafter.safetensors")
-        for name in ("whole", "broken")
-    ]
-    assert_equal(*ends)
-
-
 def test_accumulation_equals_one_large_batch(tiny_model, tmp_path):
     """Two micro-batches of two rows give the gradient of one batch of four: every valid term counts
     once."""
-    rows = make_rows()
-    one = make_trainer(tiny_model, tmp_path / "one", make_recipe(batch_size=4, steps=3), rows)
-    two = make_trainer(
-        tiny_model,
-        tmp_path / "two",
-        make_recipe(batch_size=2, gradient_accumulation_steps=2, steps=3),
-        rows,
-    )
     gradients = []
-    for trainer in (one, two):
-        trainer.optimizer.step = lambda: (
-            None
-        )  # look at the gradient, not at what Adam makes of its sign
-        trainer.optimizer.zero_grad = lambda set_to_none: None
+    for sizes in ({"batch_size": 4}, {"batch_size": 2, "gradient_accumulation_steps": 2}):
+        trainer = make_trainer(tiny_model, tmp_path, make_recipe(**sizes))
+        (optimizer,) = trainer.optimizers
+        optimizer.step = lambda: None  # look at the gradient, not at what Adam makes of its sign
+        optimizer.zero_grad = lambda set_to_none: None
         record, _ = trainer.step(0.5).read(len(trainer.depth_weights))
         gradients.append(
             [record["loss"], record["grad_norm"], *(p.grad.clone() for p in trainer.parameters)]
@@ -188,7 +133,7 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing(
     seen = {}
 
     def look(share, note):
-        states = [part.state_dict()["state"] for part in optimizers_in(trainer.optimizer)]
+        states = [part.state_dict()["state"] for part in trainer.optimizers]
         seen[trainer.state.step] = copy.deepcopy(
             weights(trainer)
             | {
@@ -203,7 +148,7 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing(
     assert [r["step"] for r in state.history if r.get("skipped")] == [3, 5, 6]
     for step in (3, 5, 6):
         assert_equal(seen[step - 1], seen[step])
-    adam = len(optimizers_in(trainer.optimizer)) - 1
+    adam = len(trainer.optimizers) - 1
     for name in ("fc.weight", f"{adam}.0.step"):
         assert not torch.equal(seen[6][name], seen[7][name])
     assert json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())["skipped"] == 3
@@ -277,7 +222,7 @@ def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_mod
     recipe = recipe.model_copy(update={"position_weights": {"d_pace": 0.5}})
     trainer = make_trainer(tiny_model, tmp_path, recipe)
     micro = trainer.step_rows.of(0)[0]
-    rows = trainer.chosen(micro)
+    rows = [trainer.order[place] for place in micro.places]
     features = trainer.features.of(rows, trainer.features.batch(rows))
     steps = list(trainer.module.unroll(features, 3))
     labels = features.input_ids.flatten().roll(-1)

@@ -10,6 +10,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.lookahead import (
     JacobiWindow,
+    LookaheadOptions,
     LookaheadProposer,
     NgramPool,
     merged,
@@ -31,14 +32,14 @@ def sensitive(tiny_model):
     return tiny_model("qwen3", vocab_size=24, max_position_embeddings=LIMIT, initializer_range=0.5)
 
 
-def proposer_of(columns, ngram_size, guesses=4, from_prompt=False, most=None) -> LookaheadProposer:
-    return LookaheadProposer(
-        most or guesses * (ngram_size - 1),
-        window_size=columns,
-        ngram_size=ngram_size,
-        num_guesses=guesses,
-        pool_from_prompt=from_prompt,
-    )
+def proposer_of(columns, ngram_size, guesses=4, from_prompt=False) -> LookaheadProposer:
+    return LookaheadOptions(
+        method="lookahead",
+        lookahead_window_size=columns,
+        lookahead_ngram_size=ngram_size,
+        lookahead_num_guesses=guesses,
+        lookahead_pool_from_prompt=from_prompt,
+    ).make_proposer()
 
 
 def request_of(prompt, length=LIMIT) -> Request:
@@ -95,23 +96,28 @@ class Published:
 
 
 @pytest.mark.parametrize(("columns", "ngram_size"), SIZES)
-def test_window_and_pool_are_those_of_the_published_algorithm(columns, ngram_size, sensitive):
+def test_window_and_pool_are_those_of_the_published_algorithm(
+    columns, ngram_size, sensitive, monkeypatch
+):
     proposer, published = proposer_of(columns, ngram_size, guesses=2), []
+    see_logits = proposer.see_logits
 
-    def compare(requests, proposal, tokens):
+    def compare(requests, proposal, logits):
+        see_logits(requests, proposal, logits)
         text = list(requests[0].token_ids)  # that the round began with
         if not published:
             level = JacobiWindow(text, columns, ngram_size).levels[0]
             published.append(Published(sensitive, level, columns, ngram_size, 2))
         published[0].step(text)
-        window, pool = proposer._rows[0].window, proposer._rows[0].pool
+        window, pool = proposer.rows[0].window, proposer.rows[0].pool
         assert window.levels == published[0].levels
         assert {first: list(rest) for first, rest in pool._known.items()} == published[0].pool
 
-    llm = make_llm(sensitive, proposer=proposer, max_model_len=LIMIT, on_round=compare)
+    monkeypatch.setattr(proposer, "see_logits", compare)
+    llm = make_llm(sensitive, proposer=proposer, max_model_len=LIMIT)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm.generate({"prompt_token_ids": [1, 2, 3, 4, 5, 2, 3]}, params, False)
-    levels = proposer._rows[0].window.levels if proposer._rows else published[0].levels
+    levels = proposer.rows[0].window.levels if proposer.rows else published[0].levels
     assert list(map(len, levels)) == [columns - 1] + [columns] * (ngram_size - 2)
 
 

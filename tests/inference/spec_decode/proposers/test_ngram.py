@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex, NgramProposer
+from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex, NgramOptions
 
 
 def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
@@ -60,7 +60,8 @@ def request(tokens):
 
 
 def test_rows_have_their_own_counts_limits_and_survive_moves():
-    proposer = NgramProposer(4, 2, 3)
+    sizes = {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    proposer = NgramOptions(method="ngram", num_speculative_tokens=4, **sizes).make_proposer()
     rows = [request([1, 2, 3, 1, 2]), request([5, 6, 7]), request([8, 9, 8, 9])]
     for row in range(3):
         proposer.reset(row)

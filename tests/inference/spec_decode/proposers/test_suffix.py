@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.proposers.suffix import SuffixProposer
-from draftsmith.inference.spec_decode.proposers.suffix_automaton import SuffixCounts, SuffixStore
-
-DEPTH = 6
+from draftsmith.inference.spec_decode.proposers.suffix import SuffixOptions, SuffixProposer
 
 
-def occurrences(texts, depth=DEPTH) -> Counter:
+def occurrences(texts, depth) -> Counter:
     """How often each pattern of at most `depth` tokens stands in the texts."""
     counts: Counter = Counter()
     for text in texts:
@@ -23,52 +21,6 @@ def occurrences(texts, depth=DEPTH) -> Counter:
             for end in range(start + 1, min(start + depth, len(text)) + 1):
                 counts[tuple(text[start:end])] += 1
     return counts
-
-
-def check_counts(counts: SuffixCounts, texts, vocabulary: int) -> None:
-    """Every pattern that occurs is matched, and led on to its most frequent follower, with the
-    counts' ratio."""
-    expected = occurrences(texts)
-    for pattern, count in expected.items():
-        if len(pattern) == DEPTH:
-            continue
-        state, shortest, longest = counts.matches(pattern)[0]
-        assert shortest <= longest == len(pattern) and counts._count[state] == count, pattern
-        following = {token: expected[(*pattern, token)] for token in range(vocabulary)}
-        tokens, score, _ = counts.follow(state, 1, 0.0)
-        if max(following.values()) == 0:
-            assert tokens == []
-        else:
-            assert following[tokens[0]] == max(following.values())
-            assert score == pytest.approx(following[tokens[0]] / count)
-    assert counts.matches([vocabulary]) == []
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 3, 8])
-def test_counts_of_a_growing_text_are_those_of_counting_by_hand(vocabulary):
-    source = random.Random(vocabulary)
-    counts, text = SuffixCounts(DEPTH), []
-    for _ in range(25):
-        new = [source.randrange(vocabulary) for _ in range(source.randint(1, 4))]
-        if len(text) > 4 and source.random() < 0.3:
-            new = text[source.randrange(len(text) - 3) :][:5]  # a repetition
-        counts.extend(new)
-        text += new
-        check_counts(counts, [text], vocabulary)
-    assert len(counts) <= 2 * len(text)
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 4])
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_store_counts_its_last_texts(vocabulary, most):
-    source = random.Random(7)
-    store, texts = SuffixStore(DEPTH, most), []
-    for _ in range(40):
-        text = [source.randrange(vocabulary) for _ in range(source.randint(0, 12))]
-        texts.append(text)
-        store.add(text)
-        held = len(texts) if len(texts) < 2 * most else most + len(texts) % most
-        check_counts(store.counts, texts[-held:], vocabulary)
 
 
 def by_counting(own, served, options, most) -> list[int]:
@@ -111,23 +63,38 @@ def request(tokens, **options) -> Request:
 OPTIONS = dict(max_tree_depth=12, max_cached_requests=10, max_spec_factor=1.0, min_token_prob=0.1)
 
 
+def proposer_of(**options: Any) -> SuffixProposer:
+    given = {f"suffix_decoding_{name}": value for name, value in (OPTIONS | options).items()}
+    return SuffixOptions(method="suffix", num_speculative_tokens=8, **given).make_proposer()
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"max_spec_factor": 2.5}, {"max_spec_factor": 0.5, "min_token_prob": 0.4}]
+    "options",
+    [
+        {},
+        {"max_spec_factor": 2.5},
+        {"max_spec_factor": 0.5, "min_token_prob": 0.4},
+        {"max_tree_depth": 5, "max_cached_requests": 2, "min_token_prob": 0.0},
+    ],
 )
-def test_drafts_are_those_of_the_definition(options):
+@pytest.mark.parametrize("vocabulary", [2, 10])
+def test_drafts_are_those_of_the_definition(options, vocabulary):
     options = OPTIONS | options
-    source = random.Random(3)
-    proposer, served, drafted = SuffixProposer(8, **options), [], 0
-    for _ in range(6):
-        phrases = [[source.randrange(10) for _ in range(source.randint(2, 7))] for _ in range(4)]
-        row = request([9, 8, 7])
+    source, most = random.Random(3), options["max_cached_requests"]
+    proposer, served, drafted = proposer_of(**options), [], 0
+    for i in range(8):
+        phrases = [
+            [source.randrange(vocabulary) for _ in range(source.randint(2, 7))] for _ in range(4)
+        ]
+        row = request([1, 0])
         proposer.reset(0)
+        held = served[-(i if i < most else most + i % most) :] if i else []
         for _ in range(12):
             row.token_ids += source.choice(phrases + served[-1:])[:9]
             limit = source.randint(1, 9)
             proposal = proposer.propose([row], [limit])
             assert proposal.token_ids[0].tolist() == by_counting(
-                row.token_ids, served, options, min(limit, 8)
+                row.token_ids, held, options, min(limit, 8)
             )
             drafted += proposal.counts[0]
         row.finish("stop")
@@ -143,7 +110,7 @@ def drafts_of(proposer, *requests) -> list[list[int]]:
 
 
 def test_finished_responses_are_remembered_and_forgotten_in_their_order():
-    proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 1})
+    proposer = proposer_of(max_cached_requests=1)
     for token in (20, 30):
         served = request([5, 6])
         proposer.reset(0)
@@ -160,7 +127,7 @@ def test_finished_responses_are_remembered_and_forgotten_in_their_order():
 
 
 def test_rows_keep_their_texts_when_they_move_and_leave():
-    proposer = SuffixProposer(8, **OPTIONS)
+    proposer = proposer_of()
     rows = [request([1, 2, 3, 1, 2]), request([5, 6, 7]), request([8, 9, 8, 9])]
     assert drafts_of(proposer, *rows) == [[3, 1], [], [8, 9]]
     rows[0].token_ids += [51, 52, 53]
@@ -181,7 +148,7 @@ def test_rows_keep_their_texts_when_they_move_and_leave():
 def test_confidence_grows_with_what_was_seen():
     """Of each draft, in (0, 1): surer after three times the same than after once, unsure where the
     counts differ."""
-    proposer = SuffixProposer(8, **OPTIONS | {"max_cached_requests": 0, "min_token_prob": 0.0})
+    proposer = proposer_of(max_cached_requests=0, min_token_prob=0.0)
     confidences = []
     for text in ([1, 2, 3, 9, 1, 2], [1, 2, 3, 9] * 3 + [1, 2], [9, 1, 2, 3, 9, 1, 2, 4, 9, 1, 2]):
         proposer.reset(0)

@@ -1,5 +1,4 @@
-"""Draft models with another tokenizer than their target's: refused, or drafting what both have;
-still lossless."""
+"""Draft models with another tokenizer: refused, or drafting what both have, still lossless."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from draftsmith.speculators.export import export_drafter, load_drafter, read_dra
 from draftsmith.speculators.families.draft_model.model import DraftModel
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.vocab.token_map import FILE, TokenMap
-from tests.speculators.families.draft_model.test_draft_model import same_text, student
-from tests.support.cases import OPT
+from tests.speculators.families.draft_model.test_draft_model import same_text
+from tests.support.cases import OPT, World, student
 from tests.support.chi2 import SMALL_VOCAB, assert_drafts_leave_the_target_its_text
 from tests.support.contract import (
     DEPTHS,
@@ -26,6 +25,7 @@ from tests.support.contract import (
     packed,
     random_rows,
 )
+from tests.support.engines import ids_of
 from tests.support.tokenizers import byte_level, sentencepiece
 
 NOTHING, TWO = 6, 2  # target tokens spelt by nothing, by two draft tokens
@@ -33,8 +33,7 @@ PROMPTS = ["The quick brown fox", "def add(left, right):", "läuft über die 日
 
 
 def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
-    """Target ids 6, 13, … are spelt by nothing, 2, 5, 8, … by two draft tokens; the others are
-    shared."""
+    """Target ids 6, 13, … are spelt by nothing, 2, 5, … by two draft tokens; the rest is shared."""
     place = torch.randperm(draft_vocab, generator=torch.Generator().manual_seed(3)).tolist()
     shared, spellings = {}, []
     for id in range(vocab):
@@ -54,13 +53,9 @@ def made_up_map(vocab: int, draft_vocab: int, opening: list[int]) -> TokenMap:
     )
 
 
-def other_tokens(
-    model: Any, draft_vocab: int, opening: list[int], **config: Any
-) -> tuple[FrozenTarget, Any]:
-    target = FrozenTarget(model)
-    drafter = student(
-        target, 0.1, config={"model_type": "opt", **OPT, "vocab_size": draft_vocab, **config}
-    )
+def other_tokens(model: Any, draft_vocab: int, opening: list[int], **config: Any) -> World:
+    target, config = FrozenTarget(model), {**OPT, "vocab_size": draft_vocab, **config}
+    drafter = student(target, 0.1, config={"model_type": "opt", **config})
     drafter.token_map = made_up_map(target.vocab_size, draft_vocab, opening)
     drafter.config = drafter.config.model_copy(update={"other_tokenizer": True})
     return target, drafter
@@ -75,24 +70,20 @@ def starting_with(row: torch.Tensor, *ids: int) -> torch.Tensor:
 
 @OPENINGS
 def test_unroll_equals_draft(tiny_model, opening) -> None:
-    """Also where a document begins with tokens that are spelt by nothing: the model has read
-    nothing of it then."""
     world = other_tokens(tiny_model("llama"), 90, opening)
     batch = packed([9, 7, 8])
     ids = batch["input_ids"][0]
     ids[:2], ids[9], ids[12], ids[20:23] = NOTHING, 8, 13, NOTHING
-    drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
-    assert_unroll_equals_draft(world, batch, drafted)
+    known = torch.isin(torch.arange(101), world[1].draft_to_target)
+    assert_unroll_equals_draft(world, batch, known)
 
 
 def test_texts_that_are_longer_in_the_draft_models_tokens(tiny_model) -> None:
-    """Learned positions end before the text does; the last one is used again, in training as in
-    drafting."""
     world = other_tokens(tiny_model("llama"), 90, [4], max_position_embeddings=8)
     batch = packed([9, 7])
     batch["input_ids"][0, :6] = 8
-    drafted = torch.zeros(101, dtype=torch.bool).index_fill_(0, world[1].draft_to_target, True)
-    assert_unroll_equals_draft(world, batch, drafted)
+    known = torch.isin(torch.arange(101), world[1].draft_to_target)
+    assert_unroll_equals_draft(world, batch, known)
 
 
 def test_a_token_that_is_spelt_by_nothing_changes_nothing(tiny_model) -> None:
@@ -124,9 +115,8 @@ def test_only_shared_tokens_are_drafted(tiny_model) -> None:
     _, drafter = other_tokens(tiny_model("llama"), 90, [4])
     hidden = torch.randn(3, OPT["hidden_size"])
     whole = drafter.runner.logits(hidden).softmax(-1)[:, drafter.token_map.draft_ids]
-    torch.testing.assert_close(
-        drafter.head(hidden).softmax(-1), whole / whole.sum(-1, keepdim=True)
-    )
+    renormalised = whole / whole.sum(-1, keepdim=True)
+    torch.testing.assert_close(drafter.head(hidden).softmax(-1), renormalised)
 
 
 # ------------------------------------------------------------------ real tokenizers, real folders
@@ -140,9 +130,8 @@ def save(folder: Path, model: Any, tokenizer: Any) -> str:
 
 @pytest.fixture(scope="module")
 def target_folder(tiny_model, tmp_path_factory) -> str:
-    return save(
-        tmp_path_factory.mktemp("target"), tiny_model("llama", vocab_size=408), byte_level(400)
-    )
+    model = tiny_model("llama", vocab_size=408)
+    return save(tmp_path_factory.mktemp("target"), model, byte_level(400))
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +157,6 @@ def test_another_tokenizer_is_refused_with_the_reason(
 def test_an_intersection_drafts_and_is_exported_with_its_map(
     target_folder: str, draft_folder: str, tmp_path
 ) -> None:
-    """The export needs no option: its map says what is drafted. Without the map it is no
-    drafter."""
     llm = same_text(
         LLM(target_folder, speculative_config=drafting(draft_folder, use_heterogeneous_vocab=True)),
         prompts=PROMPTS,
@@ -180,10 +167,7 @@ def test_an_intersection_drafts_and_is_exported_with_its_map(
     assert read_drafter_config(folder) == drafter.config
     again = LLM(target_folder, speculative_config=drafting(folder))
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=5)
-    texts = [
-        [output.outputs[0].token_ids for output in engine.generate(PROMPTS, params, False)]
-        for engine in (llm, again)
-    ]
+    texts = [ids_of(engine.generate(PROMPTS, params, False)) for engine in (llm, again)]
     assert texts[0] == texts[1]
     (folder / FILE).unlink()
     with pytest.raises(CheckpointError, match=FILE):

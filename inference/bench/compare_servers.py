@@ -12,9 +12,14 @@ from statistics import median
 from typing import Any
 
 from draftsmith.inference.bench.advice import advised_lengths
+from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question
-from draftsmith.inference.bench.load import client_at, drafting_counters, measure, without_details
-from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.bench.load_generator import (
+    client_at,
+    drafting_counters,
+    measure,
+    without_details,
+)
 from draftsmith.speculators.errors import ConfigError
 
 OFF = "off"

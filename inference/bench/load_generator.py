@@ -20,8 +20,8 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
+from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question, load_questions
-from draftsmith.inference.bench.options import BenchOptions
 from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 

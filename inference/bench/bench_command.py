@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.inference import flags
-from draftsmith.inference.bench.options import BenchOptions
+from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.report.table import new_table
 from draftsmith.inference.whole_file import check_writable, write_whole
 
@@ -43,8 +43,8 @@ def register(app: typer.Typer) -> None:
 
 def run(given: flags.Values, _: Sequence[str] = ()) -> None:
     """Exit code 1: a request failed."""
-    from draftsmith.inference.bench.compare import compare
-    from draftsmith.inference.bench.load import measure, prepare, without_details
+    from draftsmith.inference.bench.compare_servers import compare
+    from draftsmith.inference.bench.load_generator import measure, prepare, without_details
 
     options, console = flags.validated(BenchOptions, "bench", given), Console()
     compared = options.baseline_url is not None

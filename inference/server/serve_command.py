@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from draftsmith.inference import console, flags
+from draftsmith.inference import flags
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.server.options import (
+from draftsmith.inference.server.real_vllm import vllm_command
+from draftsmith.inference.server.serve_options import (
     SAMPLING_FIELDS,
     ServeFlags,
     read_flags,
     undeclared,
     with_model,
 )
-from draftsmith.inference.server.real_vllm import vllm_command
 from draftsmith.speculators.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_to
 def register(app: typer.Typer) -> None:
     """Adds `serve` to a command line."""
     flags.register(app, "serve", ServeFlags, run, others=True)
-
-
-def main() -> None:
-    """Runs the command with the arguments of this process."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    register(app)
-    console.run(lambda: app(prog_name="draftsmith serve"))
 
 
 def run(given: flags.Values, words: Sequence[str] = ()) -> None:

@@ -1,0 +1,143 @@
+"""The commands that run a recipe or a part of it: `plan`, `regenerate`, `cache-features`, `train`
+and `compare`. Torch is imported when one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.train.commands.options import Overrides, Part, RecipeFile, parse_part
+
+
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Device, such as h100; without it no time is given.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Devices on one host, each a process.")] = 1,
+    examples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Conversations of a training source that is not on this machine."),
+    ] = None,
+) -> None:
+    """Estimate time and memory of a recipe. Exit code 1: target and drafter do not fit."""
+    from draftsmith.train.planner.describe import describe
+    from draftsmith.train.planner.devices import find_device
+    from draftsmith.train.planner.plan import make_plan
+    from draftsmith.train.recipe.load import load_recipe
+
+    device = None if gpu is None else find_device(gpu)
+    estimate = make_plan(load_recipe(recipe, overrides or ()), device, count, examples=examples)
+    describe(estimate)
+    raise typer.Exit(0 if estimate.fits else 1)
+
+
+def regenerate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    part: Part = "1/1",
+    check_target: Annotated[
+        bool,
+        typer.Option("--check-target", help="Load the target here, and compare endpoints with it."),
+    ] = False,
+) -> None:
+    """Write a recipe's responses ahead of its training, at its endpoints if any; again: it goes
+    on."""
+    from accelerate import Accelerator
+
+    from draftsmith.train.pipeline.adapted_target import with_adapted_target
+    from draftsmith.train.pipeline.data_stage import DataStage
+    from draftsmith.train.pipeline.progress import Stages
+    from draftsmith.train.pipeline.run import load_target
+    from draftsmith.train.recipe.load import load_recipe
+
+    own_part, checked = parse_part(part), load_recipe(recipe, overrides or ())
+    stages, accelerator = Stages(), Accelerator()
+    checked = with_adapted_target(checked, accelerator)
+    tokenizer = checked.target.load_tokenizer()
+    target = None
+    for name, stage in checked.training_stages():
+        if target is None and (check_target or not stage.regenerate.endpoints):
+            target = load_target(checked, accelerator, ())
+        data = DataStage(stage, target, tokenizer, accelerator, stages, stage=name, part=own_part)
+        if stage.regenerate.enabled:
+            data.responses()
+        data.held_out()
+
+
+def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
+    """Write the features of a recipe's training rows, for runs with features.mode: cache."""
+    from draftsmith.train.pipeline.adapted_target import with_adapted_target
+    from draftsmith.train.pipeline.data_stage import DataStage, TrainingData
+    from draftsmith.train.pipeline.features_stage import fill, open_cache
+    from draftsmith.train.pipeline.progress import Stages
+    from draftsmith.train.pipeline.run import load_target, make_accelerator
+    from draftsmith.train.recipe.drafter_config import drafter_config
+    from draftsmith.train.recipe.load import load_recipe
+
+    checked = load_recipe(recipe, [*(overrides or ()), "features.mode=cache"])
+    number = parse_part(part)
+    accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
+    checked = with_adapted_target(checked, accelerator)
+    taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
+    target, tokenizer = load_target(checked, accelerator, taps), checked.target.load_tokenizer()
+    stages = Stages(enabled=accelerator.is_main_process)
+    for name, stage in checked.training_stages():
+        texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
+        data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
+        del texts  # and the engine that wrote them
+        fill(stage, target, data.rows, open_cache(stage, target, data).scan(), stages, number)
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would happen, and stop.")
+    ] = False,
+) -> None:
+    """Run a recipe: regenerate, train, export, measure, check the gates. The same command goes on
+    with a run that was stopped. Exit code 1: a gate is missed."""
+    from draftsmith.train.pipeline.run import run
+    from draftsmith.train.trainer.trainer import Interrupted
+
+    try:
+        code = run(recipe, overrides or (), dry_run=dry_run)
+    except Interrupted as stop:  # it says where the run has saved itself
+        Console(stderr=True, soft_wrap=True).print(Text(str(stop), style="yellow"))
+        code = 143
+    raise typer.Exit(code)
+
+
+def compare(
+    recipes: Annotated[
+        list[Path], typer.Argument(metavar="RECIPE", help="Recipe files; names must differ.")
+    ],
+    minutes: Annotated[float, typer.Option(min=0.01, help="Training time of each.")] = 3.0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps of each, in place of minutes.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of the table.")] = Path(
+        "runs/compare"
+    ),
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value for all of them.")
+    ] = None,
+) -> None:
+    """Train several recipes for the same time or steps, measure each, and put them side by side."""
+    from rich.table import Table
+
+    from draftsmith.train.pipeline.compare import FILE, Budget, compare_recipes, rows
+
+    budget: Budget = {"max_minutes": minutes} if steps is None else {"steps": steps}
+    heads, *lines = rows(compare_recipes(recipes, budget, out, override or ()))
+    title = f"{minutes:g} minutes" if steps is None else f"{steps:,} steps"
+    table = Table(*heads, title=f"{title} of training each")
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table, f"{out / FILE}", highlight=False)
