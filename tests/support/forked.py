@@ -90,8 +90,8 @@ class PythonProcess(subprocess.Popen):
         super().__init__(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     def send_signal(self, sig: int) -> None:
-        """Returns after SIGKILL when the forked process, which `interpreter()` stands for, has ended:
-        it holds the other end of the output, and is killed some time after the program."""
+        """Returns after SIGKILL when the forked process has ended, which holds the other end of the
+        output: it is killed some time after the program that stands for it."""
         super().send_signal(sig)
         if sig == signal.SIGKILL and not self.stdout.closed:
             self.stdout.read()
