@@ -242,8 +242,6 @@ class EngineFacts(Record):
     """Its PyTorch; null: not known, or this one."""
     draft_sample_method: str | None = None
     """How drafts are chosen above temperature 0: `probabilistic` or `greedy`; null: not known."""
-    url: str | None = None
-    """Server that was asked; null: started for the evaluation."""
 
 
 class Provenance(Record):

@@ -67,10 +67,3 @@ def metrics_of(
         accepted_per_round=rounds,
         drafted_per_round=list(drafted) if len(drafted) == len(rounds) else [],
     )
-
-
-def sizes_of(tokens: int, accepted: Sequence[int]) -> list[int]:
-    """Tokens of each step of a response of `tokens`, where every round had a proposal."""
-    sizes = [1, *(count + 1 for count in accepted)]
-    sizes[-1] -= sum(sizes) - tokens
-    return sizes

@@ -1,11 +1,8 @@
-"""The acceptance report through real vLLM, started for it and by URL: the counters of this runtime,
-in float32."""
+"""The acceptance report through real vLLM: the counters of this runtime, in float32."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
 from draftsmith.inference.report.build import lay_beside
 from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
-from draftsmith.inference.vllm_bridge.vllm_server import VllmServer
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.tokenizers import byte_level
@@ -114,15 +110,3 @@ def test_sampled_drafts_are_accepted_as_expected(folders_of, offline, family) ->
     report = evaluate(*folders_of(family, shape, options), WORKLOADS, sampled, engine=offline)
     expected = report.cell("all", 1).expected
     assert abs(expected.relative_difference) < 4 * expected.standard_error
-
-
-@pytest.fixture(scope="module")
-def server(vllm_server, folders):
-    """`server(*arguments)`: the address of a real server on loopback that drafts."""
-    drafting = {"method": "eagle3", "model": folders[1], "num_speculative_tokens": K}
-    return partial(vllm_server, folders[0], "--speculative-config", json.dumps(drafting))
-
-
-def test_a_server_counts_what_this_runtime_counts(folders, ours, server) -> None:
-    url = server("--per-request-spec-decode-metrics", "detailed")
-    same_in_both(ours, evaluate(*folders, WORKLOADS, SETTINGS, engine=partial(VllmServer, url=url)))

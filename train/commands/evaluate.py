@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,13 +39,6 @@ def evaluate(
         list[str] | None,
         typer.Option(help="draftsmith (default) or vllm; repeated: both, side by side."),
     ] = None,
-    url: Annotated[
-        str,
-        typer.Option(help="A vLLM server that drafts and reports its rounds; default: a new one."),
-    ] = "",
-    baseline_url: Annotated[
-        str, typer.Option(help="A vLLM server of the same target that does not draft.")
-    ] = "",
     vllm_python: Annotated[
         str, typer.Option(help="Python that has vLLM; default: $DRAFTSMITH_VLLM_PYTHON.")
     ] = "",
@@ -83,7 +75,7 @@ def evaluate(
     from draftsmith.train.pipeline.evaluate_again import evaluate_folders, evaluate_run
     from draftsmith.train.recipe.load import load_recipe
 
-    engines = _engines(engine, url, baseline_url, vllm_python, vllm_options)
+    engines = _engines(engine, vllm_python, vllm_options)
     if recipe is not None:
         if any((suite, suite_path, chat_template_kwargs, model, drafter, method, prompts)):
             raise ConfigError(
@@ -130,35 +122,18 @@ def default_tokens(method: str) -> int:
     return parse_speculative_config({"method": method}).num_speculative_tokens or 4
 
 
-def _engines(
-    names: list[str] | None,
-    url: str,
-    baseline_url: str,
-    python: str,
-    options: str,
-) -> Engines | None:
+def _engines(names: list[str] | None, python: str, options: str) -> Engines | None:
     """The engines that are named; None if none is, so that the recipe's are used."""
-    names, about_vllm = names or [], [url, baseline_url, python, options]
+    names = names or []
     if not set(names) <= {OURS, VLLM}:
         raise ConfigError(f"expected {OURS} or {VLLM}", where=f"--engine {' '.join(names)}")
-    if any(about_vllm) and VLLM not in names:
-        raise ConfigError(
-            "--url, --baseline-url, --vllm-python, --vllm-options need it", where="--engine vllm"
-        )
-    if url and (python or options):
-        raise ConfigError(
-            "--vllm-python and --vllm-options are for a vLLM that is started", where="--url"
-        )
-    if baseline_url and not url:
-        raise ConfigError("stands beside --url, a server that drafts", where="--baseline-url")
+    if (python or options) and VLLM not in names:
+        raise ConfigError("--vllm-python and --vllm-options need it", where="--engine vllm")
     if not names:
         return None
     from draftsmith.inference.evaluation.engines import RuntimeEngine
     from draftsmith.inference.vllm_bridge.vllm_engine import VllmOptions
-    from draftsmith.inference.vllm_bridge.vllm_server import VllmServer
 
-    vllm: EngineMaker = VllmOptions(python or None, json_option("--vllm-options", options) or {})
-    if url:
-        vllm = partial(VllmServer, url=url, baseline_url=baseline_url or None)
+    vllm = VllmOptions(python or None, json_option("--vllm-options", options) or {})
     makers: dict[str, EngineMaker] = {OURS: RuntimeEngine, VLLM: vllm}
     return {name: makers[name] for name in names}

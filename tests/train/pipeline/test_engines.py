@@ -99,7 +99,7 @@ def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model
     ("arguments", "option"),
     [
         (["--engine", "hf"], "--engine"),
-        (["--url", "http://x"], "--url"),
+        (["--vllm-python", "python"], "--engine vllm"),
         (["--engine", "vllm", "--vllm-options", "[1]"], "--vllm-options"),
         (["--method", "ngram", "--drafter", "d"], "--method"),
     ],
