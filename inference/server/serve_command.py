@@ -7,7 +7,6 @@ others that are not known are errors (vllm_options). torch is imported after the
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import sys
@@ -18,7 +17,6 @@ import typer
 
 from draftsmith.inference import flags
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.server.real_vllm import vllm_command
 from draftsmith.inference.server.serve_options import (
     SAMPLING_FIELDS,
     ServeFlags,
@@ -44,10 +42,6 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     """Serves until SIGTERM or SIGINT. A signal ends a server that is still loading or compiling at
     once; one that serves takes nothing more, and gives what runs `shutdown_timeout_s`."""
     given, words = with_model(given, words)
-    if given.get("engine") == "vllm":
-        # this process is replaced, so that signals, output and exit code are vLLM's own
-        command = vllm_command(given, words)
-        os.execvp(command[0], command)
     options = read_flags(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
     listening = bind(options.host, options.port)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from draftsmith.inference.engine_options import EngineOptions, option
-from draftsmith.inference.flags import JsonObject, Values, flag_name, json_or_text, validated
+from draftsmith.inference.flags import JsonObject, Values, json_or_text, validated
 from draftsmith.speculators.errors import ConfigError
 
 SpecDecodeDetail = Literal["none", "summary", "detailed"]
@@ -52,8 +52,6 @@ class ServeFlags(EngineOptions, ServerOptions):
 
     served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
     model: str = option("", "the target: folder or repository id; may also come without --model")
-    engine: Literal["hf", "vllm"] = option("hf", "this runtime, or real vLLM with all its flags")
-    vllm_python: str | None = option(None, "Python of vLLM (or DRAFTSMITH_VLLM_PYTHON)")
     host: str = option("0.0.0.0", "address to listen on")
     port: int = option(8000, ge=0, le=65535)
     generation_config: Literal["auto", "vllm"] = option(
@@ -99,15 +97,3 @@ def undeclared(words: Sequence[str]) -> dict[str, Any]:
         else:
             values[name.removeprefix("no_")] = not name.startswith("no_")
     return values
-
-
-def as_words(given: Values) -> list[str]:
-    """The flags as they are typed."""
-    words: list[str] = []
-    for name, value in given.items():
-        flag = flag_name(name)
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        else:
-            words += [flag, *(value if isinstance(value, list) else [value])]
-    return words

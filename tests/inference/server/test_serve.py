@@ -7,16 +7,13 @@ import shlex
 import socket
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
 from draftsmith.inference.flags import given_values
-from draftsmith.inference.server.real_vllm import vllm_command
 from draftsmith.inference.server.serve_command import sampling_defaults
 from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.speculators.export import export_drafter
 from draftsmith.train.cli import app
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
@@ -93,45 +90,3 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(flag):
 def test_sampling_defaults_are_those_of_the_model():
     config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     assert sampling_defaults(config) == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
-
-
-class TestVLLM:
-    """--engine vllm: the same flags to real vLLM, the drafter's method named."""
-
-    @pytest.fixture(autouse=True)
-    def python(self, monkeypatch):
-        monkeypatch.setattr(
-            "draftsmith.inference.server.real_vllm.vllm_python", lambda given: given
-        )
-
-    def command(self, line: str) -> tuple[list[str], dict]:
-        command = vllm_command(*words(f"--engine vllm --vllm-python py {line}"))
-        assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
-        at = command.index("--speculative-config") if "--speculative-config" in command else None
-        return command[3:at], {} if at is None else json.loads(command[at + 1])
-
-    def test_all_flags_but_ours_are_passed_on(self):
-        command, drafting = self.command(
-            "target -tp 4 --gpu_memory_utilization=0.8 --nnodes 2 --api-key k l --enforce-eager"
-        )
-        passed_on = "--model target --enforce-eager --tensor-parallel-size 4 --api-key k l"
-        assert sorted(command) == sorted(
-            f"{passed_on} --gpu-memory-utilization=0.8 --nnodes 2".split()
-        )
-        assert command.index("l") == command.index("--api-key") + 2 and drafting == {}
-
-    def test_method_is_read_from_the_drafter(self, tiny_model, tiny_eagle3, tmp_path):
-        model = tiny_model("qwen3")
-        model.save_pretrained(tmp_path / "target")
-        export_drafter(tiny_eagle3(model, (1, 2)), tmp_path / "head", dtype=torch.float32)
-        given = {"model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-        line = f"{tmp_path / 'target'} --speculative_config '{json.dumps(given)}'"
-        assert self.command(line)[1] == given | {"method": "eagle3"}
-
-    def test_names_of_ours_become_theirs(self):
-        given = {"method": "dflash2", "model": "x", "num_speculative_tokens": 2}
-        given["rejection_sample_method"] = "token"
-        _, drafting = self.command(f"target --speculative-config '{json.dumps(given)}'")
-        assert drafting == given | {"method": "dflash", "rejection_sample_method": "standard"}
-        with pytest.raises(ConfigError):
-            self.command("""target -sc '{"num_speculative_tokens": 3}'""")
