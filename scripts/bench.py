@@ -219,9 +219,12 @@ SUITES = f"""on() {{  # on NAME PROMPTS METHOD: PROMPTS and METHOD are options
 quickstart="--prompts {PROMPTS} --prompts-per-workload 2"
 mt_bench="--suite mt_bench --prompts-per-workload 1"
 humaneval="--suite humaneval --prompts-per-workload 12"
-head="--drafter runs/smollm2-135m-instruct/eagle3/export --engine draftsmith --engine vllm"
+both="--engine draftsmith --engine vllm"
 for name in quickstart mt_bench humaneval; do
-  on $name/eagle3 "${{!name}}" "$head"
+  for head in eagle3 draft_model dspark mlp; do
+    case $head in eagle3|draft_model) engines=$both ;; *) engines="" ;; esac
+    on $name/$head "${{!name}}" "--drafter runs/smollm2-135m-instruct/$head/export $engines"
+  done
   for method in ngram suffix; do
     on $name/$method "${{!name}}" "--method $method"
   done
