@@ -51,7 +51,7 @@ def engine_beside_numba(job: dict) -> dict:
 
 @contextmanager
 def repaired() -> Iterator[None]:
-    """vLLM without faults 1 and 2, as the worker of `evaluate` repairs it."""
+    """vLLM without the faults that the worker of `evaluate` repairs."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample import rejection_sampler
 
