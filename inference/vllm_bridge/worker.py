@@ -71,7 +71,7 @@ def connector(extraction: dict[str, str], on_cpu: bool) -> dict[str, Any]:
 
 
 def repair() -> None:
-    """Mends vLLM's CPU build in this process: faults 1 and 2 of docs/serve.md."""
+    """Mends vLLM's CPU build in this process (docs/serve.md)."""
     from vllm.model_executor.models import qwen3_dflash
     from vllm.v1.sample import rejection_sampler
 
