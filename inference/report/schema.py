@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["4.0"] = "4.0"
+SCHEMA_VERSION: Literal["5.0"] = "5.0"
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
 SPECULATIVE = "speculative"  # kinds of timed passes
@@ -339,7 +339,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["4.0"] = SCHEMA_VERSION
+    schema_version: Literal["5.0"] = SCHEMA_VERSION
     """Version of this layout."""
     provenance: Provenance
     """What was measured, with what, on what."""

@@ -78,9 +78,6 @@ class Server:
         names = self.options.served_model_name
         return JSONResponse({"object": "list", "data": [self._card(name) for name in names]})
 
-    async def version(self, http: Request) -> Response:
-        return JSONResponse({"version": package_version()})
-
     async def prometheus(self, http: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -223,7 +220,6 @@ def make_app(llm: LLM, options: ServerOptions) -> Starlette:
         Route("/v1/completions", keyed(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", keyed(server.chat_completions), methods=["POST"]),
         Route("/v1/models", keyed(server.models)),
-        Route("/version", keyed(server.version)),
         Route("/metrics", keyed(server.prometheus)),
         Route("/health", server.health),
         Route("/", server.page),
