@@ -40,7 +40,6 @@ QUICKSTART = {
     "tokens_per_second": "tokens/s with drafting",
     "speedup_vs_autoregressive": "speedup over the same engine, drafting off",
     "speedup_vs_transformers": "speedup over `transformers.generate`",
-    "efficiency": "efficiency: speedup ÷ the cost model's limit",
 }
 
 

@@ -21,7 +21,7 @@ from draftsmith.inference.entrypoints.loading import (
     load_tokenizer,
     target_config,
 )
-from draftsmith.inference.evaluation.timing import IsolatedCosts, transformers_generate
+from draftsmith.inference.evaluation.timing import transformers_generate
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import package_version
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
@@ -175,11 +175,6 @@ class MeasuredEngine(ABC):
         sampled = self.facts().draft_sample_method == "probabilistic"
         return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
-    def isolated_costs(self, context: Sequence[int], rows: int) -> IsolatedCosts | None:
-        """The parts of a round, ready to be timed alone at this context; None if that is not
-        possible."""
-        return None
-
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
         """Output tokens of `transformers.generate` on the same model object."""
         raise NotImplementedError
@@ -210,7 +205,7 @@ class RuntimeEngine(MeasuredEngine):
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
-        """The target that is served, and a second drafter, which is replayed and timed alone."""
+        """The target that is served, and a second drafter, which is replayed."""
         target, folder = self.llm.engine.target, self.drafting.drafter
         return target, None if folder is None else load_drafter(folder, target)
 
@@ -242,11 +237,6 @@ class RuntimeEngine(MeasuredEngine):
     ) -> list[RequestOutput]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(inputs, list(params), use_tqdm=False, speculate=speculate)
-
-    def isolated_costs(self, context: Sequence[int], rows: int) -> IsolatedCosts | None:
-        if self.drafting.drafter is None:
-            return None
-        return IsolatedCosts(self.llm, context, self.drafting.num_speculative_tokens, rows)
 
     def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
         return transformers_generate(self.target.model, prompts, params, self.eos_token_ids, seed)

@@ -4,8 +4,7 @@ acceptance report.
 Per workload and temperature: acceptance on many prompts in batches, and the acceptance that replay
 expects on the same text; at temperature 0 the text without drafting; times on a few prompts, the
 same in every repeat, with drafting, without, and of `transformers.generate`, one right after the
-other; the parts of a round alone. Then the lossless check in float32. The engine that is measured
-is any of engines.py."""
+other. Then the lossless check in float32. The engine that is measured is any of engines.py."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from typing import Any
 from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, RuntimeEngine
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.lossless import compare_greedy
-from draftsmith.inference.evaluation.timing import Run, interleaved, typical_context
+from draftsmith.inference.evaluation.timing import Run, interleaved
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
 from draftsmith.inference.report.build import build_report
@@ -87,7 +86,6 @@ class EvaluationSettings:
                           timed
     transformers          the passes include `transformers.generate`; it is slow, for reference
     batch_size            requests in flight while timing
-    cost_trials           forwards of each kind in one isolated measurement
     lossless_prompts      prompts for the float32 comparison; 0 is off
     """
 
@@ -102,7 +100,6 @@ class EvaluationSettings:
     repeats: int = 3
     transformers: bool = True
     batch_size: int = 1
-    cost_trials: int = 5
     lossless_prompts: int = 4
     seed: int = 0
 
@@ -363,8 +360,7 @@ class _Evaluation:
     # ------------------------------------------------------------------ times
 
     def _time(self, cell: _CellRun) -> None:
-        """Interleaved passes on the same prompts each, and the isolated costs at this workload's
-        context length, in the middle of a typical response."""
+        """Interleaved passes on the same prompts each."""
         s = self.settings
         self._note(f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip())
         prompts = cell.prompts[: s.timed_prompts]
@@ -383,15 +379,7 @@ class _Evaluation:
             runs[AUTOREGRESSIVE] = lambda: write(False)
         if s.transformers and self.engine.runs_transformers:
             runs[TRANSFORMERS] = transformers
-        parts = self.engine.isolated_costs(typical_context(cell.requests), s.batch_size)
-        cell.passes = interleaved(
-            runs,
-            cell.workload,
-            s.repeats,
-            self.engine.device,
-            lambda: None if parts is None else parts.measure(s.cost_trials),
-        )
-        cell.costs = None if parts is None else parts.costs
+        cell.passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
 
     # ------------------------------------------------------------------ the same tokens
 

@@ -1,13 +1,10 @@
-"""Puts the acceptance report together: cells, summary and gates; two engines side by side; the
-trend of the training."""
+"""Puts the acceptance report together: cells, summary and gates; two engines side by side; how
+training went."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from draftsmith.inference.report.measurement import Measurement, make_cell
 from draftsmith.inference.report.schema import (
@@ -20,16 +17,16 @@ from draftsmith.inference.report.schema import (
     Gate,
     Provenance,
     SuiteFacts,
-    TrainingProgress,
 )
 from draftsmith.speculators.errors import ConfigError
 
 History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 OF_CELLS = (  # attributes of a cell that the summary has under the same names
-    *("acceptance_length", "tokens_per_forward", "speedup_vs_autoregressive"),
-    *("speedup_vs_transformers", "limit_speedup", "efficiency"),
+    "acceptance_length",
+    "tokens_per_forward",
+    "speedup_vs_autoregressive",
+    "speedup_vs_transformers",
 )
-DOUBLINGS = 2  # the trend is that of the evaluations in the last so many doublings of the tokens
 
 
 class Bound(NamedTuple):
@@ -125,27 +122,12 @@ def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]
     return results | ({f"{name}_gap": max(gaps)} if gaps else {})
 
 
-# ------------------------------------------------------------------ how far it is trained
-
-
-def training_progress(history: History) -> TrainingProgress | None:
-    """The progress of a training loop's records, one per step; None if there are none."""
-    tokens, held_out = 0, dict[int, float]()
+def held_out_lengths(history: History) -> dict[int, float]:
+    """The expected acceptance lengths among a training loop's records, one per step, by the tokens
+    with a loss seen before."""
+    tokens, lengths = 0, dict[int, float]()
     for record in history:
         tokens += record.get("supervised_tokens", 0)
         if (length := record.get("expected_acceptance_length")) is not None:
-            held_out[tokens] = length
-    if not tokens:
-        return None
-    late = {seen: length for seen, length in held_out.items() if seen * 2**DOUBLINGS >= tokens}
-    gain = error = None
-    if len(late) > 2:
-        x, y = np.log2(list(late)), list(late.values())
-        line, covariance = np.polyfit(x, y, 1, cov=True)
-        gain, error = float(line[0]), math.sqrt(covariance[0, 0])
-    return TrainingProgress(
-        supervised_tokens=tokens,
-        held_out=held_out,
-        gain_per_doubling=gain,
-        gain_standard_error=error,
-    )
+            lengths[tokens] = length
+    return lengths

@@ -146,9 +146,9 @@ def position_lines(report: AcceptanceReport) -> list[Figure]:
 
 def held_out_line(report: AcceptanceReport) -> Figure | None:
     """The held-out acceptance length by tokens seen, if the drafter was trained."""
-    if report.training is None or len(report.training.held_out) < 2:
+    if len(report.held_out) < 2:
         return None
-    curves = {"τ": report.training.held_out}
+    curves = {"τ": report.held_out}
     figure = lines("Expected acceptance length, held out", curves, "tokens with a loss")
     figure.axes[0].set_ylim(1, None)
     figure.axes[0].set_xscale("log", base=2)

@@ -1,17 +1,7 @@
 """One measurement of a drafting method, from the engine to the report.
 
 `Measurement` gathers what was written and timed. A cell of the report is made of one of them, or of
-several that are pooled: `all` is made of sums like any other cell and can never be a mean of means.
-
-The cost model says how fast speculative decoding could be, given what its parts cost alone. One
-round costs V(K+1) + D(K) and commits τ tokens, which without drafting cost τ · V(1):
-
-    limit = τ · V(1) / (V(K+1) + D(K))            efficiency = measured speedup / limit
-
-V(n) is one target forward over n new tokens per row, D(K) the whole draft phase. The limit counts
-nothing but forwards: sampling, scheduling, committing, prefill, rounds cut short by the end of a
-text and rows that wait for others are left out, and the efficiency is what they cost. It is no
-strict bound: they also slow the run without drafting, so that the efficiency may exceed 1."""
+several that are pooled: `all` is made of sums like any other cell, and is no mean of means."""
 
 from __future__ import annotations
 
@@ -33,7 +23,6 @@ from draftsmith.inference.report.schema import (
     SPECULATIVE,
     TRANSFORMERS,
     Cell,
-    Costs,
     ExpectedAcceptance,
     LosslessCheck,
     PositionBin,
@@ -60,7 +49,6 @@ class Measurement:
     requests: list[RequestOutput] = field(default_factory=list)
     replay: list[ReplayResult] = field(default_factory=list)
     passes: dict[str, list[TimedPass]] = field(default_factory=dict)
-    costs: Costs | None = None
     lossless: list[LosslessCheck] = field(default_factory=list)
     engine: str = OUR_ENGINE
     suite: str | None = None
@@ -110,7 +98,6 @@ def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
             else None
         ),
         lossless=_sums_of_checks([check for part in parts for check in part.lossless]),
-        costs=first.costs if len(parts) == 1 else None,
         **_speed(parts),
     )
 
@@ -119,36 +106,16 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     """The fields of a Cell that come from times."""
     kinds = [kind for kind in parts[0].passes if all(part.passes.get(kind) for part in parts)]
     passes = {kind: [run for part in parts for run in part.passes[kind]] for kind in kinds}
-    limit = _limit(parts)
-    fields: dict[str, Any] = {"passes": passes, "limit_speedup": limit}
+    fields: dict[str, Any] = {"passes": passes}
     if SPECULATIVE in passes:
         rate = rates(passes, SPECULATIVE)
         speedups = {kind: estimate(rate[SPECULATIVE] / other) for kind, other in rate.items()}
-        speedup = speedups.get(AUTOREGRESSIVE)
         fields |= {
             "tokens_per_second": {kind: estimate(draws) for kind, draws in rate.items()},
-            "speedup_vs_autoregressive": speedup,
+            "speedup_vs_autoregressive": speedups.get(AUTOREGRESSIVE),
             "speedup_vs_transformers": speedups.get(TRANSFORMERS),
-            "efficiency": speedup.value / limit if speedup and limit else None,
         }
     return fields
-
-
-def _limit(parts: Sequence[Measurement]) -> float | None:
-    """The time of all tokens without drafting ÷ that of all rounds with a draft, those of the timed
-    passes or of all requests if none was timed; of one part it is τ · V(1) / (V(K+1) + D(K))."""
-    without = with_drafts = 0.0
-    for part in parts:
-        if part.costs is None:
-            return None
-        timed: Sequence[Any] = part.passes.get(SPECULATIVE, [])
-        if not any(run.num_drafts for run in timed):
-            timed = [request.metrics for request in part.requests]
-        drafts = sum(run.num_drafts for run in timed)
-        accepted = sum(run.num_accepted_tokens for run in timed)
-        without += (drafts + accepted) * part.costs.target_step_ms
-        with_drafts += drafts * (part.costs.verify_ms + part.costs.draft_ms)
-    return without / with_drafts if with_drafts else None
 
 
 def num_output_tokens(requests: Iterable[RequestOutput]) -> int:

@@ -39,8 +39,6 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "t<T>.tokens_per_second": "with drafting",
     "t<T>.speedup_vs_autoregressive": "`t<T>.tokens_per_second` ÷ the same engine's without drafts",
     "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",
-    "t<T>.limit_speedup": "the cost model's limit",
-    "t<T>.efficiency": "measured speedup ÷ limit",
 }
 
 
@@ -89,17 +87,6 @@ class LosslessCheck(Record):
     """One entry per differing prompt."""
 
 
-class Costs(Record):
-    """Median times of the parts of a round, each measured alone."""
-
-    target_step_ms: float = Field(gt=0)
-    """V(1): one target forward over one token per row, lm_head included."""
-    verify_ms: float = Field(gt=0)
-    """V(K+1): one target forward over K+1 tokens per row, lm_head included."""
-    draft_ms: float = Field(ge=0)
-    """D(K): one whole draft phase of K tokens per row (not per token)."""
-
-
 class TimedPass(Record):
     """One pass over the timed prompts of a workload."""
 
@@ -111,10 +98,6 @@ class TimedPass(Record):
     """Output tokens."""
     seconds: float = Field(gt=0)
     """Wall time, prefill included."""
-    num_drafts: int = 0
-    """Rounds that verified a proposal."""
-    num_accepted_tokens: int = 0
-    """Drafts accepted in them."""
 
 
 class Estimate(Record):
@@ -199,12 +182,6 @@ class Cell(Record):
     """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
     speedup_vs_transformers: Estimate | None = None
     """Rate of `speculative` ÷ that of `transformers_generate`; another engine."""
-    costs: Costs | None = None
-    """The parts of a round, timed alone; null in `all`."""
-    limit_speedup: float | None = None
-    """τ · V(1) / (V(K+1) + D(K)), τ of the timed passes (of all, if none was timed)."""
-    efficiency: float | None = None
-    """`speedup_vs_autoregressive.value` ÷ `limit_speedup`."""
     expected: ExpectedAcceptance | None = None
     """Acceptance that replay expects."""
     lossless: list[LosslessCheck] = []
@@ -299,20 +276,6 @@ class Provenance(Record):
     """How long the evaluation took."""
 
 
-class TrainingProgress(Record):
-    """How far the drafter is trained."""
-
-    supervised_tokens: int
-    """Tokens with a loss, repeats counted."""
-    held_out: dict[int, float]
-    """Expected τ, mean over the temperatures, by the tokens with a loss seen before."""
-    gain_per_doubling: float | None
-    """Slope of the expected τ in log2(tokens), by least squares over the evaluations in the last
-    two doublings; null with fewer than three."""
-    gain_standard_error: float | None
-    """Standard error of the slope, from the residuals of the line; null as above."""
-
-
 class SuiteFacts(Record):
     """A suite that was measured, and what a result of it depends on besides target and drafter."""
 
@@ -351,8 +314,9 @@ class AcceptanceReport(Record):
     """The suites that were measured; their cells name them."""
     results: list[Cell]
     """A cell per workload, temperature and engine, and `all`; of suites by category."""
-    training: TrainingProgress | None = None
-    """Held-out acceptance during training; null if the drafter was not trained in this run."""
+    held_out: dict[int, float] = {}
+    """Expected τ during training, mean over the temperatures, by the tokens with a loss seen
+    before; empty if the drafter was not trained in this run."""
 
     @property
     def passed(self) -> bool:

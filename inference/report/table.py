@@ -24,7 +24,7 @@ NONE = "-"  # not measured
 COLUMNS = ("workload", "T", "n", "τ", "τ mean", "tok/s", "off", "speedup", "same")
 EVERY = (
     *("workload", "engine", "T", "n", "τ", "τ mean", "expected", "/fwd"),
-    *("tok/s", "off", "speedup", "limit", "eff.", "same"),
+    *("tok/s", "off", "speedup", "same"),
 )
 Row = dict[str, str]
 
@@ -55,8 +55,6 @@ def row(cell: Cell) -> Row:
         "speedup": (
             f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else NONE
         ),
-        "limit": NONE if cell.limit_speedup is None else f"{cell.limit_speedup:.2f}",
-        "eff.": NONE if cell.efficiency is None else f"{100 * cell.efficiency:.0f}%",
         "same": _same_text(cell),
     }
 
@@ -114,12 +112,6 @@ def notes(report: AcceptanceReport) -> list[str]:
                 for b in cell.acceptance_by_position
             )
             lines.append(f"τ by position in the text at {at} (rounds): {bins}")
-    if (training := report.training) and training.gain_per_doubling is not None:
-        lines.append(
-            "held-out τ over the last two doublings of the tokens seen"
-            f" ({training.supervised_tokens:,}): {training.gain_per_doubling:+.3f} ±"
-            f" {training.gain_standard_error:.3f} per doubling"
-        )
     return lines + suite_notes(report)
 
 

@@ -10,7 +10,6 @@ from draftsmith.inference.report.build import Bound, build_report, check_gates
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import (
     AcceptanceReport,
-    Costs,
     EngineFacts,
     LosslessCheck,
     Provenance,
@@ -119,7 +118,6 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
             kind: passes(workload, tokens, [s * rng.uniform(0.95, 1.05) for _ in range(5)])
             for kind, s in seconds.items()
         },
-        costs=Costs(target_step_ms=3.8, verify_ms=4.2, draft_ms=1.1),
         replay=replay_of(requests),
         lossless=[exact, half] if temperature == 0 else [],
     )

@@ -26,7 +26,6 @@ SETTINGS = EvaluationSettings(
     timed_prompts=1,
     repeats=1,
     transformers=False,
-    cost_trials=1,
     lossless_prompts=0,
 )
 SHAPES = {"eagle3": (FITTED, LEAST_SQUARES), "dflash": ({"num_layers": 2, **BLOCK}, {})}

@@ -27,8 +27,8 @@ from draftsmith.inference.report.build import (
     Bound,
     History,
     check_gates,
+    held_out_lengths,
     lay_beside,
-    training_progress,
 )
 from draftsmith.inference.report.html import write_html
 from draftsmith.inference.report.schema import (
@@ -107,7 +107,7 @@ def accept(
         target=target,
         provenance=provenance,
     )
-    report = report.model_copy(update={"training": training_progress(history)})
+    report = report.model_copy(update={"held_out": held_out_lengths(history)})
     save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
     report.gates = check_gates(report.summary, gate_bounds(recipe))
     write_report(report, folder, stages)

@@ -302,7 +302,6 @@ GATES_OF_TEMPERATURES = (
     "acceptance_length",
     "speedup_vs_autoregressive",
     "speedup_vs_transformers",
-    "efficiency",
     "expected_measured_gap",
     "vllm_gap",
 )

@@ -14,5 +14,5 @@ def report() -> AcceptanceReport:
     return make_report(
         lossless_mismatches=Bound(max=0),
         t0__acceptance_length=Bound(min=3.0),
-        t1__efficiency=Bound(min=2),
+        t1__speedup_vs_autoregressive=Bound(min=9),
     )

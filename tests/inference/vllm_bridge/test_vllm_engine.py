@@ -91,7 +91,7 @@ def test_training_free_method_is_evaluated_in_this_runtime(target_folder) -> Non
     prompts = {"one": [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 9, 10, 9]]}
     report = evaluate(target_folder, None, prompts, settings, method="ngram")
     cell = report.cell("all", 0)
-    assert cell.method == "ngram" and cell.expected is None and cell.costs is None
+    assert cell.method == "ngram" and cell.expected is None
     assert cell.num_drafts > 0 and report.summary["lossless_mismatches"] == 0
     assert (
         report.provenance.drafter_path is None

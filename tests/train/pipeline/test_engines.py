@@ -62,16 +62,16 @@ def test_a_vllm_that_is_started_does_not_inherit_its_parents_rank(monkeypatch):
 
 def test_gates_without_a_temperature_hold_at_every_one_that_has_none_of_its_own() -> None:
     gates = {
-        "efficiency": {"min": 0.5},
-        "t0.efficiency": {"min": 0.8},
+        "acceptance_length": {"min": 0.5},
+        "t0.acceptance_length": {"min": 0.8},
         "vllm_gap": {"max": 0.02},
         "t0.vllm_gap": {"max": 0.01},
         "lossless_mismatches": {"max": 0},
     }
     bounds = gate_bounds(recipe(gates, **BOTH))
     assert {name: (bound.min, bound.max) for name, bound in bounds.items()} == {
-        "t0.efficiency": (0.8, None),
-        "t1.efficiency": (0.5, None),
+        "t0.acceptance_length": (0.8, None),
+        "t1.acceptance_length": (0.5, None),
         "vllm_gap": (None, 0.02),
         "t0.vllm_gap": (None, 0.01),
         "lossless_mismatches": (None, 0),

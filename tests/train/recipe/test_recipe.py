@@ -69,7 +69,7 @@ def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
         "data.train.0.limit=7",
         "drafter.tap_layers=[1, 2]",
         "gates.t0.acceptance_length.min=2",
-        "gates.t1.efficiency={max: 1.5}",
+        "gates.t1.acceptance_length={max: 1.5}",
         "loss.jsd.beta=0.4",
         "drafter.init_from=",
     ]
@@ -79,7 +79,7 @@ def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
     assert recipe.data.train[0].limit == 7
     assert recipe.drafter.tap_layers == [1, 2] and recipe.drafter.init_from is None
     assert recipe.gates["t0.acceptance_length"].min == 2
-    assert recipe.gates["t1.efficiency"].max == 1.5
+    assert recipe.gates["t1.acceptance_length"].max == 1.5
     assert recipe.loss == {"jsd": {"weight": 1.0, "beta": 0.4}}
 
 
@@ -165,14 +165,16 @@ MALFORMED = {
     "loss: {tv: -1}": "loss.tv.weight",
     "position_weights: {gamma: 0}": "position_weights.gamma",
     "gates: {speed: {min: 2}}": "gates.speed",
-    "gates: {t0.5.efficiency: {min: 1}}": "gates.t0.5.efficiency",
+    "gates: {t0.5.acceptance_length: {min: 1}}": "gates.t0.5.acceptance_length",
     "gates: {vllm_gap: {max: 1}}": "gates.vllm_gap",
     "gates: {lossless_mismatches: {max: 0}}\nevaluation: {lossless_check: false}": (
         "gates.lossless_mismatches"
     ),
     "evaluation: {suites: [mbppp]}": "evaluation.suites",
     "data: {train: [{path: a.jsonl, name: b/c}]}": "data.train.0",
-    "data: {train: [{path: a.jsonl}]}\ngates: {efficiency: {min: 1}}": "gates.efficiency",
+    "data: {train: [{path: a.jsonl}]}\ngates: {lossless_mismatches: {max: 1}}": (
+        "gates.lossless_mismatches"
+    ),
     "regenerate: {temperatures: {0: 0.5, 1: 0.4}}": "regenerate.temperatures",
     "joint: {}\nfeatures: {mode: cache}": "features.mode",
     "joint: {}\non_policy: {}": "on_policy",
