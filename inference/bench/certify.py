@@ -12,15 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,7 +34,6 @@ SAMPLED_TOKENS = 4  # of a sampled text
 SAMPLED_PROMPTS = 4  # that are sampled from
 LEAST_EXPECTED = 5.0  # samples of a server in a category of the χ² test; rarer ones are pooled
 SIGNIFICANCE = 1e-3  # of all χ² tests together
-START_S = 600.0  # until the server of a baseline that is a model must answer
 BASELINE_SEED = 1 << 20  # first seed of the baseline's samples; the server's begin at 0
 
 
@@ -225,33 +217,3 @@ def homogeneity(drawn: Counter[str], expected: Counter[str]) -> dict[str, float]
         half = torch.tensor([degrees, chi2], dtype=torch.float64) / 2
         p_value = float(torch.special.gammaincc(*half))
     return {"chi2": chi2, "degrees": degrees, "p_value": p_value}
-
-
-@contextmanager
-def serving(model: str, dtype: str) -> Iterator[str]:
-    """The address of a server of `model` without drafting, by this project; stopped at the end.
-    DraftsmithError if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "draftsmith.inference.server", "--model", model]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
-    process, url = subprocess.Popen(command, stdout=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
-    try:
-        until = time.monotonic() + START_S
-        while not _healthy(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise DraftsmithError("its server did not start", where=f"--baseline {model}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False

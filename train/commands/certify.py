@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 EXIT_CODES = {"lossless": 0, "lossy": 1, "undecided": 3}
 
@@ -39,7 +44,7 @@ def certify(
 ) -> None:
     """Test whether a server that drafts writes what its model writes without drafts. Exit code 1:
     it does not; 3: nothing shows that it drafted."""
-    from draftsmith.inference.bench.certify import Completions, serving
+    from draftsmith.inference.bench.certify import Completions
     from draftsmith.inference.bench.certify import certify as certificate_of
     from draftsmith.inference.bench.load_generator import client_at
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
@@ -48,8 +53,10 @@ def certify(
 
     texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
 
-    async def run(address: str) -> dict[str, Any]:
-        async with client_at(url) as server, client_at(address) as reference:
+    async def run() -> dict[str, Any]:
+        remote = baseline.startswith(("http://", "https://"))
+        opened = client_at(baseline) if remote else _client_of(baseline, dtype)
+        async with client_at(url) as server, opened as reference:
             return await certificate_of(
                 Completions(server, concurrency),
                 Completions(reference, concurrency),
@@ -59,15 +66,28 @@ def certify(
                 assume_drafting=assume_drafting,
             )
 
-    if baseline.startswith(("http://", "https://")):
-        certificate = asyncio.run(run(baseline))
-    else:
-        with serving(baseline, dtype) as address:
-            certificate = asyncio.run(run(address)) | {"baseline": baseline}
+    certificate = asyncio.run(run()) | {"baseline": baseline}
     if output is not None:
         write_whole(output, json.dumps(certificate, indent=2, ensure_ascii=False) + "\n")
     _print(certificate, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(EXIT_CODES[certificate["verdict"]])
+
+
+@asynccontextmanager
+async def _client_of(model: str, dtype: str) -> AsyncIterator[AsyncOpenAI]:
+    """A client of a server of `model` without drafting, in this process."""
+    import httpx2
+    from openai import AsyncOpenAI
+
+    from draftsmith.inference.entrypoints.llm import LLM
+    from draftsmith.inference.server.app import make_app
+    from draftsmith.inference.server.serve_options import ServerOptions
+
+    app = make_app(LLM(model, dtype=dtype), ServerOptions(served_model_name=(model,)))
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    http = httpx2.AsyncClient(transport=transport)
+    async with app.router.lifespan_context(app):
+        yield AsyncOpenAI(base_url="http://baseline/v1", api_key="none", http_client=http)
 
 
 def _print(certificate: dict[str, Any], console: Console) -> None:

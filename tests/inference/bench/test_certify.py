@@ -20,17 +20,20 @@ PROMPTS = ["one two", "so it goes"]
 
 
 @pytest.fixture
-def servers(serving, tiny_model, tmp_path):
-    """`servers(kind)`: the options of a certification of a server that drafts by `kind`, and the
-    path of its certificate."""
+def servers(serving, tiny_model, byte_tokenizer, tmp_path):
+    """`servers(kind)`: the options of a certification of a server that drafts by `kind`. `saved`:
+    the baseline is the model's folder, else a server."""
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{p}"}}\n' for p in PROMPTS))
 
-    def start(kind: str) -> list[str]:
+    def start(kind: str, saved: bool = False) -> list[str]:
         model = tiny_model("llama", vocab_size=320, max_position_embeddings=256)
         model.generation_config.eos_token_id = None
         with torch.no_grad():
             model.lm_head.weight.mul_(3.0)  # few likely tokens, as in a trained model
-        url, baseline = (serving(drafting_llm(method, model)) for method in (kind, "off"))
+        url, folder = serving(drafting_llm(kind, model)), tmp_path / "model"
+        for part in (model, byte_tokenizer) if saved else ():
+            part.save_pretrained(folder)
+        baseline = folder if saved else serving(drafting_llm("off", model))
         out = ["--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "certificate.json"]
         return [url, "--baseline", baseline, "--max-tokens", "16", "--samples", "80", *out]
 
@@ -59,13 +62,15 @@ def make_lossy(monkeypatch, *, greedy: bool) -> None:
 def test_certify_says_whether_a_server_is_lossless(lossy, servers, tmp_path, monkeypatch):
     if lossy != "nothing":
         make_lossy(monkeypatch, greedy=lossy == "greedy")
-    code, output = call("certify", *servers("fake"))
+    samples = ("--samples", "0") if lossy == "greedy" else ()
+    code, output = call("certify", *servers("fake", saved=lossy == "nothing"), *samples)
     assert code in (0, 1), output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     expected = (0, "lossless") if lossy == "nothing" else (1, "lossy")
     assert (code, certificate["verdict"]) == expected, output
     assert bool(certificate["greedy"]["mismatches"]) == (lossy == "greedy")
-    assert len(certificate["sampled"]["tests"]) == 6 and certificate["num_drafts"] > 0
+    assert len(certificate["sampled"]["tests"]) == (0 if samples else 6)
+    assert certificate["num_drafts"] > 0
     assert certificate["acceptance_length"] >= 1
 
 
