@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from draftsmith.train.pipeline.run import run
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy
 from tests.quickstart_data import source as quickstart
+from tests.support.forked import interpreter
 from tests.support.models import make_tiny_model
 from tests.support.quantised import save_quantised
 from tests.support.tokenizers import byte_level
@@ -202,7 +202,7 @@ def test_run_killed_during_the_report_continues_with_the_same_weights_and_report
     kept: dict[str, bytes] = {}
     for moment in ("evaluation", "page"):
         killed = subprocess.run(
-            [sys.executable, "-c", KILLED, moment, recipe, *SHORT], capture_output=True, text=True
+            [interpreter(), "-c", KILLED, moment, recipe, *SHORT], capture_output=True, text=True
         )
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-4000:]
         assert (out / "acceptance.json").exists() == (moment == "page")

@@ -222,7 +222,7 @@ def _configurations(
         return member
 
     configurations = []
-    for chosen in cover(factors, possible):
+    for chosen in cover(factors, possible, slow=("claimed gpu",)):
         members = [
             member
             for member in groups.get(chosen["drafter"], [chosen["drafter"]])

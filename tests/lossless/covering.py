@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 Partial = dict[str, str]
 
 
 def cover(
-    factors: Mapping[str, Sequence[str]], possible: Callable[[Partial], bool]
+    factors: Mapping[str, Sequence[str]],
+    possible: Callable[[Partial], bool],
+    slow: Container[str] = (),
 ) -> list[Partial]:
     """Configurations such that every pair of values that some possible one holds is in one of them.
 
     possible(partial) must be True unless the values given so far exclude each other. Greedy and
     deterministic: each configuration begins with an uncovered pair, and takes for every other
-    factor the value that adds most pairs, of those the least used, going back where none is
-    possible."""
+    factor the value that adds most pairs, of those the least used, and none of the `slow` where
+    another adds as many, going back where none is possible."""
     uncovered = {
         pair
         for one, other in itertools.combinations(factors, 2)
@@ -38,9 +40,11 @@ def cover(
         if not left:
             return partial
         name = left[0]
-        for value in sorted(
-            factors[name], key=lambda value: (-gain(partial, name, value), used[name, value])
-        ):
+        keys = {
+            value: (-gain(partial, name, value), value in slow, used[name, value])
+            for value in factors[name]
+        }
+        for value in sorted(keys, key=lambda value: keys[value]):
             whole = complete(partial | {name: value})
             if whole is not None:
                 return whole

@@ -37,8 +37,10 @@ def own_commands(page: Path) -> list[str]:
 
 def make_folder(folder: Path) -> None:
     with gzip.open(ROOT / "recipes" / "quickstart" / "data" / "test.jsonl.gz", "rt") as file:
-        chats = [{"messages": json.loads(line)["messages"]} for line in file]
-    chats.sort(key=lambda chat: len(json.dumps(chat)))  # short ones first
+        rows = [json.loads(line) for line in file]
+    # the answers to these are short
+    chats = [{"messages": row["messages"]} for row in rows if row["workload"] == "json"]
+    chats.sort(key=lambda chat: len(json.dumps(chat)))
     parts = {"my_chats": chats[:6], "my_held_out_chats": chats[6:7], "my_prompts": chats[7:8]}
     for name, rows in parts.items():
         text = "".join(f"{json.dumps(row)}\n" for row in rows)

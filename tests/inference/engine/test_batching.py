@@ -158,7 +158,7 @@ def test_no_schedule_changes_what_a_request_writes(kind, make_llm, alone):
     engines = {rows: make_llm(kind, max_num_seqs=rows) for rows in (1, 2, 4)}
 
     @settings(
-        max_examples=20,
+        max_examples=12,
         deadline=None,
         derandomize=True,
         database=None,

@@ -29,12 +29,12 @@ def target() -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def features(target) -> list[TargetFeatures]:
-    return features_of(target, rows("train", 40))
+    return features_of(target, rows("train", 24))
 
 
 @pytest.fixture(scope="module")
 def held_out(target) -> list[TargetFeatures]:
-    return features_of(target, rows("train", 8, 40))
+    return features_of(target, rows("train", 4, 40))
 
 
 def features_of(target, conversations) -> list[TargetFeatures]:
