@@ -39,15 +39,15 @@ def test_small_deep_narrow_and_bfloat16():
 @pytest.mark.slow
 def test_answers_are_right_end_and_are_the_same_with_drafts(llm):
     """Prompts that training has not seen. The card's rates are of more prompts; this is a floor."""
-    asked = rows("test", 30, workloads=("math", "json", "table"))
+    asked = rows("test", 20, workloads=("math", "json", "table"))
     params = SamplingParams(temperature=0, max_tokens=320)
     chats = [row["messages"][:-1] for row in asked]
     drafted = llm.chat(chats, params, use_tqdm=False)
     plain = llm.chat(chats, params, use_tqdm=False, speculate=False)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
-    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 29
+    assert sum(o.outputs[0].finish_reason == "stop" for o in plain) >= 19
     right = [is_right(row, o.outputs[0].text) for row, o in zip(asked, plain)]
-    assert sum(right) >= 26  # 85 %
+    assert sum(right) >= 17  # 85 %
 
 
 def is_right(row: dict[str, Any], answer: str) -> bool:

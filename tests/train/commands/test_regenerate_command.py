@@ -30,7 +30,7 @@ def recipe(tmp_path):
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(target)},
         "data": {
-            "train": [quickstart("train", 60)],
+            "train": [quickstart("train", 30)],
             "validation": [quickstart("validation", 6)],
             "max_length": 256,
         },
