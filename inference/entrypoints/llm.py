@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import HeadProposer
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -103,7 +103,7 @@ class LLM:
         target: FrozenTarget | PreTrainedModel,
         *,
         drafter: Drafter | None = None,
-        drafting: DraftOptions | None = None,
+        drafting: Mapping[str, Any] | None = None,
         proposer: Proposer | None = None,
         tokenizer: Any = None,
         options: EngineOptions | None = None,
@@ -112,7 +112,7 @@ class LLM:
         """An LLM of modules in memory: a target, and a drafter, which is attached to it, or a
         proposer.
 
-        `drafting`: how the drafter drafts. `options`: those of the engine; nothing is loaded by
+        `drafting`: options of HeadProposer. `options`: those of the engine; nothing is loaded by
         them. `others`: further arguments of Engine. For measurements during training and tests;
         what is reported is measured on an export."""
         taps = drafter.config.tap_layers if drafter is not None and drafter.reads_taps else ()
@@ -120,8 +120,8 @@ class LLM:
         given = options or EngineOptions()
         limit = model_limit(target, given.max_model_len, drafter)
         if drafter is not None:
-            head, how = drafter.attach(target), drafting or DraftOptions()
-            proposer = HeadProposer(head, target, how, given.max_num_seqs, limit)
+            sizes = given.max_num_seqs, limit
+            proposer = HeadProposer(drafter.attach(target), target, *sizes, **(drafting or {}))
         llm = cls.__new__(cls)
         llm._set_up(target, given, limit, tokenizer, proposer=proposer, **others)
         return llm

@@ -19,7 +19,7 @@ from transformers import (
 
 from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength, DraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
-from draftsmith.inference.spec_decode.proposers.head import DraftOptions, HeadProposer
+from draftsmith.inference.spec_decode.proposers.head import HeadProposer
 from draftsmith.inference.spec_decode.proposers.head_options import DraftModelOptions, HeadOptions
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
 from draftsmith.speculators.drafter import Drafter
@@ -119,12 +119,15 @@ def make_proposer(
         return None
     if drafter is None or not isinstance(config, HeadOptions):
         return config.make_proposer(target.device)
-    options = DraftOptions(
+    return HeadProposer(
+        drafter,
+        target,
+        max_rows,
+        max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         draft_sample_method=config.draft_sample_method,
         tree=config.tree,
     )
-    return HeadProposer(drafter, target, options, max_rows, max_model_len)
 
 
 def load_tokenizer(

@@ -75,7 +75,8 @@ def greedy_requests(
             free, _ = greedy_text(
                 model, prompt, SamplingParams(temperature=0, max_tokens=6), tokenizer, LIMIT
             )
-            end = tokenizer.decode(free[3:5]) if "stop" in options else [free[4]]
+            text = tokenizer.decode(free[3:5]).rstrip("\ufffd")  # without half a character
+            end = text if "stop" in options else [free[4]]
             options |= {name: end for name, value in options.items() if value == "stop"}
         params = SamplingParams(**options)
         requests.append((prompt, params, *greedy_text(model, prompt, params, tokenizer, LIMIT)))

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from draftsmith.inference import LLM
 from draftsmith.inference.engine_options import EngineOptions
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.spec_decode.proposers.head import DraftOptions
 from tests.support.drafters import TREES, FakeHead, StubProposer, random_eagle3
 from tests.support.tokenizers import byte_tokenizer
 
 ENGINE = set(EngineOptions.model_fields) - {"tokenizer"}
-DRAFTING = {field.name for field in fields(DraftOptions)}
+DRAFTING = {"num_speculative_tokens", "draft_sample_method", "tree"}  # of HeadProposer
 
 
 def make_llm(model: Any, **options: Any) -> LLM:
-    """`options`: of EngineOptions, DraftOptions and `LLM.from_modules`."""
+    """`options`: of EngineOptions, HeadProposer and `LLM.from_modules`."""
     engine = {name: options.pop(name) for name in ENGINE & set(options)}
     drafting = {name: options.pop(name) for name in DRAFTING & set(options)}
-    own = {"options": EngineOptions(**engine), "drafting": DraftOptions(**drafting)}
+    own = {"options": EngineOptions(**engine), "drafting": drafting}
     return LLM.from_modules(model, **own, **options)
 
 

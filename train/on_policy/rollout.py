@@ -8,7 +8,6 @@ from typing import Any
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
-from draftsmith.inference.spec_decode.proposers.head import DraftOptions
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.recipe.data_sections import spread
@@ -58,7 +57,7 @@ class RolloutWriter:
             writer,
             tokenizer=self.tokenizer,
             drafter=None if alone else copy,
-            drafting=DraftOptions(num_speculative_tokens=drafts),
+            drafting={"num_speculative_tokens": drafts},
             options=EngineOptions(max_num_seqs=rows, max_num_batched_tokens=max(512, 32 * rows)),
         )
         own_part = slice(part[0], None, part[1])

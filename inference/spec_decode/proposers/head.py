@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,24 +48,15 @@ MAX_LOGIT = 6.0  # of a confidence
 SPARE = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftOptions:
-    """How a trained drafter drafts. The names are those of `speculative_config`.
+class HeadProposer(Proposer):
+    """Drafts for at most `max_rows` rows of `max_model_len` tokens with a drafter that is attached
+    to `target`.
 
     num_speculative_tokens  K, tokens of a chain
     draft_sample_method     "probabilistic": sampled from q; "greedy": its argmax at any
                             temperature, a one-hot q
     tree                    the shape of a tree in place of a chain
     """
-
-    num_speculative_tokens: int = 4
-    draft_sample_method: str = "probabilistic"
-    tree: TreeShape | None = None
-
-
-class HeadProposer(Proposer):
-    """Drafts for at most `max_rows` rows of `max_model_len` tokens with a drafter that is attached
-    to `target`."""
 
     reads_features = True
     cache: RaggedCache
@@ -75,11 +65,13 @@ class HeadProposer(Proposer):
         self,
         drafter: Drafter,
         target: FrozenTarget,
-        options: DraftOptions,
         max_rows: int,
         max_model_len: int,
+        *,
+        num_speculative_tokens: int = 4,
+        draft_sample_method: str = "probabilistic",
+        tree: TreeShape | None = None,
     ) -> None:
-        num_speculative_tokens, tree = options.num_speculative_tokens, options.tree
         super().__init__(num_speculative_tokens if tree is None else tree.budget)
         depth = num_speculative_tokens if tree is None else tree.depth
         drafter.require_depth(
@@ -88,7 +80,7 @@ class HeadProposer(Proposer):
         drafter.require_length(max_model_len, "max_model_len")
         drafter.decode_with(plain_or_none)
         self._drafter, self._vocab_size, self._device = drafter, target.vocab_size, target.device
-        self._probabilistic = options.draft_sample_method == "probabilistic"
+        self._probabilistic = draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self.drafts_trees = tree is not None
         self._foresees = drafter.whole_blocks and tree is None and not drafter.reads_drafts
