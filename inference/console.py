@@ -17,7 +17,7 @@ from draftsmith.speculators.errors import ConfigError, DraftsmithError
 EXTRAS = {
     "matplotlib": "report",
     **dict.fromkeys(("accelerate", "datasets", "peft", "psutil", "pyarrow", "ruamel"), "train"),
-    **dict.fromkeys(("openai", "prometheus_client", "starlette", "uvicorn"), "serve"),
+    **dict.fromkeys(("openai", "prometheus_client", "scipy", "starlette", "uvicorn"), "serve"),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import openai
-import torch
+from scipy.stats import chi2_contingency
 
 from draftsmith.inference.bench.load_generator import (
     drafting_counters,
@@ -207,13 +206,6 @@ def homogeneity(drawn: Counter[str], expected: Counter[str]) -> dict[str, float]
     rare = [pair for pair in pairs if sum(pair) * share < LEAST_EXPECTED]
     if rare:
         cells.append((sum(a for a, _ in rare), sum(b for _, b in rare)))
-    chi2 = sum(
-        (a * math.sqrt(other / total) - b * math.sqrt(total / other)) ** 2 / (a + b)
-        for a, b in cells
-    )
-    degrees = len(cells) - 1
-    p_value = 1.0
-    if degrees:
-        half = torch.tensor([degrees, chi2], dtype=torch.float64) / 2
-        p_value = float(torch.special.gammaincc(*half))
-    return {"chi2": chi2, "degrees": degrees, "p_value": p_value}
+    test = chi2_contingency(cells, correction=False)
+    statistic, p_value = float(test.statistic), float(test.pvalue)
+    return {"chi2": statistic, "degrees": int(test.dof), "p_value": p_value}
