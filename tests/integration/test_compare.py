@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.pipeline.compare import FILE, changed, compare_recipes
-from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.load import load_recipe, read
+from draftsmith.train.recipe.recipe import yaml_text
 from tests.support.forked import interpreter
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
@@ -21,7 +21,7 @@ from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
 @pytest.fixture
 def recipes(recipe, tmp_path) -> list[Path]:
     """eagle3, and Medusa in two stages with a LoRA."""
-    tree = yaml.safe_load(recipe.read_text())
+    tree = read(recipe)
     tree["trackers"] = []
     tree["evaluation"]["baseline_transformers"] = False
     other = tree | {"family": "medusa", "drafter": {"num_heads": 2}, "joint": {"r": 2}}
@@ -32,7 +32,7 @@ def recipes(recipe, tmp_path) -> list[Path]:
     paths = []
     for name, content in (("eagle3", tree), ("medusa-2", other)):
         paths.append(tmp_path / f"{name}.yaml")
-        paths[-1].write_text(yaml.safe_dump(content))
+        paths[-1].write_text(yaml_text(content))
     return paths
 
 
@@ -50,7 +50,7 @@ def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monk
         assert 1.2 <= entry["training_seconds"] < 60 and entry["training_steps"] >= 1
         assert entry["summary"] == json.loads(report.read_text())["summary"]
     assert json.loads((out / FILE).read_text())["entries"] == entries
-    resolved = yaml.safe_load((out / "medusa-2" / "recipe.yaml").read_text())
+    resolved = read(out / "medusa-2" / "recipe.yaml")
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
     stamps = [report.stat().st_mtime_ns for report in reports]
     assert (

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from draftsmith.train.recipe.load import read
+from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer import checkpoint
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
 from tests.support.forked import PythonProcess, interpreter
@@ -82,7 +83,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.fixture
 def short_recipe(recipe: Path) -> Path:
     """Of test_pipeline, with a global batch, in float32."""
-    tree = yaml.safe_load(recipe.read_text())
+    tree = read(recipe)
     tree |= {
         "training": {
             "settings": "given",
@@ -100,7 +101,7 @@ def short_recipe(recipe: Path) -> Path:
         "baseline_transformers": False,
         "temperatures": [0.0],
     }
-    recipe.write_text(yaml.safe_dump(tree))
+    recipe.write_text(yaml_text(tree))
     return recipe
 
 

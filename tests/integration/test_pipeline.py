@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -22,6 +21,7 @@ from draftsmith.speculators.export import read_drafter_config
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.commands.runs import cache_features
 from draftsmith.train.pipeline.run import run
+from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.joint_target import cross_entropy
 from tests.quickstart_data import source as quickstart
@@ -76,7 +76,7 @@ def recipe(tiny_target, tmp_path):
         "trackers": ["tensorboard"],
     }
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml_text(content))
     return path
 
 

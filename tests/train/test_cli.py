@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -26,7 +25,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.cli import app
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import describe_schema
+from draftsmith.train.recipe.recipe import describe_schema, yaml_text
 from draftsmith.train.trainer import checkpoint
 from tests.quickstart_data import source as quickstart
 from tests.support.targets import save_target
@@ -74,7 +73,7 @@ def recipe_file(tmp_path, target_folder) -> Path:
         "training": {"steps": 10, "batch_size": 2},
         "gates": {"t0.acceptance_length": {"min": 3.0}},
     }
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml_text(recipe))
     return path
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from draftsmith.inference import LLM, SamplingParams
@@ -20,6 +19,8 @@ from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline.export_stage import reexport
 from draftsmith.train.pipeline.run import run
+from draftsmith.train.recipe.load import read
+from draftsmith.train.recipe.recipe import yaml_text
 from tests.quickstart_data import source as quickstart
 from tests.train.test_cli import (  # noqa: F401 (fixtures)
     call,
@@ -107,7 +108,7 @@ def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
 def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder):
     """Target and starting weights by id: planned, looked at, trained, measured, exported
     again."""
-    tree = yaml.safe_load(recipe_file.read_text())
+    tree = read(recipe_file)
     tree |= {
         "target": {"model": f"{TARGET}@v1"},
         "drafter": {"init_from": f"{HEAD}@v1", "unroll_steps": 2},
@@ -118,7 +119,7 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
         "gates": {"lossless_mismatches": {"max": 0}},
     }
     tree["evaluation"] |= {"repeats": 1, "baseline_transformers": False}
-    recipe_file.write_text(yaml.safe_dump(tree))
+    recipe_file.write_text(yaml_text(tree))
     for command in (("train", "--dry-run"), ("prepare",)):
         code, output = call(command[0], recipe_file, *command[1:])
         assert code == 0, output

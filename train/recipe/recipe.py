@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
 from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from ruamel.yaml import YAML
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.options import DrafterOptions, Section, Text
@@ -256,14 +257,22 @@ class Recipe(Section):
 
     def resolved_yaml(self) -> str:
         """The recipe with every default written out; loading it gives this recipe again."""
-        return yaml.safe_dump(
-            self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
-        )
+        return yaml_text(self.model_dump(mode="json"))
 
     def recipe_hash(self) -> str:
         """sha256 (hex) of the resolved recipe: equal exactly when all values are."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def yaml_text(tree: Mapping[str, Any]) -> str:
+    """A mapping of plain data as YAML 1.2, in its order."""
+    writer: Any = YAML(typ="safe", pure=True)
+    text = io.StringIO()
+    writer.default_flow_style, writer.width = False, 100
+    writer.sort_base_mapping_type_on_output = False
+    writer.dump(tree, text)
+    return text.getvalue()
 
 
 @cache

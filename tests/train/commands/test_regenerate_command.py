@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
 
 from draftsmith.inference import LLM
 from draftsmith.train.commands.options import parse_part
+from draftsmith.train.recipe.recipe import yaml_text
 from tests.quickstart_data import source as quickstart
 from tests.support.forked import PythonProcess
 from tests.support.targets import save_target
@@ -37,7 +37,7 @@ def recipe(tmp_path):
         "regenerate": {"turns": "all", "max_new_tokens": 12, "batch_size": 4},
         "evaluation": {"max_tokens": 8, "top_k": 20, "temperatures": [0.0, 0.7]},
     }
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml_text(tree))
     return path
 
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import prepare_rows
 from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import yaml_text
 from tests.quickstart_data import source as quickstart
 from tests.support.damaged_conversations import damaged
 from tests.support.targets import TOKENIZER
@@ -36,7 +36,7 @@ def recipe_file(tmp_path) -> Path:
         "regenerate": {"enabled": False},
     }
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml_text(tree))
     return path
 
 

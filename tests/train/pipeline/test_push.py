@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -26,6 +25,7 @@ from draftsmith.train.pipeline.acceptance_stage import accept
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
 from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.recipe import yaml_text
 from tests.speculators.families.draft_model.test_draft_model_vocabulary import (  # noqa: F401 (fixtures)
     draft_folder,
     drafting,
@@ -84,7 +84,7 @@ def made_run(tiny_model, root: Path, folder: Path) -> None:
     recipe = tiny_run(tiny_model, folder, root)
     recipe["data"]["train"].append({"name": "org/conversations"})
     recipe["gates"] = {"lossless_mismatches": {"max": 0}}
-    (root / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (root / "recipe.yaml").write_text(yaml_text(recipe))
     assert accept(load_recipe(root / "recipe.yaml"), stages=Stages(enabled=False)) == 0
 
 

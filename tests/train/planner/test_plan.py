@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,8 +21,8 @@ from draftsmith.train.planner.plan import (
     make_plan,
     make_stage,
 )
-from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import make_recipe
+from draftsmith.train.recipe.load import load_recipe, read
+from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import make_optimizers
 from tests.quickstart_data import source as quickstart
@@ -66,7 +65,7 @@ def tree(folder: Path, family: str = "eagle3", **training) -> dict:
 @pytest.fixture
 def recipe_file(tmp_path, folder) -> Path:
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tree(folder) | {"output_dir": str(tmp_path / "run")}))
+    path.write_text(yaml_text(tree(folder) | {"output_dir": str(tmp_path / "run")}))
     return path
 
 
@@ -150,10 +149,10 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert "--gpu abacus" in refused("plan", recipe_file, "--gpu", "abacus")
     code, output = call("plan", recipe_file)
     assert code == 0 and "--gpu" in output and "PFLOP" in output
-    hub = yaml.safe_load(recipe_file.read_text())
+    hub = read(recipe_file)
     hub["data"]["train"] = [{"name": "org/chats"}]
     hub["training"] = {"epochs": 1}
-    recipe_file.write_text(yaml.safe_dump(hub))
+    recipe_file.write_text(yaml_text(hub))
     code, output = call("plan", recipe_file, "--gpu", "l4")
     assert code == 0 and "--examples" in output
     plan = make_plan(load_recipe(recipe_file), DEVICES["l4"], examples=1000)

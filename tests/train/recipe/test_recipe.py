@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-import yaml
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.recipe.load import load_recipe
-from draftsmith.train.recipe.recipe import Recipe, describe_schema
+from draftsmith.train.recipe.load import load_recipe, read
+from draftsmith.train.recipe.recipe import Recipe, describe_schema, yaml_text
 
 MINIMAL = """\
 name: tiny/eagle3
@@ -51,7 +51,7 @@ def test_recipe_written_out_is_the_same_recipe(recipe_file, tmp_path):
     (tmp_path / "resolved.yaml").write_text(recipe.resolved_yaml())
     again = load_recipe(tmp_path / "resolved.yaml")
     assert again == recipe and again.recipe_hash() == recipe.recipe_hash()
-    assert set(yaml.safe_load(recipe.resolved_yaml())) == set(Recipe.model_fields)
+    assert set(read(tmp_path / "resolved.yaml")) == set(Recipe.model_fields)
 
 
 @pytest.mark.parametrize("name", ["no", "2026-01-02"])
@@ -190,9 +190,9 @@ MALFORMED = {
 @pytest.mark.parametrize("addition", MALFORMED)
 def test_malformed_recipe_is_refused_by_key(recipe_file, addition):
     # the addition is written as text, so that the recipe's own reading of YAML is what is tested
-    tree = yaml.safe_load(MINIMAL)
+    tree = read(Path(recipe_file(MINIMAL)))
     kept = {key: tree[key] for key in tree if not re.search(f"^{key}:", addition, re.MULTILINE)}
-    error = error_of(recipe_file(yaml.safe_dump(kept) + addition + "\n"))
+    error = error_of(recipe_file(yaml_text(kept) + addition + "\n"))
     assert error.where == "recipes/x.yaml"
     assert f": {MALFORMED[addition]}: " in str(error)
 
