@@ -13,6 +13,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.pipeline.compare import FILE, changed, compare_recipes
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import yaml_text
+from tests.support.errors import raises_at
 from tests.support.forked import interpreter
 
 from .test_pipeline import recipe, tiny_target  # noqa: F401 (fixtures)
@@ -69,7 +70,7 @@ def test_equal_steps_are_shared_by_stages_as_minutes_are(recipes, tmp_path) -> N
 
 
 def test_compare_refuses_what_cannot_be_compared(recipes, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="file names"):
+    with raises_at(ConfigError, "compare"):
         compare_recipes([recipes[0], recipes[0]], {"steps": 9}, tmp_path)
     text = recipes[1].read_text()
     recipes[1].write_text(text.replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))

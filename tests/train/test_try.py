@@ -14,6 +14,7 @@ from draftsmith.train.commands.try_methods import _methods
 from draftsmith.train.data.prepare import bad_rows
 from draftsmith.train.pipeline import evaluate_again
 from draftsmith.train.pipeline.evaluate_again import BUILT_IN, _recipe, evaluate_folders
+from tests.support.errors import raises_at
 from tests.support.tokenizers import chat_bytes
 
 
@@ -41,7 +42,7 @@ def test_all_methods_stand_side_by_side(tiny_model, tmp_path, monkeypatch):
 def test_evaluation_asks_for_prompts_where_the_default_ones_are_not(tmp_path, monkeypatch):
     assert all(Path(source["path"]).is_file() for source in BUILT_IN)
     monkeypatch.setattr(evaluate_again, "HELD_OUT", tmp_path / "test.jsonl.gz")
-    with pytest.raises(ConfigError, match="^--prompts: "):
+    with raises_at(ConfigError, "--prompts"):
         evaluate_folders("target", "head", None, tmp_path, [0.0])
 
 

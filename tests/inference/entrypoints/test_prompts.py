@@ -8,6 +8,7 @@ import pytest
 from draftsmith.inference import SamplingParams
 from draftsmith.inference.entrypoints.prompts import chat_prompts
 from draftsmith.speculators.errors import ConfigError
+from tests.support.errors import raises_at
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
 HISTORY = [
@@ -41,20 +42,17 @@ def test_contents_and_calls_are_the_same_text_offline_and_online(drafting_llm, m
 
 
 @pytest.mark.parametrize(
-    ("message", "named"),
+    "message",
     [
-        ("hi", "message 0"),
-        ({"role": "user", "content": 5}, "message 0"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url"),
-        ({"role": "user", "content": [{"type": "text"}]}, "message 0"),
-        (
-            {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": "{"}}]},
-            "JSON",
-        ),
-        ({"role": "user", "content": "a", "fault": True}, "template"),
+        "hi",
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": "{"}}]},
+        {"role": "user", "content": "a", "fault": True},
     ],
 )
-def test_what_a_template_cannot_read_is_an_error_of_the_user(message, named, byte_tokenizer):
+def test_what_a_template_cannot_read_is_an_error_of_the_user(message, byte_tokenizer):
     template = "{{ messages[0].fault + 'x' if messages[0].fault else 'x' }}"  # a TypeError
-    with pytest.raises(ConfigError, match=named):
+    with raises_at(ConfigError, "chat"):
         chat_prompts([[message]], byte_tokenizer, {"chat_template": template})

@@ -14,6 +14,7 @@ from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
 from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from draftsmith.speculators.errors import ConfigError
+from tests.support.errors import raises_at
 
 MEDUSA = "[(0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0)]"
 
@@ -26,17 +27,9 @@ def test_a_static_tree_by_levels():
     assert tree.frontiers == [[0, 1], [0]]
 
 
-@pytest.mark.parametrize(
-    "given_, message",
-    [
-        ("[(0,), (1, 0)]", r"choice \(1, 0\) needs \(1,\)"),
-        ("[(-1,)]", "ranks of 0 and more"),
-        ("[]", "at least one choice"),
-        ("(0,", "is no list of choices"),
-    ],
-)
-def test_what_is_no_tree_is_refused(given_, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("given_", ["[(0,), (1, 0)]", "[(-1,)]", "[]", "(0,"])
+def test_what_is_no_tree_is_refused(given_):
+    with raises_at(ConfigError, "speculative_token_tree"):
         StaticTree.parse(given_)
 
 
@@ -88,21 +81,18 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options",
     [
-        ({"speculative_token_tree": MEDUSA}, "has 7 choices"),
-        ({"speculative_token_tree": "[(0,)]", "speculative_eagle_topk": 2}, "give one"),
-        ({"speculative_num_steps": 3}, "give one"),
-        ({"speculative_eagle_topk": 2, "speculative_num_steps": 9}, "at least a token per step"),
-        (
-            {"method": "ngram", "speculative_eagle_topk": 2},
-            "belongs to trained drafters",
-        ),
+        {"speculative_token_tree": MEDUSA},  # which has 7 choices
+        {"speculative_token_tree": "[(0,)]", "speculative_eagle_topk": 2},
+        {"speculative_num_steps": 3},
+        {"speculative_eagle_topk": 2, "speculative_num_steps": 9},
+        {"method": "ngram", "speculative_eagle_topk": 2},
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options, message):
+def test_options_that_contradict_each_other_are_refused(options):
     base = {"method": "eagle3", "model": "somewhere", "num_speculative_tokens": 4}
-    with pytest.raises(ConfigError, match=message):
+    with raises_at(ConfigError, "speculative_config"):
         parse_speculative_config({**base, **options})
 
 

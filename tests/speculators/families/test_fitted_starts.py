@@ -16,6 +16,7 @@ from draftsmith.speculators.families.least_squares import reduced_rank, ridge
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.quickstart_data import rows
+from tests.support.errors import raises_at
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 pytestmark = pytest.mark.slow
@@ -122,19 +123,19 @@ def test_every_shape_of_head_can_be_fitted(target, features, held_out, shape):
 
 
 def test_what_cannot_be_fitted_is_refused(target, features):
-    with pytest.raises(ConfigError, match="norm_before_residual"):
+    with raises_at(ConfigError, "drafter.init"):
         head(target, fitted_to=features[:1], norm_before_residual=False)
     silent = [dataclasses.replace(f, loss_mask=torch.zeros_like(f.loss_mask)) for f in features[:2]]
-    with pytest.raises(ConfigError, match="responses"):
+    with raises_at(ConfigError, "drafter.init"):
         head(target, fitted_to=silent)
-    with pytest.raises(ConfigError, match="responses"):
+    with raises_at(ConfigError, "drafter.init"):
         block(target, "dflash", fitted_to=silent)
     wide = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}
     with pytest.raises(ConfigError, match="hidden_size"):
         block(target, "dflash", fitted_to=features[:2], **wide)
     other = FrozenTarget(target.model, (1, 2, 3))
     drafter = Eagle3(config_for_target(other, "eagle3", tap_layers=(2, 8, 13))).attach(other)
-    with pytest.raises(ConfigError, match="tap"):
+    with raises_at(ConfigError, "initialise_from"):
         drafter.initialise_from(other)
     other.close()
 

@@ -21,6 +21,7 @@ from draftsmith.speculators.export.inspection import inspect_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.cases import BASE, CASES, CAUSAL, FIVE, MASK, TWO, Case, make, world_of
 from tests.support.contract import all_logits, packed
+from tests.support.errors import raises_at
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"rope_theta": 10000.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -167,7 +168,7 @@ def test_the_speculators_format_names_its_target(written, tmp_path) -> None:
     assert verifier == {"name_or_path": "org/target", "architectures": ["L"]}
     assert "model_type" not in export.fields  # which is how vLLM knows the format
     export.rewrite()
-    with pytest.raises(ConfigError, match="names the target"):
+    with raises_at(ConfigError, "export format speculators"):
         convert(export.folder, tmp_path / "b", format="speculators", num_target_layers=4)
 
 

@@ -28,6 +28,7 @@ from draftsmith.speculators.registry import build_config, config_for_target
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.recipe.drafter_config import drafter_config
+from tests.support.errors import raises_at
 from tests.support.training import recipe_of
 
 INDEX = "model.safetensors.index.json"
@@ -220,9 +221,9 @@ def test_a_module_is_read_from_its_targets_folder_and_written_back(
         assert (merged / file.name).exists()
     again = FrozenTarget.from_pretrained(str(merged), tap_layers=config.tap_layers)
     torch.testing.assert_close(load_drafter(merged, again).state_dict(), drafter.state_dict())
-    with pytest.raises(CheckpointError, match="target itself"):
+    with raises_at(CheckpointError, "write_back"):
         write_back(export, folder, folder)
-    with pytest.raises(CheckpointError, match="no tensor of the same shape for"):
+    with raises_at(CheckpointError, "write_back"):
         write_back(export, tmp_path, tmp_path / "x")
 
 
@@ -260,13 +261,13 @@ def test_a_folder_with_another_module_is_refused_by_name(native) -> None:
 
 def test_a_module_for_another_target_is_refused(tiny_model) -> None:
     module = Mtp(config_for_target(FrozenTarget(tiny_model("llama")), "mtp"))
-    with pytest.raises(ConfigError, match="num_key_value_heads is "):
+    with pytest.raises(ConfigError, match="num_key_value_heads"):
         module.attach(FrozenTarget(tiny_model("llama", num_key_value_heads=4)))
     turned = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
-    with pytest.raises(ConfigError, match="rotates 0.5 of each head"):
+    with raises_at(ConfigError, "drafter of family mtp"):
         config_for_target(FrozenTarget(tiny_model("phi3", rope_parameters=turned)), "mtp")
     residual = config_for_target(FrozenTarget(tiny_model("llama")), "mtp", hidden_state="residual")
-    with pytest.raises(ConfigError, match="target taps layers"):
+    with raises_at(ConfigError, "initialise_from"):
         Mtp(residual).initialise_from(FrozenTarget(tiny_model("llama"), (1,)))
     fields = MtpConfig.for_target(FrozenTarget(tiny_model("llama"), (3,)), "mtp")
     with pytest.raises(ConfigError, match="layout"):

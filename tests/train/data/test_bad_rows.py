@@ -24,6 +24,7 @@ from draftsmith.train.data.sources import Example, load_sources, parse_row
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
 from tests.support.damaged_conversations import BAD, CUT, UNPROVED, Truth, damaged
+from tests.support.errors import raises_at
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 MAX_LENGTH = 512
@@ -164,7 +165,7 @@ def test_the_templates_failures_are_bad_rows_too(tokenizer):
     for statement in ("messages[9].content", "1 // 0", "'a' + 1", "raise_exception('no')"):
         template = "{{ " + statement + " }}"
         converter = ConversationTokenizer(tokenizer.tokenizer, chat_template=template)
-        with pytest.raises(BadRow, match="the chat template refuses it"):
+        with raises_at(BadRow, "f:1"):
             converter.rows(parse_row(GOOD, origin="f:1"))
 
 

@@ -15,6 +15,7 @@ from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
 from draftsmith.train.pipeline.run import require_abilities, run
 from draftsmith.train.recipe.recipe import make_recipe
 from tests.quickstart_data import source as quickstart
+from tests.support.errors import raises_at
 from tests.train.test_cli import refused
 
 SOURCES = [quickstart("test", 2)]
@@ -89,7 +90,8 @@ def test_engines_of_a_recipe_have_its_options(monkeypatch) -> None:
 
 def test_what_needs_a_target_that_decodes_is_refused_before_it_begins(tiny_model) -> None:
     features_alone = FrozenTarget(tiny_model("bloom", n_head=4))
-    with pytest.raises(UnsupportedTarget, match=r"data.validation, .*regenerate.enabled"):
+    keys = "data.validation, evaluation.engines: [draftsmith], regenerate.enabled"
+    with raises_at(UnsupportedTarget, keys):
         require_abilities(recipe(), features_alone)
     there = {"enabled": True, "endpoints": [{"url": "http://x/v1"}]}
     require_abilities(recipe(engines=["vllm"], regenerate=there), features_alone)

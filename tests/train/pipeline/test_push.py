@@ -31,6 +31,7 @@ from tests.speculators.families.draft_model.test_draft_model_vocabulary import (
     drafting,
     target_folder,
 )
+from tests.support.errors import raises_at
 from tests.support.runs import tiny_run
 from tests.train.test_cli import call
 
@@ -225,13 +226,13 @@ def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
 
 def test_a_public_repository_is_refused(hub, run):
     push(run, to(private=False), PushOptions())
-    with pytest.raises(ConfigError, match="--public"):
+    with raises_at(ConfigError, "push to org/head"):
         push(run, to(), PushOptions())
 
 
 @pytest.mark.parametrize("repository, base", [("head", None), (REPO, "target"), (REPO, REPO)])
 def test_names_that_cannot_be_are_refused(run, tmp_path, repository, base):
-    with pytest.raises(ConfigError, match="push:"):
+    with raises_at(ConfigError, "push"):
         stage(run, repository, tmp_path, PushOptions(base_model=base))
 
 

@@ -15,6 +15,7 @@ from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.recipe.sections import SHORT_RUN
 from tests.quickstart_data import DATA
 from tests.support.cases import CASES, make
+from tests.support.errors import raises_at
 from tests.support.training import recipe_of
 
 TARGET = DATA.parent / "target"
@@ -75,7 +76,7 @@ def test_mask_token_is_a_special_token_that_no_conversation_has(tmp_path, caplog
     every = " ".join(token.content for token in tokenizer.added_tokens_decoder.values())
     tokenizer.chat_template += "{# " + every + " #}"
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"drafter\.mask_token_id"):
+    with raises_at(ConfigError, "drafter.mask_token_id"):
         default_mask_token(built, Full())
 
 
@@ -95,5 +96,5 @@ def test_dspark_starts_from_a_dflash_head(tiny_model, tmp_path):
         "confidence_head",
     }
     given = recipe_of("dspark", drafter=drafter | {"num_layers": 4})
-    with pytest.raises(ConfigError, match="num_layers"):
+    with raises_at(ConfigError, "drafter.num_layers"):
         drafter_config(given, target)

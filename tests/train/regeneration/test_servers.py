@@ -23,6 +23,7 @@ from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
 from draftsmith.train.regeneration.servers import EndpointError
 from draftsmith.train.regeneration.store import Record, ResponseStore
+from tests.support.errors import raises_at
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 VOCAB, ENDS = 4096, tuple(range(0, 4096, 9))  # so many that turns end now and then
@@ -179,7 +180,7 @@ def test_a_run_stops_when_no_server_is_left_and_the_same_command_goes_on(
         return httpx.Response(200, json=answer)
 
     fakes[A].fail = fail
-    with pytest.raises(EndpointError, match="no server is left"):
+    with raises_at(EndpointError, "regenerate.endpoints"):
         write(A)
     (path,) = (tmp_path / "x").glob("*.jsonl")
     stored = len(path.read_text().splitlines())
@@ -213,7 +214,7 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
     fakes[A].fail = lambda request, body: answer if request.method == "GET" else None
     with pytest.raises(EndpointError, match="c, d"):
         write(A)
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+    with raises_at(ConfigError, "regenerate.endpoints"):
         write(endpoints=[{"url": A, "api_key_env": "NO_SUCH_KEY"}])
 
 

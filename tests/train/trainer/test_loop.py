@@ -22,6 +22,7 @@ from draftsmith.train.trainer.trainer import (
     Interrupted,
     Trainer,
 )
+from tests.support.errors import raises_at
 from tests.support.training import (
     assert_equal,
     cut_off,
@@ -159,7 +160,7 @@ def test_clip_gradients_not_finite_in_a_row_stops_the_run(tiny_model, tmp_path, 
         tiny_model, tmp_path, make_recipe(eval_every=2), evaluate=lambda d: {EXPECTED: 1.5}
     )
     overflow(trainer, monkeypatch, *range(4, 4 + MAX_SKIPPED))
-    with pytest.raises(Diverged, match="step 6"):
+    with raises_at(Diverged, "training"):
         trainer.run()
     assert trainer.state.best_step == 2 and checkpoint.latest(tmp_path).name == "step-00000004"
 
