@@ -34,7 +34,7 @@ def servers(serving, tiny_model, byte_tokenizer, tmp_path):
             part.save_pretrained(folder)
         baseline = folder if saved else serving(drafting_llm("off", model))
         out = ["--prompts", tmp_path / "prompts.jsonl", "--output", tmp_path / "certificate.json"]
-        return [url, "--baseline", baseline, "--max-tokens", "16", "--samples", "80", *out]
+        return [url, "--baseline", baseline, "--max-tokens", "16", "--samples", "60", *out]
 
     return start
 
