@@ -121,7 +121,6 @@ async def certify(
     return {
         "verdict": "lossy" if lossy else "lossless" if drafted else "undecided",
         "server": str(server.client.base_url),
-        "baseline": str(baseline.client.base_url),
         "model": server.model,
         "greedy": {
             "prompts": len(prompts),

@@ -50,9 +50,8 @@ def test_drafter_is_given_once():
     # so that repeats are alike
     assert _methods([], None)["suffix"]["suffix_decoding_max_cached_requests"] == 0
     assert _methods(["a", "b"], 3)["b"] == {"model": "b", "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, "--drafter a"):
         _methods(["a", "a"], None)
-    assert error.value.where == "--drafter a"
 
 
 def test_evaluation_without_a_recipe_keeps_its_files_in_out_and_names_its_options(tmp_path):

@@ -34,6 +34,7 @@ from draftsmith.inference.metrics import SpecDecodeCounters
 from draftsmith.inference.spec_decode.draft_length import DraftLength
 from draftsmith.speculators.errors import ConfigError, DataError, DraftsmithError
 from draftsmith.train.cli import app
+from tests.support.errors import raises_at
 
 LATE_S = 0.8  # what a busy machine may add to a time
 
@@ -221,17 +222,15 @@ def test_files_are_texts_or_conversations_and_repeat(tmp_path):
     assert {texts("custom", custom, seed) for seed in range(9)} == {"aba", "bab"}
     assert texts("mt_bench", turns) == 3 * "first"
     plain = {"dataset_name": "custom", "dataset_path": str(custom), "backend": "openai"}
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, f"{custom}:2"):
         load_questions(BenchOptions(**plain))
-    assert error.value.where == f"{custom}:2"
 
 
 @pytest.mark.parametrize("row", ['{"text": "a"}', "[1]", '{"messages": [5]}'])
 def test_wrong_row_is_named(tmp_path, row):
     (tmp_path / "f.jsonl").write_text('{"prompt": "a"}\n' + row)
-    with pytest.raises(DataError) as error:
+    with raises_at(DataError, f"{tmp_path / 'f.jsonl'}:2"):
         load_questions(BenchOptions(dataset_name="custom", dataset_path=str(tmp_path / "f.jsonl")))
-    assert error.value.where == f"{tmp_path / 'f.jsonl'}:2"
 
 
 # ----------------------------------------------------------------- which K to serve with

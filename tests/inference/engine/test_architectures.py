@@ -110,5 +110,5 @@ def test_trees_and_compiled_rounds_of_a_recurrent_target_are_refused(tiny_model)
 
 def test_a_target_that_cannot_be_rolled_back_is_refused_with_the_way_out(tiny_model) -> None:
     target = FrozenTarget(tiny_model("rwkv", attention_hidden_size=32))
-    with raises_at(UnsupportedTarget, "decoding"):
+    with pytest.raises(UnsupportedTarget, match="evaluation.engines"):
         make_llm(target, max_model_len=64)

@@ -11,6 +11,7 @@ import pytest
 
 from draftsmith.inference.evaluation.suites import SENTINEL, SUITES, default_path, load_suite
 from draftsmith.speculators.errors import ConfigError, DataError
+from tests.support.errors import raises_at
 
 ROWS = [  # suite, a row, its turns, its category; every shape that is known
     ("mt_bench", {"category": "writing", "turns": ["a", "b"]}, ("a", "b"), "writing"),
@@ -57,9 +58,8 @@ def test_a_missing_file_says_how_to_fetch_it(name):
 )
 def test_wrong_rows_are_named(name, row, tmp_path):
     path = write(tmp_path / "f.jsonl", row)
-    with pytest.raises(DataError) as error:
+    with raises_at(DataError, f"{path}:1"):
         load_suite(name, path)
-    assert error.value.where == f"{path}:1"
 
 
 def test_what_is_no_file_of_lines_is_named(tmp_path):

@@ -32,6 +32,7 @@ from draftsmith.inference.report.schema import (
 from draftsmith.inference.report.speed import estimate, rates
 from draftsmith.inference.report.table import print_report
 from draftsmith.speculators.errors import ConfigError, DataError
+from tests.support.errors import raises_at
 from tests.support.reports import (
     WORKLOADS,
     K,
@@ -164,9 +165,8 @@ def test_gates_are_met_or_missed(report: AcceptanceReport) -> None:
     }
     assert not report.passed
     assert check_gates({"a": 3.0}, {"a": Bound(min=3.0, max=3.0)})[0].passed
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, "gates.speed"):
         check_gates(report.summary, {"speed": Bound(min=1)})
-    assert error.value.where == "gates.speed"
 
 
 def test_held_out_lengths_are_shown_by_the_tokens_seen(report: AcceptanceReport) -> None:
@@ -190,9 +190,8 @@ def test_report_is_saved_whole_and_loads(report: AcceptanceReport, tmp_path: Pat
     raw = json.loads(report.model_dump_json()) | {"schema_version": "9.9"}
     for text in (json.dumps(raw), "{"):
         path.write_text(text)
-        with pytest.raises(DataError) as error:
+        with raises_at(DataError, path):
             load_report(path)
-        assert error.value.where == f"{path}"
 
 
 def test_every_summary_key_is_documented(report: AcceptanceReport) -> None:

@@ -15,6 +15,7 @@ from draftsmith.inference.server.serve_command import sampling_defaults
 from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
+from tests.support.errors import raises_at
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 GUIDE = (
@@ -62,9 +63,8 @@ def test_model_may_stand_alone_and_flags_take_several_values():
     ],
 )
 def test_wrong_flag_is_named(line, where):
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, f"serve {where}"):
         read(line)
-    assert error.value.where == f"serve {where}"
 
 
 def test_templates_are_files_or_texts_and_keys_may_come_from_the_environment(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from tests.support.errors import raises_at
 
 without_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM"
@@ -39,9 +40,8 @@ def target_folder(tiny_model, byte_tokenizer, tmp_path_factory) -> str:
 def test_an_interpreter_without_vllm_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(PYTHON, str(tmp_path / "python"))
     for given, where in ((None, str(tmp_path / "python")), (sys.executable, sys.executable)):
-        with pytest.raises(ConfigError) as error:
+        with raises_at(ConfigError, where):
             vllm_python(given)
-        assert error.value.where == where
 
 
 @without_vllm

@@ -238,9 +238,8 @@ def test_init_from_target_is_the_module_of_its_folder(native) -> None:
     drafter = make_drafter(recipe(), config, target, None, None, folder)
     for name, parameter in original.named_parameters():
         assert torch.equal(parameter, drafter.get_parameter(name)), name
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, "drafter.layout"):
         drafter_config(recipe(layout="qwen3_next"), target)
-    assert error.value.where == "drafter.layout"
 
 
 def test_a_folder_with_another_module_is_refused_by_name(native) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.vocab.token_bytes import TokenBytes, same_vocabulary, token_bytes
 from draftsmith.speculators.vocab.token_map import FILE, TokenMap
+from tests.support.errors import raises_at
 from tests.support.tokenizers import CORPUS, byte_level, sentencepiece, spell
 
 TARGET = Path(__file__).parents[3] / "recipes" / "quickstart" / "target"
@@ -181,9 +182,8 @@ def test_a_damaged_file_is_refused_by_its_path(tokenizer, tmp_path, change):
     tensors = load_file(tmp_path / FILE)
     change(tensors)
     save_file(tensors, tmp_path / FILE)
-    with pytest.raises(CheckpointError) as error:
+    with raises_at(CheckpointError, tmp_path / FILE):
         TokenMap.load(tmp_path, *sizes)
-    assert error.value.where == str(tmp_path / FILE)
 
 
 def _tokenizer(model=None, **parts):

@@ -147,9 +147,8 @@ def test_directories_hold_shards_of_splits(tmp_path):
     assert load_sources([Source(path=path)])[0].origin == f"{path}/train-0.jsonl:1"
     (tmp_path / "empty").mkdir()
     for name in ("set", "empty", "nowhere"):
-        with pytest.raises(DataError) as error:
+        with raises_at(DataError, tmp_path / name):
             first_texts(path=str(tmp_path / name), split="dev")
-        assert error.value.where == str(tmp_path / name)
 
 
 def test_slices_count_the_rows_of_a_file(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.losses.position_weights import PositionWeights
+from tests.support.errors import raises_at
 
 ANCHORS = [
     torch.tensor([2, 5, 7]),
@@ -64,6 +65,5 @@ def test_fixed_weights_sum_to_one() -> None:
     ],
 )
 def test_what_is_no_weight_is_named(given, key) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises_at(ConfigError, key):
         PositionWeights.parse(given)
-    assert error.value.where == key

@@ -18,6 +18,7 @@ from draftsmith.train.pipeline.data_stage import write_in_parts
 from draftsmith.train.recipe.data_sections import RegenerateSection, spread
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
+from tests.support.errors import raises_at
 from tests.support.models import make_tiny_model
 from tests.train.worlds import Scenario, in_worlds
 
@@ -86,9 +87,8 @@ def test_what_is_left_out_and_what_is_cut_is_reported(write, tmp_path):
     assert "10 responses:" in text and "1 left out" in text and "9 of 9 responses" in text
     rows = write(tmp_path, EXAMPLES[:8], max_length=20)
     assert all(len(r.prompt_ids) + len(r.output_ids) <= 20 for r in rows)
-    with pytest.raises(DataError) as error:
+    with raises_at(DataError, "data.max_length"):
         write(tmp_path, [long])
-    assert error.value.where == "data.max_length"
 
 
 def parts_job(folder: Path, name: str, torn: bool = False) -> tuple[list, list[str]]:

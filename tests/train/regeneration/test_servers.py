@@ -214,7 +214,7 @@ def test_a_server_of_another_model_is_refused(write, fakes, tokenizer):
     fakes[A].fail = lambda request, body: answer if request.method == "GET" else None
     with pytest.raises(EndpointError, match="c, d"):
         write(A)
-    with raises_at(ConfigError, "regenerate.endpoints"):
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         write(endpoints=[{"url": A, "api_key_env": "NO_SUCH_KEY"}])
 
 
