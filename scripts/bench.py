@@ -39,7 +39,6 @@ QUICKSTART = {
     "expected_acceptance_length": "acceptance length τ, expected",
     "tokens_per_second": "tokens/s with drafting",
     "speedup_vs_autoregressive": "speedup over the same engine, drafting off",
-    "speedup_vs_transformers": "speedup over `transformers.generate`",
 }
 
 

@@ -16,12 +16,10 @@ import torch
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.loading import (
     default_device,
-    end_of_sequence_ids,
     load_target,
     load_tokenizer,
     target_config,
 )
-from draftsmith.inference.evaluation.timing import transformers_generate
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import package_version
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
@@ -113,12 +111,10 @@ class MeasuredEngine(ABC):
     """One engine with one target and one drafter.
 
     drafting_off        True if it can write without drafting as well
-    runs_transformers   True if it has `transformers`
     device              the device of the timed work, if this process launches it
     """
 
     drafting_off = True
-    runs_transformers = False
     device = torch.device("cpu")
 
     def __init__(self, drafting: Drafting) -> None:
@@ -175,10 +171,6 @@ class MeasuredEngine(ABC):
         sampled = self.facts().draft_sample_method == "probabilistic"
         return self.drafting.drafter is not None and (temperature == 0 or sampled)
 
-    def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
-        """Output tokens of `transformers.generate` on the same model object."""
-        raise NotImplementedError
-
     def stop(self) -> None:  # noqa: B027 (most have nothing to do)
         """Frees everything but `models`. No further responses are asked for."""
 
@@ -192,8 +184,6 @@ class MeasuredEngine(ABC):
 class RuntimeEngine(MeasuredEngine):
     """This project's runtime."""
 
-    runs_transformers = True
-
     def __init__(self, drafting: Drafting) -> None:
         super().__init__(drafting)
         options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
@@ -201,7 +191,6 @@ class RuntimeEngine(MeasuredEngine):
         config = drafting.speculative_config | {"rejection_sample_method": "token"}
         self.llm = LLM(drafting.model, speculative_config=config, **{**options, **drafting.options})
         self.device = self.llm.engine.target.device
-        self.eos_token_ids = sorted(end_of_sequence_ids(self.llm.engine.target, self.tokenizer))
 
     @cached_property
     def models(self) -> tuple[FrozenTarget, Drafter | None]:
@@ -237,6 +226,3 @@ class RuntimeEngine(MeasuredEngine):
     ) -> list[RequestOutput]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self.llm.generate(inputs, list(params), use_tqdm=False, speculate=speculate)
-
-    def transformers(self, prompts: Prompts, params: SamplingParams, seed: int) -> int:
-        return transformers_generate(self.target.model, prompts, params, self.eos_token_ids, seed)

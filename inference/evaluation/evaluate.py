@@ -3,8 +3,8 @@ acceptance report.
 
 Per workload and temperature: acceptance on many prompts in batches, and the acceptance that replay
 expects on the same text; at temperature 0 the text without drafting; times on a few prompts, the
-same in every repeat, with drafting, without, and of `transformers.generate`, one right after the
-other. Then the lossless check in float32. The engine that is measured is any of engines.py."""
+same in every repeat, with drafting and without, one right after the other. Then the lossless check
+in float32. The engine that is measured is any of engines.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     SPECULATIVE,
-    TRANSFORMERS,
     AcceptanceReport,
     LosslessCheck,
     Provenance,
@@ -82,9 +81,7 @@ class EvaluationSettings:
                           which settles the acceptance length over six workloads to about 1 %
     rows                  prompts in flight for these; acceptance does not depend on it
     timed_prompts         prompts of every timed pass, the same ones in every repeat
-    repeats               interleaved passes: on, off, transformers, then in reverse; 0: nothing is
-                          timed
-    transformers          the passes include `transformers.generate`; it is slow, for reference
+    repeats               interleaved passes: on, off, then in reverse; 0: nothing is timed
     batch_size            requests in flight while timing
     lossless_prompts      prompts for the float32 comparison; 0 is off
     """
@@ -98,7 +95,6 @@ class EvaluationSettings:
     rows: int = 32
     timed_prompts: int = 3
     repeats: int = 3
-    transformers: bool = True
     batch_size: int = 1
     lossless_prompts: int = 4
     seed: int = 0
@@ -295,8 +291,6 @@ class _Evaluation:
         short = replace(self.settings.sampling(0.0, [0])[0], max_tokens=SHORT)
         for speculate in (True, False) if self.engine.drafting_off else (True,):
             self.engine.write(prompts, [short], speculate=speculate, batch=1)
-        if self.settings.transformers and self.engine.runs_transformers:
-            self.engine.transformers(prompts, short, 0)
 
     # ------------------------------------------------------------------ acceptance
 
@@ -369,16 +363,9 @@ class _Evaluation:
         def write(speculate: bool) -> list[RequestOutput]:
             return self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size)
 
-        def transformers() -> int:
-            starts = range(0, len(prompts), s.batch_size)
-            parts = [(prompts[i : i + s.batch_size], params[i]) for i in starts]
-            return sum(self.engine.transformers(*part, s.seed) for part in parts)
-
         runs: dict[str, Run] = {SPECULATIVE: lambda: write(True)}
         if self.engine.drafting_off:
             runs[AUTOREGRESSIVE] = lambda: write(False)
-        if s.transformers and self.engine.runs_transformers:
-            runs[TRANSFORMERS] = transformers
         cell.passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
 
     # ------------------------------------------------------------------ the same tokens

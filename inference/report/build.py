@@ -1,5 +1,4 @@
-"""Puts the acceptance report together: cells, summary and gates; two engines side by side; how
-training went."""
+"""Puts the acceptance report together: cells, summary and gates; two engines side by side."""
 
 from __future__ import annotations
 
@@ -20,12 +19,10 @@ from draftsmith.inference.report.schema import (
 )
 from draftsmith.speculators.errors import ConfigError
 
-History = Sequence[Mapping[str, Any]]  # the training loop's records, one per step
 OF_CELLS = (  # attributes of a cell that the summary has under the same names
     "acceptance_length",
     "tokens_per_forward",
     "speedup_vs_autoregressive",
-    "speedup_vs_transformers",
 )
 
 
@@ -120,14 +117,3 @@ def _gaps(report: AcceptanceReport, other: AcceptanceReport) -> dict[str, float]
         results[f"t{temperature:g}.{name}_acceptance_length"] = theirs.acceptance_length
         results[f"t{temperature:g}.{name}_gap"] = gaps[-1]
     return results | ({f"{name}_gap": max(gaps)} if gaps else {})
-
-
-def held_out_lengths(history: History) -> dict[int, float]:
-    """The expected acceptance lengths among a training loop's records, one per step, by the tokens
-    with a loss seen before."""
-    tokens, lengths = 0, dict[int, float]()
-    for record in history:
-        tokens += record.get("supervised_tokens", 0)
-        if (length := record.get("expected_acceptance_length")) is not None:
-            lengths[tokens] = length
-    return lengths

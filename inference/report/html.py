@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import matplotlib
 import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
 from draftsmith.inference.report.table import EVERY, notes, row
@@ -68,7 +67,7 @@ def render_html(report: AcceptanceReport) -> str:
             columns=EVERY,
             rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
             notes=notes(report),
-            figures=[speedup_bars(report), *position_lines(report), held_out_line(report)],
+            figures=[speedup_bars(report), *position_lines(report)],
             checks=[(cell.temperature, c) for cell in report.pooled() for c in cell.lossless],
         )
 
@@ -127,52 +126,28 @@ def speedup_bars(report: AcceptanceReport) -> Figure | None:
 
 
 def position_lines(report: AcceptanceReport) -> list[Figure]:
-    """The conditional acceptance rate by draft position, one curve per workload; a figure for each
-    temperature."""
+    """The conditional acceptance rate by draft position, one curve per workload, `all` in ink; a
+    figure for each temperature."""
     figures = []
     for temperature in report.temperatures():
-        curves = {
-            cell.workload: dict(enumerate(cell.conditional_acceptance_per_position, 1))
-            for cell in report.own_cells()
-            if cell.temperature == temperature
-        }
         title = f"Conditional acceptance by draft position, T={temperature:g}"
-        figure = lines(title, curves, "draft position k")
-        figure.axes[0].set_ylim(0, 1.02)
-        figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure = Figure(figsize=(WIDTH, 3.0), label=title)
+        axes = figure.subplots()
+        cells = [cell for cell in report.own_cells() if cell.temperature == temperature]
+        for index, cell in enumerate(cells):
+            bold = cell.workload == ALL_WORKLOADS
+            rates = [r for r in cell.conditional_acceptance_per_position if r is not None]
+            axes.plot(
+                range(1, len(rates) + 1),
+                rates,
+                label=cell.workload,
+                color=INK if bold else PALETTE[index % len(PALETTE)],
+                marker="osD^vPX*"[index % 8] if len(rates) < 40 else None,
+                markersize=4,
+                linewidth=2.4 if bold else 1.4,
+            )
+        axes.set_xlabel("draft position k")
+        axes.set_ylim(0, 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figures.append(figure)
     return figures
-
-
-def held_out_line(report: AcceptanceReport) -> Figure | None:
-    """The held-out acceptance length by tokens seen, if the drafter was trained."""
-    if len(report.held_out) < 2:
-        return None
-    curves = {"τ": report.held_out}
-    figure = lines("Expected acceptance length, held out", curves, "tokens with a loss")
-    figure.axes[0].set_ylim(1, None)
-    figure.axes[0].set_xscale("log", base=2)
-    figure.axes[0].xaxis.set_major_formatter(EngFormatter(places=0))
-    return figure
-
-
-def lines(
-    title: str, curves: Mapping[str, Mapping[int, float | None] | Mapping[int, float]], x_label: str
-) -> Figure:
-    """Curves by name, x -> y of each; `all` is drawn in ink."""
-    figure = Figure(figsize=(WIDTH, 3.0), label=title)
-    axes = figure.subplots()
-    for index, (name, curve) in enumerate(curves.items()):
-        points = {x: y for x, y in curve.items() if y is not None}
-        bold = name == ALL_WORKLOADS
-        axes.plot(
-            list(points),
-            list(points.values()),
-            label=name,
-            color=INK if bold else PALETTE[index % len(PALETTE)],
-            marker="osD^vPX*"[index % 8] if len(points) < 40 else None,
-            markersize=4,
-            linewidth=2.4 if bold else 1.4,
-        )
-    axes.set_xlabel(x_label)
-    return figure

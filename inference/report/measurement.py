@@ -21,7 +21,6 @@ from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     OUR_ENGINE,
     SPECULATIVE,
-    TRANSFORMERS,
     Cell,
     ExpectedAcceptance,
     LosslessCheck,
@@ -39,7 +38,7 @@ class Measurement:
 
     requests         responses with drafting, of one pass, with their `metrics`
     replay           one result per response, over the text of `requests`
-    passes           by kind (SPECULATIVE, AUTOREGRESSIVE, TRANSFORMERS), in the order of repeats
+    passes           by kind (SPECULATIVE, AUTOREGRESSIVE), in the order of repeats
     suite            of which the workload is a category"""
 
     workload: str
@@ -109,12 +108,9 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     fields: dict[str, Any] = {"passes": passes}
     if SPECULATIVE in passes:
         rate = rates(passes, SPECULATIVE)
-        speedups = {kind: estimate(rate[SPECULATIVE] / other) for kind, other in rate.items()}
-        fields |= {
-            "tokens_per_second": {kind: estimate(draws) for kind, draws in rate.items()},
-            "speedup_vs_autoregressive": speedups.get(AUTOREGRESSIVE),
-            "speedup_vs_transformers": speedups.get(TRANSFORMERS),
-        }
+        fields["tokens_per_second"] = {kind: estimate(draws) for kind, draws in rate.items()}
+        if (off := rate.get(AUTOREGRESSIVE)) is not None:
+            fields["speedup_vs_autoregressive"] = estimate(rate[SPECULATIVE] / off)
     return fields
 
 

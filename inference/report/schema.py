@@ -15,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["5.0"] = "5.0"
+SCHEMA_VERSION: Literal["6.0"] = "6.0"
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
 SPECULATIVE = "speculative"  # kinds of timed passes
 AUTOREGRESSIVE = "autoregressive"
-TRANSFORMERS = "transformers_generate"
 SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "lossless_mismatches": (
         "prompts that differ from their reference by more than a tie, all checks added"
@@ -38,7 +37,6 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "t<T>.vllm_gap": "|τ in vLLM − τ in this runtime| ÷ the latter",
     "t<T>.tokens_per_second": "with drafting",
     "t<T>.speedup_vs_autoregressive": "`t<T>.tokens_per_second` ÷ the same engine's without drafts",
-    "t<T>.speedup_vs_transformers": "the same against `transformers.generate`",
 }
 
 
@@ -175,13 +173,11 @@ class Cell(Record):
     acceptance_by_position: list[PositionBin] = []
     """Acceptance length by position; empty where an engine does not say what rounds drafted."""
     passes: dict[str, list[TimedPass]] = {}
-    """Every timed pass, by kind: `speculative`, `autoregressive`, `transformers_generate`."""
+    """Every timed pass, by kind: `speculative`, `autoregressive`."""
     tokens_per_second: dict[str, Estimate] = {}
     """By kind: Σ tokens ÷ Σ seconds over workloads, seconds by the median of the repeats."""
     speedup_vs_autoregressive: Estimate | None = None
     """Rate of `speculative` ÷ that of `autoregressive`, the same engine; null if not timed."""
-    speedup_vs_transformers: Estimate | None = None
-    """Rate of `speculative` ÷ that of `transformers_generate`; another engine."""
     expected: ExpectedAcceptance | None = None
     """Acceptance that replay expects."""
     lossless: list[LosslessCheck] = []
@@ -302,7 +298,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["5.0"] = SCHEMA_VERSION
+    schema_version: Literal["6.0"] = SCHEMA_VERSION
     """Version of this layout."""
     provenance: Provenance
     """What was measured, with what, on what."""
@@ -314,9 +310,6 @@ class AcceptanceReport(Record):
     """The suites that were measured; their cells name them."""
     results: list[Cell]
     """A cell per workload, temperature and engine, and `all`; of suites by category."""
-    held_out: dict[int, float] = {}
-    """Expected τ during training, mean over the temperatures, by the tokens with a loss seen
-    before; empty if the drafter was not trained in this run."""
 
     @property
     def passed(self) -> bool:

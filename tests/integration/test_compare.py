@@ -24,7 +24,7 @@ def recipes(recipe, tmp_path) -> list[Path]:
     """eagle3, and Medusa in two stages with a LoRA."""
     tree = read(recipe)
     tree["trackers"] = []
-    tree["evaluation"] |= {"baseline_transformers": False, "lossless_check": False, "repeats": 0}
+    tree["evaluation"] |= {"lossless_check": False, "repeats": 0}
     other = tree | {"family": "medusa", "drafter": {"num_heads": 2}, "joint": {"r": 2}}
     other["stages"] = [
         {"name": "heads", "training": {"steps": 3}},

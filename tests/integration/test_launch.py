@@ -98,7 +98,6 @@ def short_recipe(recipe: Path) -> Path:
     tree["evaluation"] |= {
         "repeats": 0,
         "lossless_check": False,
-        "baseline_transformers": False,
         "temperatures": [0.0],
     }
     recipe.write_text(yaml_text(tree))

@@ -33,7 +33,6 @@ from tests.support.tokenizers import byte_level
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 SHORT = [
     "evaluation.lossless_check=false",
-    "evaluation.baseline_transformers=false",
     "evaluation.repeats=0",
 ]
 

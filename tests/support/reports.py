@@ -101,7 +101,6 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
     seconds = {
         "speculative": rounds * 0.0059,
         "autoregressive": tokens * 0.004,
-        "transformers_generate": tokens * 0.0052,
     }
     tie = TokenDifference(
         prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True

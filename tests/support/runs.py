@@ -47,6 +47,5 @@ def tiny_run(make_model: Any, target: Path, run: Path) -> dict[str, Any]:
             "max_tokens": 6,
             "repeats": 1,
             "prompts_per_workload": 2,
-            "baseline_transformers": False,
         },
     }

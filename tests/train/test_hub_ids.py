@@ -119,7 +119,7 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
         "evaluation": {"max_tokens": 6, "num_speculative_tokens": 2, "temperatures": [0.0]},
         "gates": {"lossless_mismatches": {"max": 0}},
     }
-    tree["evaluation"] |= {"repeats": 1, "baseline_transformers": False}
+    tree["evaluation"] |= {"repeats": 1}
     recipe_file.write_text(yaml_text(tree))
     for command in (("train", "--dry-run"), ("prepare",)):
         code, output = call(command[0], recipe_file, *command[1:])

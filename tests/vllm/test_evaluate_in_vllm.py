@@ -25,7 +25,6 @@ SETTINGS = EvaluationSettings(
     prompts_per_workload=4,
     timed_prompts=1,
     repeats=1,
-    transformers=False,
     lossless_prompts=0,
 )
 SHAPES = {"eagle3": (FITTED, LEAST_SQUARES), "dflash": ({"num_layers": 2, **BLOCK}, {})}

@@ -23,13 +23,7 @@ from draftsmith.inference.evaluation.evaluate import (
     evaluate,
 )
 from draftsmith.inference.evaluation.suites import Conversation, load_suite
-from draftsmith.inference.report.build import (
-    Bound,
-    History,
-    check_gates,
-    held_out_lengths,
-    lay_beside,
-)
+from draftsmith.inference.report.build import Bound, check_gates, lay_beside
 from draftsmith.inference.report.html import write_html
 from draftsmith.inference.report.schema import (
     OUR_ENGINE,
@@ -74,16 +68,10 @@ def engines_of(recipe: Recipe, say: Callable[[str], None] = lambda text: None) -
     return engines
 
 
-def accept(
-    recipe: Recipe,
-    *,
-    stages: Stages | None = None,
-    history: History = (),
-    engines: Engines | None = None,
-) -> int:
+def accept(recipe: Recipe, *, stages: Stages | None = None, engines: Engines | None = None) -> int:
     """Evaluates `<output_dir>/export` and writes the report; 0, or 1 if a gate is missed.
 
-    `history`: the training loop's records. `engines`: not the recipe's."""
+    `engines`: not the recipe's."""
     stages = stages or Stages()
     if not recipe.measured:
         stages.say("acceptance: not measured, as the recipe names no prompts or suites")
@@ -107,7 +95,6 @@ def accept(
         target=target,
         provenance=provenance,
     )
-    report = report.model_copy(update={"held_out": held_out_lengths(history)})
     save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
     report.gates = check_gates(report.summary, gate_bounds(recipe))
     write_report(report, folder, stages)
@@ -178,7 +165,6 @@ def settings_of(recipe: Recipe) -> EvaluationSettings:
     named |= {
         "temperatures": tuple(e.temperatures),
         "timed_prompts": max(e.timed_prompts, e.batch_size),
-        "transformers": e.baseline_transformers,
         "lossless_prompts": usual.lossless_prompts if e.lossless_check else 0,
     }
     return replace(usual, **named)

@@ -23,7 +23,6 @@ from draftsmith.train.pipeline.acceptance_stage import (
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, Recipe, make_recipe
-from draftsmith.train.trainer import checkpoint
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"
 CODE = HELD_OUT.with_name("code-test.jsonl.gz")
@@ -31,17 +30,14 @@ BUILT_IN = [{"path": str(HELD_OUT), "limit": 96}, {"path": str(CODE)}]
 
 
 def evaluate_run(recipe: Recipe, engines: Engines | None = None) -> int:
-    """Measures `<output_dir>/export` again and gates it; the page keeps the curves of the training
-    that is there. `engines`: instead of the recipe's."""
+    """Measures `<output_dir>/export` again and gates it. `engines`: instead of the recipe's."""
     folder = Path(recipe.output_dir)
     if not (folder / EXPORT).is_dir():
         raise CheckpointError(
             "no export to evaluate; run the recipe first, or draftsmith export",
             where=f"{folder / EXPORT}",
         )
-    newest = checkpoint.latest(recipe.checkpoints())
-    history = checkpoint.read_state(newest).history if newest is not None else ()
-    return accept(with_adapted_target(recipe), history=history, engines=engines)
+    return accept(with_adapted_target(recipe), engines=engines)
 
 
 def evaluate_folders(

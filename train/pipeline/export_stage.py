@@ -33,8 +33,7 @@ from draftsmith.train.trainer.joint_target import JointTarget
 @dataclass
 class Trained:
     """The result of a training: the drafter (and the adapter of the target) with the weights of the
-    last stage's best held-out evaluation, its last ones without; the state, whose history is that
-    of all stages; held-out texts."""
+    last stage's best held-out evaluation, its last ones without; the state; held-out texts."""
 
     drafter: Drafter
     state: checkpoint.TrainState

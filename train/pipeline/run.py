@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,10 +71,10 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
     if accelerator.is_main_process:
         with stages.stage("export"):
             export(recipe, trained)
-        history, steps = trained.state.history, trained.state.step
+        steps = trained.state.step
         del trained  # what is measured is loaded from the export, and needs the memory
         free_memory()
-        code = accept(recipe, stages=stages, history=history)
+        code = accept(recipe, stages=stages)
         trackers.log_report(recipe, accelerator, steps)
         if recipe.export.push_to_hub:
             from draftsmith.train.pipeline.publish import push_run
@@ -146,7 +145,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
     target = load_target(recipe, accelerator, config.tap_layers)
     tokenizer = recipe.target.load_tokenizer()
     require_abilities(recipe, target)
-    drafter, history, previous = None, [], ""
+    drafter, previous = None, ""
     every = recipe.training_stages()
     for number, (name, part) in enumerate(every, 1):
         data = prepare_data(part, target, tokenizer, accelerator, stages, name)
@@ -189,11 +188,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
             (Path(recipe.output_dir) / RECIPE).write_text(as_given)
         state = _train_stage(trainer, stages, f"train {recipe.family}{f': {name}' if name else ''}")
-        history += state.history
     assert drafter is not None  # a recipe has at least one stage
-    return Trained(
-        drafter, replace(state, history=history), tokenizer, data.held_out, trainer.joint
-    )
+    return Trained(drafter, state, tokenizer, data.held_out, trainer.joint)
 
 
 def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:

@@ -266,8 +266,6 @@ class EvaluationSection(Section):
     """prompts taken of each workload"""
     batch_size: PositiveInt = 1
     """requests in flight; one shows latency, more show throughput"""
-    baseline_transformers: bool = True
-    """time transformers.generate as well, for reference"""
     lossless_check: bool = True
     """compare tokens with and without drafting, in float32"""
 
@@ -301,7 +299,6 @@ GATES = ("lossless_mismatches", "expected_measured_gap", "vllm_gap")  # over all
 GATES_OF_TEMPERATURES = (
     "acceptance_length",
     "speedup_vs_autoregressive",
-    "speedup_vs_transformers",
     "expected_measured_gap",
     "vllm_gap",
 )

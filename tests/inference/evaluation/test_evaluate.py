@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from draftsmith.inference.evaluation.expected_acceptance import (
     expected_acceptance,
 )
 from draftsmith.inference.evaluation.lossless import compare_greedy
-from draftsmith.inference.evaluation.timing import interleaved, transformers_generate
+from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
@@ -199,23 +200,11 @@ def test_passes_alternate() -> None:
     output = RequestOutput(
         "", None, [1], [CompletionOutput(0, "", [7] * 5)], True, RequestMetrics()
     )
-    runs = {"on": lambda: order.append("on") or [output], "hf": lambda: order.append("hf") or 4}
+    runs = {name: partial(lambda name: order.append(name) or [output], name) for name in "ab"}
     timed = interleaved(runs, "w", 2, torch.device("cpu"))
-    assert order == ["on", "hf", "hf", "on"]
-    for name, tokens in (("on", 5), ("hf", 4)):
-        assert [(run.repeat, run.tokens) for run in timed[name]] == [(0, tokens), (1, tokens)]
-
-
-def test_transformers_writes_as_many_greedy_tokens(llm) -> None:
-    outputs = written(llm, 2, 0.0)
-    prompts = [output.prompt_token_ids for output in outputs]
-    params, model = SamplingParams(temperature=0, max_tokens=30), llm.engine.target.model
-    tokens = transformers_generate(model, prompts, params, [257], seed=0)
-    assert tokens == sum(len(output.outputs[0].token_ids) for output in outputs)
-    state = torch.get_rng_state()
-    sampled = SamplingParams(max_tokens=4, top_k=5)
-    assert transformers_generate(model, prompts, sampled, [], seed=0) == 8
-    assert torch.equal(state, torch.get_rng_state())
+    assert order == [*"abba"]
+    for name in runs:
+        assert [(run.repeat, run.tokens) for run in timed[name]] == [(0, 5), (1, 5)]
 
 
 # ---------------------------------------------------------------------------------- the whole
@@ -243,7 +232,7 @@ def test_the_report_is_whole(folders) -> None:
     names = [(c.workload, c.temperature) for c in report.results]
     one_two = [(name, t) for t in (0, 1) for name in ("one", "two")]
     assert names == [*one_two, ("all", 0), ("all", 1)]
-    kinds = {"speculative", "autoregressive", "transformers_generate"}
+    kinds = {"speculative", "autoregressive"}
     for cell in report.results:
         assert set(cell.tokens_per_second) == set(cell.passes) == kinds
         assert cell.expected
@@ -322,7 +311,6 @@ BRIEF = EvaluationSettings(
     prompts_per_workload=3,
     repeats=1,
     timed_prompts=1,
-    transformers=False,
     lossless_prompts=1,
 )
 

@@ -18,7 +18,6 @@ from draftsmith.inference.report.build import (
     Bound,
     build_report,
     check_gates,
-    held_out_lengths,
     lay_beside,
 )
 from draftsmith.inference.report.html import render_html, write_html
@@ -167,16 +166,6 @@ def test_gates_are_met_or_missed(report: AcceptanceReport) -> None:
     assert check_gates({"a": 3.0}, {"a": Bound(min=3.0, max=3.0)})[0].passed
     with raises_at(ConfigError, "gates.speed"):
         check_gates(report.summary, {"speed": Bound(min=1)})
-
-
-def test_held_out_lengths_are_shown_by_the_tokens_seen(report: AcceptanceReport) -> None:
-    records: list[dict] = [{"step": step, "supervised_tokens": 100} for step in range(1, 5)]
-    for step, tau in ((2, 2.25), (4, 2.5)):
-        records[step - 1]["expected_acceptance_length"] = tau
-    lengths = held_out_lengths(records)
-    assert lengths == {200: 2.25, 400: 2.5} and not held_out_lengths([])
-    trained = report.model_copy(update={"held_out": lengths})
-    assert render_html(trained).count("<img") == render_html(report).count("<img") + 1
 
 
 # ---------------------------------------------------------------------------------- file and views

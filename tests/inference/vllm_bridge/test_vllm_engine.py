@@ -85,9 +85,7 @@ def test_method_without_a_checkpoint_has_the_same_options_everywhere(target_fold
 
 @pytest.mark.slow
 def test_training_free_method_is_evaluated_in_this_runtime(target_folder) -> None:
-    settings = EvaluationSettings(
-        max_tokens=12, repeats=1, timed_prompts=1, transformers=False, lossless_prompts=1
-    )
+    settings = EvaluationSettings(max_tokens=12, repeats=1, timed_prompts=1, lossless_prompts=1)
     prompts = {"one": [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 9, 10, 9]]}
     report = evaluate(target_folder, None, prompts, settings, method="ngram")
     cell = report.cell("all", 0)

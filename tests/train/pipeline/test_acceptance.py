@@ -43,9 +43,8 @@ def world(tiny_model, tmp_path_factory):
 def test_a_run_is_measured_reported_and_gated(world) -> None:
     root, recipe = world
     quiet = Stages(enabled=False)
-    history = [{"step": 5, "loss": 1.5}, {"step": 9, "loss": 1.2}]
     gates = {"lossless_mismatches": {"max": 0}, "acceptance_length": {"min": 1.0}}
-    assert accept(recipe(gates), stages=quiet, history=history) == 0
+    assert accept(recipe(gates), stages=quiet) == 0
     report = load_report(root / "run" / "acceptance.json")
     assert report.workloads() == ["sums", "talk", "all"] and report.temperatures() == [0, 1]
     assert len(report.gates) == 3 and report.passed
