@@ -1,5 +1,1 @@
-"""Measuring: acceptance, speed and losslessness of a drafter on an engine, ours or vLLM.
-
-It runs engines and gathers raw measurements.
-The format of a report (inference/report) and training do not belong here.
-"""
+"""Acceptance, speed and losslessness of a drafter on an engine. No report format belongs here."""

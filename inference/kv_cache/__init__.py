@@ -1,4 +1,1 @@
-"""Keys and values: a cache whose rows differ in length.
-
-Rows and positions; no sampling, no drafting and no verification belongs here.
-"""
+"""Keys and values, a cache whose rows differ in length. It knows neither drafts nor rules."""

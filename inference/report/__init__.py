@@ -1,6 +1,1 @@
-"""acceptance.json: its schema, how it is put together, and how it is shown (table, page, charts,
-model card).
-
-It knows results, not where they come from.
-Nothing here runs a model.
-"""
+"""acceptance.json, and how it is shown. It knows results; nothing here runs a model."""

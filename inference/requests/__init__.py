@@ -1,6 +1,1 @@
-"""One request: its text so far, its response, its detokenizer, and the order requests are served
-in.
-
-Plain state that the engine advances.
-No model, no cache and no protocol belongs here.
-"""
+"""One request: its text, its response, its place. No model, cache or protocol belongs here."""

@@ -1,5 +1,1 @@
-"""From logits to a token: processors, temperature and filters.
-
-The one definition of p and q; a request's parameters go in.
-No batch of requests, no proposal and no engine belongs here.
-"""
+"""From logits to a token: the one definition of p and q. It knows no proposal and no engine."""

@@ -1,4 +1,1 @@
-"""The OpenAI-compatible server: routes, streams and metrics.
-
-It knows HTTP and the engine's thread. Sampling and verification belong to the engine.
-"""
+"""The OpenAI-compatible server: HTTP, and the engine's thread. A round is the engine's business."""

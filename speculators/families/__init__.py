@@ -1,5 +1,1 @@
-"""The drafters, a family a file, and the two bases they share.
-
-A family holds its config, its options and its head, and is found through `speculators/registry.py`.
-No training loop, no verification and no file format belongs here.
-"""
+"""The drafters, a family a file, and the two bases they share. No training loop belongs here."""

@@ -1,5 +1,1 @@
-"""Modules that vLLM loads by path.
-
-They import vLLM and nothing of this project.
-Nothing that this project imports belongs here.
-"""
+"""Modules that vLLM loads by path. They import nothing of this project."""
