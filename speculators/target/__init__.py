@@ -1,6 +1,1 @@
-"""The frozen target: its features and logits, the probes of its model, plain layers, packed rows,
-sharding, its sizes.
-
-Training and inference share it.
-Drafters and losses belong elsewhere.
-"""
+"""The frozen target: features, logits, probes, sharding. It knows no drafter and no loss."""

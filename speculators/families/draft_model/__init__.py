@@ -1,6 +1,1 @@
-"""The family whose drafter is a small language model: the module, drafting with it, students, a
-fast decoder.
-
-It derives from the same contract as every head.
-Nothing that only a head needs belongs here.
-"""
+"""The family whose drafter is a small language model. What only a head needs is not here."""
