@@ -135,14 +135,11 @@ class Engine:
     def _round(self, rows: list[Request]) -> list[Request]:
         """Propose, verify, sample, commit. B = rows in use, K = longest draft of the round."""
         proposer = self.drafting
-        started = perf_counter()
         if proposer is None:
             proposal = Proposal.empty(len(rows), self.target.device)
         else:
             limits = self.draft_length.limits(rows)
-            started = perf_counter()
             proposal = self.draft_length.settle(proposer.propose(rows, limits))
-        drafted_at = perf_counter()
         anchors = [[request.token_ids[-1]] for request in rows]
         inputs = on_device(anchors, self.target.device)  # [B, 1]
         if proposal.width:
@@ -152,7 +149,6 @@ class Engine:
         if proposer is not None and proposer.reads_logits:
             proposer.see_logits(rows, proposal, logits)
         kept = self._decide(logits, proposal, rows)
-        decided_at = perf_counter()
         # of each row the anchor and the accepted drafts
         kept_nodes = [[0, *(1 + node for node in row_kept.nodes)] for row_kept in kept]
         self.cache.keep(kept_nodes)
@@ -166,8 +162,7 @@ class Engine:
             request.count_round(drafted, accepted, depth)
             self.counters.add(drafted, accepted, depth)
         if proposer is not None:
-            seconds = (drafted_at - started, decided_at - drafted_at)
-            self.draft_length.learn(proposal.counts, num_accepted, seconds)
+            self.draft_length.learn(proposal.counts, num_accepted)
             if proposer.reads_features:
                 if proposal.parents is not None:
                     taps = None if taps is None else along(kept_nodes, taps)

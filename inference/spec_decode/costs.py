@@ -3,8 +3,7 @@ tokens per row.
 
 They are given, which makes draft lengths a function of the text alone; or measured, once per batch
 size: its first round times forwards of several widths over the rows at the context they have, and
-takes the best of interleaved repeats, as a disturbance only ever makes a forward longer. What
-rounds then take, with sampling and bookkeeping, scales V and D as wholes."""
+takes the best of interleaved repeats, as a disturbance only ever makes a forward longer."""
 
 from __future__ import annotations
 
@@ -19,14 +18,11 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError
 
-Seconds = tuple[float, float]  # that drafting took in a round, and verifying
 Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and waits for it
 
 MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
 MIN_REPEATS, MAX_REPEATS = 3, 9
 SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
-SCALE_RATE, MOST_DEPARTURE = 0.05, 2.0  # of the moving mean; a pause of the machine is no cost
-
 
 GivenCosts = Mapping[str, Sequence[float]]
 
@@ -48,7 +44,6 @@ class RoundCosts:
     def forget(self) -> None:
         """What was measured is measured again."""
         self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
-        self._scales: dict[int, list[float]] = {}  # of D and V, by what rounds took
 
     def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
@@ -59,19 +54,7 @@ class RoundCosts:
             near = min(self._found, key=lambda other: max(other / size, size / other), default=0)
             shared = near and max(near / size, size / near) <= SHARED_RATIO
             self._found[size] = self._found[near] if shared else self._measure(rows)
-            self._scales[size] = [*self._scales[near]] if shared else [1.0, 1.0]
-        (verify, draft), (of_draft, of_verify) = self._found[size], self._scales[size]
-        return [of_verify * cost for cost in verify], [of_draft * cost for cost in draft]
-
-    def learn(self, rows: int, depth: int, width: int, seconds: Seconds) -> None:
-        """After a round that drafted `depth` tokens and verified `width`."""
-        if self._given is not None:
-            return
-        (verify, draft), scales = self._found[rows], self._scales[rows]
-        for i, expected in enumerate((draft[depth], verify[width])):
-            if seconds[i] > 0 and expected > 0:
-                scale = max(scales[i] / MOST_DEPARTURE, seconds[i] / expected)
-                scales[i] += SCALE_RATE * (min(scales[i] * MOST_DEPARTURE, scale) - scales[i])
+        return self._found[size]
 
     def _measure(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         most, propose = self._most, self._proposer.rehearse

@@ -25,7 +25,7 @@ from itertools import accumulate
 from math import inf
 
 from draftsmith.inference.requests.request import Request
-from draftsmith.inference.spec_decode.costs import Forward, GivenCosts, RoundCosts, Seconds
+from draftsmith.inference.spec_decode.costs import Forward, GivenCosts, RoundCosts
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 
@@ -62,8 +62,8 @@ class DraftLength:
         """The part of a proposal that is verified."""
         return proposal
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int], seconds: Seconds) -> None:
-        """Drafts verified and accepted per row of the round, and what it took."""
+    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Drafts verified and accepted per row of the round."""
 
 
 class Acceptance:
@@ -144,26 +144,18 @@ class RoundPlan:
         final. `drafted`: the chain is there already, and costs nothing more."""
         k, this = self.committed_length, self._acceptance.given(confidence)
         self.confidences.append(confidence)
-        further = max(self._best(self._gains([this]), drafted), self.forced_length - k)
+        further = max(self._best(self._gains(this), drafted), self.forced_length - k)
         if further:
             self._survival, self.committed_length = self._survives(self._survival, k, this), k + 1
         return further
-
-    def decide_all(self, confidences: Confidences) -> int:
-        """The number of drafts to verify of a chain that is there already, given all its
-        confidences [d][B], or []; only where none of them depends on a draft."""
-        self.confidences = list(confidences)
-        known = [self._acceptance.given(confidence) for confidence in confidences]
-        self.committed_length = max(self._best(self._gains(known), True), self.forced_length)
-        return self.committed_length
 
     def _survives(self, survival: Sequence[float], k: int, rates: Sequence[float]) -> list[float]:
         """Survival [B] of draft k + 1, 0 in rows without such a draft."""
         return [s * a * (k < limit) for s, a, limit in zip(survival, rates, self.room)]
 
-    def _gains(self, known: Confidences = ()) -> list[float]:
+    def _gains(self, *known: Sequence[float]) -> list[float]:
         """Expected accepted tokens, over all rows, of each further depth. known: acceptance [B] of
-        the next ones; those behind them have the means of their depths."""
+        the next one; those behind it have the means of their depths."""
         survival, gains = self._survival, []
         first = self.committed_length
         for k, rates in enumerate([*known, *self._means[first + len(known) :]], first):
@@ -218,39 +210,36 @@ class AdaptiveDraftLength(DraftLength):
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
-        self._plan, self._depth = None, max(room)
-        if not self._depth:
+        self._plan, most = None, max(room)
+        if not most:
             return room
         verify, draft = self._costs.of(rows)
         plan = self._plan = RoundPlan(self._acceptance, room, verify, draft)
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
             plan.forced_length = plan.best_nonzero_length
         depth = max(plan.best_length, plan.forced_length)
-        free = draft[self._depth] - draft[depth] < FREE_DRAFTING * verify[0]
+        free = draft[most] - draft[depth] < FREE_DRAFTING * verify[0]
         if not free and not (depth and self._stops_early):  # where `go_on` stops the proposer
-            self._depth = depth
-        return [min(limit, self._depth) for limit in room]
+            most = depth
+        return [min(limit, most) for limit in room]
 
     def settle(self, proposal: Proposal) -> Proposal:
         plan = self._plan
         if plan is None or plan.confidences or not proposal.width:
             return proposal
         plan.room = [min(pair) for pair in zip(plan.room, proposal.counts, strict=True)]
-        known = [] if proposal.confidence is None else proposal.confidence.T.tolist()  # [width][B]
-        if proposal.foreseen or not known:
-            plan.decide_all(known)
+        if proposal.confidence is None:
+            plan.committed_length = max(plan.best_length, plan.forced_length)
         else:
-            for confidence in known:
+            for confidence in proposal.confidence.T.tolist():  # [width][B]
                 if not plan.decide_next(confidence, drafted=True):
                     break
         return proposal.shortened(plan.committed_length)
 
-    def learn(self, verified: Sequence[int], accepted: Sequence[int], seconds: Seconds) -> None:
+    def learn(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
         plan, width = self._plan, max(verified)
         if plan is None:
             return
-        depth = len(plan.confidences) if self._stops_early else self._depth
-        self._costs.learn(len(verified), depth, width, seconds)
         if not width:
             self._idle += 1
             return

@@ -35,7 +35,6 @@ class Proposal:
                each sees the committed text, its ancestors and itself, and leaves nothing behind
     confidence  [B, K] or None: of chains, how sure the proposer was of each draft before it was
                drawn, for whoever chooses lengths; never read by a rule
-    foreseen   whether all of `confidence` was known before the first draft was drawn
     """
 
     token_ids: Tensor
@@ -44,7 +43,6 @@ class Proposal:
     parents: list[list[int]] | None = None
     unverified: list[int] | None = None
     confidence: Tensor | None = None
-    foreseen: bool = False
 
     def __post_init__(self) -> None:
         B, K = self.token_ids.shape

@@ -83,8 +83,8 @@ class HeadProposer(Proposer):
         self._probabilistic = draft_sample_method == "probabilistic"
         self._draft_to_target, self._tree, self._depth = drafter.draft_to_target, tree, depth
         self.drafts_trees = tree is not None
-        self._foresees = drafter.whole_blocks and tree is None and not drafter.reads_drafts
-        self.stops_early = self._device.type == "cpu" and not self._foresees
+        at_once = drafter.whole_blocks and tree is None and not drafter.reads_drafts
+        self.stops_early = self._device.type == "cpu" and not at_once
         self._seen = [0] * max_rows  # slots of each row that the drafter holds
         self._room = depth + 1 + SPARE
         self._waiting = _WaitingFeatures(max_rows, self._room)
@@ -156,10 +156,8 @@ class HeadProposer(Proposer):
         q = None
         if chain is not None:
             q = scatter_to_target(chain.distributions(), self._draft_to_target, self._vocab_size)
-        # drafts change the confidences of those behind them where processors read them
-        foreseen = self._foresees and not active_rows(requests)
         counts = [min(count, width) for count in counts]
-        return Proposal(token_ids, counts, q, confidence=confidence, foreseen=foreseen)
+        return Proposal(token_ids, counts, q, confidence=confidence)
 
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)

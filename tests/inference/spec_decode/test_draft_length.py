@@ -17,7 +17,6 @@ from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
     DraftLength,
-    RoundPlan,
 )
 from draftsmith.inference.spec_decode.proposal import Proposal
 from draftsmith.speculators.errors import ConfigError
@@ -58,7 +57,7 @@ class Rows:
         self.requests = [SimpleRequest() for _ in range(rows)]
         self.widths: list[int] = []
 
-    def round(self, chance: list[float], sure: list[float] | None = None, foreseen=False) -> int:
+    def round(self, chance: list[float], sure: list[float] | None = None) -> int:
         """One round. chance: of acceptance, per row at every depth; or, with `sure`, of one row at
         each depth, whose confidences are these. Returns its width."""
         limits = self.length.limits(self.requests)
@@ -72,14 +71,14 @@ class Rows:
                     break
             counts = [width]
         else:
-            proposal = Proposal(tokens, limits, confidence=confidence, foreseen=foreseen)
+            proposal = Proposal(tokens, limits, confidence=confidence)
             counts = self.length.settle(proposal).counts
         accepted = []
         for row, count in enumerate(counts):
             chances = [chance[row]] * count if sure is None else chance[:count]
             hits = [self.source.random() < p for p in chances]
             accepted.append(hits.index(False) if False in hits else count)
-        self.length.learn(counts, accepted, (0.0, 0.0))
+        self.length.learn(counts, accepted)
         self.widths.append(max(counts))
         return max(counts)
 
@@ -123,14 +122,14 @@ def test_rows_of_a_batch_share_a_width_that_pays_for_all_of_them():
     assert np.mean(free.widths[-100:]) > 2
 
 
-@pytest.mark.parametrize(("early", "foreseen"), [(True, False), (False, False), (False, True)])
-def test_confidence_decides_where_it_means_something(early, foreseen):
+@pytest.mark.parametrize("early", [True, False])
+def test_confidence_decides_where_it_means_something(early):
     """Half of all rounds are sure and accepted, the others unsure and rejected."""
     rows, wrong = Rows(adaptive({"verify": [10, 12, 14, 16], "draft": [2, 2, 2]}), early=early), 0
     source = np.random.default_rng(0)
     for turn in range(400):
         sure = source.random() < 0.5
-        width = rows.round([float(sure)] * K, [0.95 if sure else 0.1] * K, foreseen)
+        width = rows.round([float(sure)] * K, [0.95 if sure else 0.1] * K)
         wrong += turn >= 200 and width != (K if sure else 0)
     assert wrong < 10
 
@@ -155,21 +154,6 @@ def test_what_was_given_up_is_tried_again():
     assert acceptance.rates(K)[1] > 0.8
 
 
-def test_all_confidences_give_the_length_of_most_tokens_per_price():
-    """Over all lengths, where one draft that fails would have hidden what lies behind a step of the
-    costs."""
-    source, lengths = np.random.default_rng(0), set()
-    for _ in range(60):
-        verify = [10.0, *(10 + np.cumsum(source.uniform(0, 3, K))).tolist()]
-        shown = source.uniform(0.2, 0.95, (K, 2))
-        plan = RoundPlan(Acceptance(K), [K, K], verify, [0.0, 0.3, 0.3, 0.3])
-        gains = np.cumprod(shown, 0).sum(1).cumsum()  # κ is 1
-        net = [0.0, *(gains - plan._rate * (np.array(verify[1:]) - verify[0]))]
-        assert plan.decide_all(shown.tolist()) == int(np.argmax(net))
-        lengths.add(plan.committed_length)
-    assert len(lengths) > 2
-
-
 # ---------------------------------------------------------------------- in the engine
 
 
@@ -192,7 +176,6 @@ def test_the_confidence_head_is_asked(family, model, monkeypatch):
             if (own := drafter.confidence(state)) is not None:
                 expected = ((own.clamp(-6, 6) + expected.logit().clamp(-6, 6)) / 2).sigmoid()
             torch.testing.assert_close(proposal.confidence[:, depth], expected)
-        assert proposal.foreseen == (family == "dflash" and proposal.width > 0)
     assert len(proposals) > 2
 
 
@@ -257,19 +240,6 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
 
 
 # ---------------------------------------------------------------------- costs
-
-
-def test_what_rounds_take_scales_what_was_measured():
-    costs = RoundCosts(K)
-    costs.attach(SimpleNamespace(rehearse=lambda rows, depth: True), lambda rows, tokens: None)
-    rows = [SimpleRequest()] * 2
-    (verify, draft), rounds = costs.of(rows), 200
-    for _ in range(rounds):
-        costs.learn(2, 3, 3, (3 * draft[3], 2 * verify[3]))
-    costs.learn(2, 3, 3, (3 * draft[3], 1000 * verify[3]))  # a pause of the machine
-    scaled = costs.of(rows)
-    np.testing.assert_allclose(scaled[0], 2 * np.array(verify), rtol=0.1)
-    np.testing.assert_allclose(scaled[1], 3 * np.array(draft), rtol=0.01)
 
 
 def test_a_warm_up_measures_every_batch_size_and_is_no_text(tiny_model, monkeypatch):
