@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel, BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
 
 from draftsmith.speculators.errors import ConfigError
 
@@ -47,30 +46,6 @@ def json_option(name: str, text: str) -> dict[str, Any] | None:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(json_or_text)]
 Mode = Annotated[dict[str, Any] | int, BeforeValidator(json_or_text)]
 CommaSeparated = BeforeValidator(lambda values: ",".join(map(str, values)).split(","))
-
-
-class Command(TyperCommand):
-    """A command whose flags may be spelled with underscores and take several values, as in vLLM."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = {
-            flag
-            for parameter in self.params
-            if getattr(parameter, "multiple", False)
-            for flag in parameter.opts
-        }
-        words: list[str] = []
-        several = ""  # the flag whose further values are read
-        for word in args:
-            if word.startswith("--"):
-                name, equals, value = word.partition("=")
-                word = name.replace("_", "-") + equals + value
-            if word.startswith("-"):
-                several = word if word in lists else ""
-            elif several and words[-1] != several:
-                words.append(several)
-            words.append(word)
-        return super().parse_args(ctx, words)
 
 
 def flag_name(field: str) -> str:
@@ -109,8 +84,9 @@ def register(
         "allow_extra_args": others,
         "ignore_unknown_options": others,
         "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda flag: flag.replace("_", "-"),  # as vLLM's
     }
-    app.command(name, cls=Command, context_settings=settings)(command)
+    app.command(name, context_settings=settings)(command)
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

@@ -302,7 +302,7 @@ def test_off_and_every_length_side_by_side(
             assert len(drafting["spec_decode_per_position_acceptance_rates"]) == 3
             assert drafting["gain"] == drafting["output_throughput"] / plain["output_throughput"]
             assert drafting["gain_range"] == sorted(drafting["gain_range"])
-    for wrong in (off, f"{on} {on}", f"{on} --draft-lengths 9"):
+    for wrong in (off, f"{on} --base-url {on}", f"{on} --draft-lengths 9"):
         refused = run(wrong)
         assert refused.exit_code == 2 and "--base-url" in refused.output
 
@@ -323,7 +323,8 @@ def test_flags_are_those_of_vllm():
     random = read("--dataset-name random --model m --port 9 --random-input-len 5")
     assert (random.url, random.chat, random.random_input_len) == ("http://127.0.0.1:9", False, 5)
     compared = read(
-        "--dataset-name gsm8k --dataset-path f --base-url a b --baseline-url c --concurrencies 1,4"
+        "--dataset-name gsm8k --dataset-path f --base-url a --base-url b --baseline-url c"
+        " --concurrencies 1,4"
     )
     assert (compared.base_url, compared.concurrencies) == (("a", "b"), (1, 4))
 

@@ -43,8 +43,9 @@ def test_flags_of_a_guide_are_read():
     assert others == {"gpu_memory_utilization": 0.8}
 
 
-def test_model_may_stand_alone_and_flags_take_several_values():
-    flags, others = read("target --no-enable-prefix-caching --served-model-name a b --api-key x")
+def test_model_may_stand_alone_and_flags_may_be_given_several_times():
+    names = "--served-model-name a --served_model_name b"
+    flags, others = read(f"target --no-enable-prefix-caching {names} --api-key x")
     assert (flags.model, flags.served_model_name) == ("target", ("a", "b"))
     assert others == {"enable_prefix_caching": False} and flags.api_key == ("x",)
     flags, others = read("--port 1 --block-size 64 target --no-enforce-eager")
