@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,30 +121,19 @@ def _top_p_floor(p: Tensor, top_p: float, largest: Tensor | None) -> Tensor:
     A token stays if the mass of those before it, in falling order, falls short of top_p of the
     total. `largest` [..., k], falling: the probabilities that top-k kept; any others that it kept
     tie with the last of them."""
-    kept_mass = p.sum(-1, keepdim=True, dtype=torch.float64) * top_p  # [..., 1]
-    if largest is None and p.device.type == "cpu":
-        rows = zip(
-            p.detach().reshape(-1, p.shape[-1]).numpy(), kept_mass.flatten().tolist(), strict=True
-        )
-        floors = [_row_floor(row, mass, top_p) for row, mass in rows]
-        return torch.tensor(floors, dtype=p.dtype).view(kept_mass.shape)
-    falling = p.sort(-1, descending=True).values if largest is None else largest
+    total = p.sum(-1, keepdim=True, dtype=torch.float64)  # [..., 1]
+    falling = largest
+    if falling is None:
+        most = p.shape[-1]
+        if p.device.type == "cpu":
+            # V tokens below (1 - top_p) / V of the total weigh less than what top-p drops, so none
+            # of them need be sorted; half of that bound leaves room for rounding
+            bound = 0.5 * (1 - top_p) / most * total
+            most = max(1, int((p >= bound).sum(-1).max()))
+        falling = p.topk(most, dim=-1).values
     cumulative = falling.cumsum(-1, dtype=torch.float64)
-    last = torch.searchsorted(cumulative, kept_mass)  # [..., 1], the last token kept
+    last = torch.searchsorted(cumulative, total * top_p)  # [..., 1], the last token kept
     return falling.gather(-1, last.clamp_(max=falling.shape[-1] - 1))
-
-
-def _row_floor(row: np.ndarray, kept_mass: float, top_p: float) -> float:
-    """`_top_p_floor` of one row [V].
-
-    V tokens below (1 - top_p) / V of the total weigh less than what top-p drops, so none of them is
-    kept and only the others are sorted; half of that bound leaves room for rounding."""
-    total = kept_mass / top_p
-    falling = np.sort(row[row >= 0.5 * (1 - top_p) * total / row.size])[::-1]
-    if falling.size == 0:  # NaN: reported when the token is drawn
-        return 0.0
-    last = int(np.searchsorted(np.cumsum(falling, dtype=np.float64), kept_mass))
-    return float(falling[min(last, falling.size - 1)])
 
 
 def _mix(seed: int) -> int:
