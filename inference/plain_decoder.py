@@ -58,8 +58,7 @@ class TargetForward:
 
 
 class PlainDecoder:
-    """`forward` and `logits` of `runner`, a model of plain layers. `packed`: the products whose
-    weights are held twice, the second copy as they were at the start."""
+    """`forward` and `logits` of `runner`, a model of plain layers."""
 
     def __init__(self, runner: FrozenTarget) -> None:
         decoder = runner.decoder
@@ -79,18 +78,16 @@ class PlainDecoder:
             self._norm = RMSNorm(decoder.norm.weight.shape[0], eps=decoder.norm.variance_epsilon)
         self._norm.weight = decoder.norm.weight
         self._layers = [_around(layer, config) for layer in decoder.layers]
-        self.packed: list[FrozenLinear] = []
         for layer in self._layers:
             layer.fuse(shared=True, packs=packs)
             if packs:
-                self.packed += _packed_parts(layer)
+                _pack(layer)
         self._head: FrozenLinear | None = None
         head = runner.lm_head
         # a drafter's is packed already
         plain = type(head) is nn.Linear and "forward" not in head.__dict__
         if packs and plain and not _alteration(head):
             self._head = FrozenLinear(head, shared=True, packs=True)
-            self.packed.append(self._head)
         if runner.device.type != "cpu":
             free_memory()  # that the weights were moved from
 
@@ -139,12 +136,8 @@ def plain_or_none(runner: FrozenTarget) -> PlainDecoder | None:
     if isinstance(plain, str):
         logger.info("%s: decoding runs transformers' forward: %s", runner.name_or_path, plain)
         return None
-    logger.info(
-        "%s: decoding runs its %s layers with few calls, %d MiB of weights packed for oneDNN",
-        runner.name_or_path,
-        runner.config.model_type,
-        sum(product.weight.nbytes for product in plain.packed) >> 20,
-    )
+    kind = runner.config.model_type
+    logger.info("%s: decoding runs its %s layers with few calls", runner.name_or_path, kind)
     return plain
 
 
@@ -250,13 +243,10 @@ def _around(layer: nn.Module, config: DecoderConfig) -> DecoderLayer:
     return plain.eval()
 
 
-def _packed_parts(layer: DecoderLayer) -> list[FrozenLinear]:
-    """The packed products of a fused layer; those of one projection replace it."""
-    packed = []
+def _pack(layer: DecoderLayer) -> None:
+    """Packed products in place of the single projections of a fused layer."""
     for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
         if hasattr(parent, "fused"):  # experts run as they are
             linear = getattr(parent, name)
             delattr(parent, name)  # a module, which only a module may replace
             setattr(parent, name, FrozenLinear(linear, shared=True, packs=True))
-            packed += [parent.fused, getattr(parent, name)]
-    return packed

@@ -6,7 +6,6 @@ files it is given."""
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -86,22 +85,6 @@ def cpu_model() -> str:
 def text_sha256(text: str | None) -> str | None:
     """Hash of a text (chat template, resolved recipe), None for None."""
     return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def config_sha256(folder: str | os.PathLike[str]) -> str:
-    """Hash of what config.json in `folder` says of the model; who wrote the file, and when, is left
-    out."""
-    path = Path(folder) / "config.json"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot be read as JSON: {error}", where=f"{path}") from None
-    kept = {
-        name: value
-        for name, value in tree.items()
-        if name not in ("transformers_version", "_name_or_path")
-    }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def weights_sha256(folder: str | os.PathLike[str]) -> str:

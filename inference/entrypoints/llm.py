@@ -45,7 +45,6 @@ from draftsmith.inference.requests.response import Response
 from draftsmith.inference.sampling.logits_processors import bad_word_ids
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.spec_decode.draft_length import AdaptiveDraftLength
 from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.inference.spec_decode.proposers.head import HeadProposer
 from draftsmith.speculators.drafter import Drafter
@@ -53,8 +52,6 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 logger = logging.getLogger(__name__)
-
-DUMMY_TOKENS = 32  # of prompts and responses whose rounds are measured before any request
 
 Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 
@@ -218,15 +215,11 @@ class LLM:
         ]
         unfinished = {id(request) for response in responses for request in response.requests}
         bar = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm)
-        tokens = 0
         try:
             while unfinished:
                 for request in self.engine.step():
                     if id(request) in unfinished:
                         unfinished.discard(id(request))
-                        tokens += len(request.token_ids) - request.num_prompt_tokens
-                        speed = tokens / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
                         bar.update()
         finally:
             # after an error or an interrupt the engine is left usable
@@ -308,27 +301,18 @@ class LLM:
     # ------------------------------------------------------------------ the engine
 
     def warm_up(self, limit_s: float = math.inf) -> None:
-        """Compiles every shape that rounds can have, and measures what an adaptive draft length
-        goes by. From the thread that will run the rounds, before any request. `limit_s`: seconds
-        after which no further shape is begun; those left are compiled when they are first met."""
-        if (compiled := self.engine.compiled) is not None:
-            for speculate in (True, False):  # what each step is given
-                self._write_dummies(1, speculate)
-            with torch.inference_mode():
-                compiled.warm_up(limit_s)
-        if isinstance(length := self.engine.draft_length, AdaptiveDraftLength):
-            length.forget(costs=True)  # compiling took part of the time
-            most = self.engine.scheduler.max_num_seqs
-            for rows in sorted({2**i for i in range(most.bit_length())} | {most}):
-                self._write_dummies(rows)
-            length.forget()  # acceptance on dummies says nothing about real text
+        """Compiles every shape that rounds can have. From the thread that will run the rounds,
+        before any request. `limit_s`: seconds after which no further shape is begun; those left are
+        compiled when they are first met."""
+        if (compiled := self.engine.compiled) is None:
+            return
+        few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, seed=0)
+        prompt = {"prompt_token_ids": [0] * min(8, self.engine.max_model_len // 2)}
+        for speculate in (True, False):  # what each step is given
+            self.generate(prompt, few, False, speculate=speculate)
+        with torch.inference_mode():
+            compiled.warm_up(limit_s)
         self.reset_metrics()
-
-    def _write_dummies(self, rows: int, speculate: bool = True) -> None:
-        prompt = [0] * min(DUMMY_TOKENS, self.engine.max_model_len // 2)
-        tokens = min(DUMMY_TOKENS, self.engine.max_model_len - len(prompt))
-        few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
-        self.generate([{"prompt_token_ids": prompt}] * rows, few, False, speculate=speculate)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """New sampling parameters, as `generate` takes them where none are given."""

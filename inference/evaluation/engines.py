@@ -63,10 +63,11 @@ class Drafting:
                 "give the folder of an exported drafter, or a training-free method without one",
                 where="evaluate",
             )
+        drafting = cls(model, method or "", drafter, **rest)
         if method is None:
-            layers = target_config(model, **source_of(rest["options"])).num_hidden_layers
+            layers = target_config(model, **drafting.source).num_hidden_layers
             method = read_drafter_config(str(drafter), layers).family
-        return cls(model, method, drafter, **rest)
+        return replace(drafting, method=method)
 
     @property
     def speculative_config(self) -> dict[str, Any]:
@@ -82,7 +83,8 @@ class Drafting:
     @property
     def source(self) -> dict[str, Any]:
         """The options of an LLM that say which revision of the target is loaded, and how."""
-        return source_of(self.options)
+        names = ("revision", "trust_remote_code")
+        return {name: self.options[name] for name in names if name in self.options}
 
     def in_float32(self, rows: int) -> Drafting:
         """The same in float32, for at most `rows` requests at a time."""
@@ -100,11 +102,6 @@ class Drafting:
             target, read_drafter_config(self.drafter, target.num_layers).tap_layers
         )
         return target, load_drafter(self.drafter, target)
-
-
-def source_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the options of an LLM that say which revision of a target is loaded, and how."""
-    return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
 
 
 class MeasuredEngine(ABC):

@@ -5,8 +5,7 @@ and what is verified must be the same tensor. No row depends on another of its b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -92,15 +91,6 @@ def make_generator(seed: int | None) -> torch.Generator:
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     return torch.Generator().manual_seed(_mix(seed))
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws from torch's global generators inside depend on `seed` alone; outside they go on as if
-    nothing had been drawn. `device`: the one that is drawn on, beside the CPU."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def check_drawn(token_ids: Sequence[int], vocab_size: int) -> None:

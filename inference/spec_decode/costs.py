@@ -35,15 +35,11 @@ class RoundCosts:
         """ConfigError if `given` are not the costs of K drafts."""
         self._most = num_speculative_tokens
         self._given = None if given is None else _checked(given, num_speculative_tokens)
-        self.forget()
+        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         """Called once, by the engine whose rounds are measured."""
         self._proposer, self._forward = proposer, forward
-
-    def forget(self) -> None:
-        """What was measured is measured again."""
-        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
 
     def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""

@@ -190,7 +190,8 @@ class AdaptiveDraftLength(DraftLength):
     ) -> None:
         super().__init__(num_speculative_tokens, schedule)
         self._costs = RoundCosts(num_speculative_tokens, costs)
-        self.forget()
+        self._acceptance = Acceptance(num_speculative_tokens)
+        self._idle = inf  # rounds that a probe may make up for
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
@@ -200,13 +201,6 @@ class AdaptiveDraftLength(DraftLength):
     def _continues(self, confidence: Sequence[float]) -> int:
         assert self._plan is not None  # `limits` has planned the round
         return self._plan.decide_next(confidence, drafted=False)
-
-    def forget(self, *, costs: bool = False) -> None:
-        """Starts anew: what became of the drafts of a warm-up says nothing about texts."""
-        self._acceptance = Acceptance(self.num_speculative_tokens)
-        self._idle = inf  # rounds that a probe may make up for
-        if costs:
-            self._costs.forget()
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)

@@ -7,6 +7,7 @@ The target need not be loaded where endpoints write its texts.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from rich.markup import escape
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
-from draftsmith.inference.provenance import config_sha256, text_sha256, weights_sha256
+from draftsmith.inference.provenance import text_sha256, weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -51,6 +52,14 @@ class TargetHashes:
     @property
     def combined(self) -> str:
         return hashlib.sha256((self.weights + self.config + self.template).encode()).hexdigest()
+
+
+def config_sha256(folder: Path) -> str:
+    """Of what config.json in `folder` says of the model; who wrote it, and when, is left out."""
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in ("transformers_version", "_name_or_path"):
+        fields.pop(name, None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from draftsmith.inference.entrypoints.loading import load_tokenizer
-from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import load_drafter, load_weights, read_drafter_config
@@ -21,6 +20,7 @@ from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import start_folder
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer import checkpoint
+from draftsmith.train.trainer.seeding import seeded
 
 
 def make_drafter(

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.sampling.sampler import seeded
 from draftsmith.speculators.drafter import host_batch, valid_terms
 from draftsmith.speculators.errors import UnsupportedTarget
 from draftsmith.speculators.export import fresh_folder
@@ -25,6 +24,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeat
 from draftsmith.speculators.target.probe import is_quantised
 from draftsmith.train.losses.objective import chunked_objective
 from draftsmith.train.recipe.sections import JointSection
+from draftsmith.train.trainer.seeding import seeded
 
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt ids, response ids)
 CHANGE = "held_out_loss.json"  # its loss before and after, in the folder of the exported target

@@ -50,7 +50,8 @@ class NgramProposer(Proposer):
 
     def __init__(self, options: NgramOptions, device: torch.device | str = "cpu") -> None:
         super().__init__(options.most_drafts)
-        self._sizes, self._device = options.lookup_sizes, device
+        self._sizes = options.prompt_lookup_min, options.prompt_lookup_max
+        self._device = device
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
         drafts, confidence = [], []
@@ -70,20 +71,12 @@ class NgramOptions(MethodOptions):
         "SGLang keeps a tree of n-grams of all requests, not the latest match"
     )
 
-    prompt_lookup_max: int | None = option(None, "longest match looked for (default 4)", ge=1)
-    prompt_lookup_min: int | None = option(None, "shortest match that counts (default 2)", ge=1)
-
-    @property
-    def lookup_sizes(self) -> tuple[int, int]:
-        """(shortest, longest) match. One given alone bounds the other's default."""
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        if shortest is None:
-            shortest = 2 if longest is None else min(2, longest)
-        return shortest, max(4, shortest) if longest is None else longest
+    prompt_lookup_max: int = option(4, "longest match looked for", ge=1)
+    prompt_lookup_min: int = option(2, "shortest match that counts", ge=1)
 
     @model_validator(mode="after")
     def _check_sizes(self) -> NgramOptions:
-        shortest, longest = self.lookup_sizes
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         return self

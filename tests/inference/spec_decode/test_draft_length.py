@@ -12,7 +12,6 @@ import torch
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
-from draftsmith.inference.spec_decode.costs import RoundCosts
 from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
@@ -240,30 +239,6 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
 
 
 # ---------------------------------------------------------------------- costs
-
-
-def test_a_warm_up_measures_every_batch_size_and_is_no_text(tiny_model, monkeypatch):
-    """Otherwise the first user's request of each size waits for it, and what became of the drafts
-    of dummies would count."""
-    sizes, measure = [], RoundCosts._measure
-
-    def recording(self, rows):
-        sizes.append(len(rows))
-        return measure(self, rows)
-
-    monkeypatch.setattr(RoundCosts, "_measure", recording)
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    drafting["enable_adaptive_verification"] = True
-    llm = LLM(tiny_model("llama"), max_num_seqs=7, speculative_config=drafting)
-    llm.warm_up()
-    measured = list(sizes)
-    assert measured and llm.get_metrics().num_drafts == 0
-    assert llm.engine.draft_length._acceptance.rates(3) == Acceptance(3).rates(3)
-    prompts = [{"prompt_token_ids": [5, 6, 5, 6, 5]}] * 7
-    for rows in (1, 3, 4, 7):
-        llm.generate(prompts[:rows], SamplingParams(temperature=0, max_tokens=12), False)
-    assert sizes == measured
-    assert 0 < llm.get_metrics().num_draft_tokens
 
 
 # ---------------------------------------------------------------------- options

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 
 from draftsmith.train.data.packing import PackedRow
+from draftsmith.train.pipeline.data_stage import config_sha256
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.run import _train_stage
 from draftsmith.train.recipe.recipe import Recipe
@@ -21,6 +23,7 @@ from draftsmith.train.trainer.checkpoint import (
     fingerprint,
     hash_rows,
 )
+from draftsmith.train.trainer.seeding import seeded
 from tests.support.training import make_recipe, make_rows
 
 # Fields of the sections in the fingerprint that shape no training.
@@ -100,3 +103,22 @@ def test_train_stage_waits_for_the_process_that_writes_the_best(monkeypatch, tmp
     monkeypatch.setattr(checkpoint, "load_best", lambda *_: order.append("load"))
     _train_stage(trainer, Stages(enabled=False), "train")
     assert order == ["wait", "load"]
+
+
+def test_a_target_is_known_by_what_its_config_says(tmp_path):
+    def written(text: str) -> str:
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        return config_sha256(tmp_path)
+
+    first = written('{"rope_theta": 10000.0, "transformers_version": "4.57.0"}')
+    same = '{"transformers_version": "5.1.0",\n "_name_or_path": "x", "rope_theta": 10000.0}'
+    assert written(same) == first
+    assert written('{"rope_theta": 20000.0, "transformers_version": "4.57.0"}') != first
+
+
+def test_seeded_draws_leave_no_trace():
+    state, drawn = torch.get_rng_state(), []
+    for _ in range(2):
+        with seeded(3, torch.device("cpu")):
+            drawn.append(torch.rand(4))
+    assert torch.equal(*drawn) and torch.equal(state, torch.get_rng_state())
