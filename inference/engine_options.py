@@ -21,9 +21,6 @@ def _text(given: Any) -> Any:
     return given if given is None else str(given).removeprefix("torch.")
 
 
-ONE_DEVICE = "accepted; one device is used, which changes no output"
-
-
 class EngineOptions(BaseModel):
     """`max_model_len` None: the model's own limit, or its draft model's if less. `seed`: each
     request without one gets its own from this and its number."""
@@ -45,6 +42,4 @@ class EngineOptions(BaseModel):
     max_num_batched_tokens: int = option(512, "prompt tokens per prefill forward", ge=1)
     enforce_eager: bool | None = option(None, "no: compile rounds (docs/runtime.md)")
     compilation_config: Mode | None = option(None, "JSON, or a mode: how, as in vLLM")
-    tensor_parallel_size: int = option(1, ONE_DEVICE, ge=1)
-    pipeline_parallel_size: int = option(1, ONE_DEVICE, ge=1)
-    data_parallel_size: int = option(1, ONE_DEVICE, ge=1)
+    tensor_parallel_size: int = option(1, "accepted; one device changes no output", ge=1)

@@ -81,22 +81,20 @@ class SpecDecodeCounters:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        pairs = zip_longest(
-            self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0
-        )
+        mine, others = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        pairs = zip_longest(mine, others, fillvalue=0)
         self.num_accepted_tokens_per_pos = [a + b for a, b in pairs]
 
     def since(self, earlier: SpecDecodeCounters) -> SpecDecodeCounters:
         """The growth from an earlier state of the same counters."""
-        pairs = zip_longest(
-            self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0
+        grown = SpecDecodeCounters(
+            -earlier.num_drafts,
+            -earlier.num_draft_tokens,
+            -earlier.num_accepted_tokens,
+            [-count for count in earlier.num_accepted_tokens_per_pos],
         )
-        return SpecDecodeCounters(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [now - before for now, before in pairs],
-        )
+        grown.merge(self)
+        return grown
 
     @property
     def acceptance_length(self) -> float:

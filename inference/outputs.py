@@ -65,8 +65,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All responses to one prompt. From `LLM.stream`, `text`, `token_ids` and `logprobs` of the
-    outputs are what is new."""
+    """All responses to one prompt. In a delta, `text`, `token_ids` and `logprobs` of the outputs
+    are what is new."""
 
     request_id: str
     prompt: str | None

@@ -43,11 +43,6 @@ class TargetForward:
         self._target = target
         self.plain = plain_or_none(target)
 
-    def read_weights(self) -> None:
-        """To be called when weights or modules have changed in place."""
-        self.plain = None  # its packed weights are freed first
-        self.plain = plain_or_none(self._target)
-
     def __call__(self, *inputs: Any) -> tuple[Tensor | None, Tensor]:
         """As `FrozenTarget.forward` over the `past_key_values` of a ragged cache."""
         return (self.plain or self._target)(*inputs)

@@ -109,7 +109,7 @@ def generate(
     from transformers.utils.logging import disable_progress_bar
 
     from draftsmith.inference import LLM, SamplingParams
-    from draftsmith.inference.entrypoints.prompts import chat_prompts
+    from draftsmith.inference.entrypoints.prompts import chat_prompts, read_prompts
 
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
@@ -119,18 +119,20 @@ def generate(
         speculative_config=json_option("--speculative-config", speculative_config),
         max_num_seqs=1,
     )
-    request: str | dict[str, Any] = prompt
-    if getattr(llm.get_tokenizer(), "chat_template", None):
+    tokenizer = llm.get_tokenizer()
+    if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
-        chat = chat_prompts(messages, llm.get_tokenizer(), {"add_generation_prompt": True})[0]
-        request = {"prompt_token_ids": chat.token_ids}
-    written, output = 0, None
-    for output in llm.stream(request, params):
-        typer.echo(output.outputs[0].text, nl=False)
-        written += len(output.outputs[0].token_ids)
+        (request,) = chat_prompts(messages, tokenizer, {"add_generation_prompt": True})
+    else:
+        (request,) = read_prompts(prompt, tokenizer)
+    response = llm.submit(request, params, streaming=True)
+    while not response.finished:
+        llm.engine.step()
+        if (new := response.delta()) is not None:
+            typer.echo(new.outputs[0].text, nl=False)
     typer.echo()
-    if output is not None:
-        _print_speed(written, output.metrics)
+    output = response.output()
+    _print_speed(len(output.outputs[0].token_ids), output.metrics)
 
 
 def _print_speed(written: int, metrics: Any) -> None:

@@ -95,7 +95,7 @@ class Engine:
         if drafting is not self.drafting and self.has_unfinished:
             raise DraftsmithError(
                 "drafting cannot be turned on or off while requests are unfinished; "
-                "finish or abort them first (a stream that is not exhausted counts: close it)",
+                "finish or abort them first",
                 where="engine",
             )
         self.drafting = drafting

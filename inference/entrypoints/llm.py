@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -180,30 +180,6 @@ class LLM:
         prompts = chat_prompts(messages, self._tokenizer, options)
         return self._run(prompts, sampling_params, use_tqdm, speculate)
 
-    def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, speculate: bool = True
-    ) -> Iterator[RequestOutput]:
-        """One prompt's response as it is written: each output holds what is new since the last one.
-
-        Text that may still turn out to be a stop string is held back. The prompt is checked, and
-        the request starts, with the first output asked for; closing the iterator aborts it."""
-        prompts = read_prompts(prompt, self._tokenizer)
-        if len(prompts) != 1:
-            raise ConfigError(
-                f"{len(prompts)} prompts; expected one (use generate for several)", where="stream"
-            )
-        (params,) = _params_per_prompt(sampling_params, 1)
-        response = self.submit(prompts[0], params, streaming=True, speculate=speculate)
-        try:
-            while not response.finished:
-                self.engine.step()
-                if (new := response.delta()) is not None:
-                    yield new
-            if (new := response.delta()) is not None:  # what an abort left
-                yield new
-        finally:
-            self.abort(response.request_id)
-
     def _run(
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, speculate: bool
     ) -> list[RequestOutput]:
@@ -294,8 +270,7 @@ class LLM:
         )
 
     def abort(self, request_id: str) -> None:
-        """Ends a request between two outputs of its stream; its last output says finish_reason
-        "abort"."""
+        """Ends a request between two steps; its last output says finish_reason "abort"."""
         self.engine.abort(request_id)
 
     # ------------------------------------------------------------------ the engine
@@ -329,11 +304,6 @@ class LLM:
     def reset_metrics(self) -> None:
         """Sets the counters to zero."""
         self.engine.reset_metrics()
-
-    def reset_prefix_cache(self) -> None:
-        """As in vLLM. Here nothing is reused between requests; needed when somebody changes the
-        target in place, its weights or its modules."""
-        self.engine.target_forward.read_weights()
 
 
 def _params_per_prompt(given: Params, count: int) -> list[SamplingParams]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,6 @@ from draftsmith.speculators.export import read_drafter_config, read_fields
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from draftsmith.speculators.hub import with_revision
 from draftsmith.speculators.target.frozen_target import FrozenTarget
-
-logger = logging.getLogger(__name__)
 
 
 def parse_speculative_config(options: Mapping[str, Any] | None) -> MethodOptions:
@@ -87,11 +84,4 @@ def complete(
         return filled
     own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
     filled["num_speculative_tokens"] = own or config.usual_drafts or NUM_SPECULATIVE_TOKENS
-    if not own and not config.usual_drafts:
-        logger.warning(
-            "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
-            " are drafted",
-            drafter,
-            NUM_SPECULATIVE_TOKENS,
-        )
     return filled

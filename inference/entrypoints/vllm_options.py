@@ -19,11 +19,11 @@ from draftsmith.speculators.hub import with_revision
 
 # Options of LLM that change no output: how memory is kept, how steps are launched, what is logged.
 ANY_VALUE = (
-    "async_scheduling block_size cpu_offload_gb disable_custom_all_reduce disable_log_requests"
-    " disable_log_stats distributed_executor_backend enable_chunked_prefill enable_prefix_caching"
-    " gpu_memory_utilization kv_cache_memory_bytes max_parallel_loading_workers"
-    " max_seq_len_to_capture num_gpu_blocks_override num_lookahead_slots num_scheduler_steps"
-    " served_model_name swap_space use_v2_block_manager"
+    "async_scheduling block_size cpu_offload_gb data_parallel_size disable_custom_all_reduce"
+    " disable_log_requests disable_log_stats distributed_executor_backend enable_chunked_prefill"
+    " enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes max_seq_len_to_capture"
+    " max_parallel_loading_workers num_gpu_blocks_override num_lookahead_slots num_scheduler_steps"
+    " pipeline_parallel_size served_model_name swap_space use_v2_block_manager"
 ).split()
 ENGINE_OPTIONS: Accepted = {
     **dict.fromkeys(ANY_VALUE),
@@ -86,8 +86,6 @@ METHODS = {
 RULES = {"standard": "token"}  # and of rules
 NGRAM = ("[ngram]", "ngram")  # a `model` that means a method
 
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
 
 def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """The keyword arguments of `LLM`, among them those of vLLM's that have no name here.
@@ -116,11 +114,9 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
         read = EngineOptions.model_validate(options)
     except ValidationError as error:
         raise ConfigError(faults_of(error, EngineOptions), where="LLM") from error
-    sizes = {name: getattr(read, name) for name in PARALLEL_SIZES}
-    if asked := ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1):
+    if (size := read.tensor_parallel_size) > 1:
         warnings.warn(
-            f"LLM: {asked}: this runtime keeps the whole target on one device; outputs are the"
-            " same",
+            f"tensor_parallel_size={size}: the whole target is on one device; outputs are the same",
             stacklevel=3,
         )
     return read

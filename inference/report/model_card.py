@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.inference.report.schema import AcceptanceReport
 from draftsmith.inference.report.table import report_tables, suite_notes
@@ -21,10 +21,6 @@ from draftsmith.speculators.export.serving_commands import draftsmith_snippet
 from draftsmith.speculators.export.serving_commands import serving as serving_commands
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
-METRICS = {
-    "acceptance_length": "acceptance length (tokens per verification)",
-    "speedup": "speedup over the same engine without drafting",
-}
 
 
 @dataclass(frozen=True)
@@ -58,8 +54,6 @@ def model_card(facts: CardFacts, report: AcceptanceReport | None) -> str:
         library_name="draftsmith",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "draft-model", facts.config.family, "draftsmith", *engines],
-        model_name=facts.repository.partition("/")[2] if report else None,
-        eval_results=evaluation_results(report) if report else None,
     )
     card = ModelCard.from_template(
         data,
@@ -82,32 +76,6 @@ def _tables(report: AcceptanceReport) -> list[tuple[str, str, str]]:
     for suite, about in zip(report.suites, suite_notes(report), strict=True):
         parts.append((suite.name, about, report_tables(report.of_suite(suite.name))))
     return parts
-
-
-def evaluation_results(report: AcceptanceReport) -> list[EvalResult]:
-    """`model-index`: acceptance length and, where it was timed, speedup, of each workload at each
-    temperature, those of all suites too."""
-    results = []
-    for cell in report.results:
-        if not cell.num_drafts or cell.engine != report.provenance.engine:
-            continue
-        metrics = {"acceptance_length": cell.acceptance_length}
-        if cell.speedup_vs_autoregressive is not None:
-            metrics["speedup"] = cell.speedup_vs_autoregressive.value
-        results += [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=cell.label,
-                dataset_name=f"{cell.label}, temperature {cell.temperature:g}",
-                dataset_config=f"temperature {cell.temperature:g}",
-                dataset_args={"temperature": cell.temperature, "prompts": cell.prompts},
-                metric_type=name,
-                metric_name=METRICS[name],
-                metric_value=round(value, 4),
-            )
-            for name, value in metrics.items()
-        ]
-    return results
 
 
 def serving(facts: CardFacts) -> list[tuple[str, str, str]]:

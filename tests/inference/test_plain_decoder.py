@@ -133,11 +133,10 @@ def test_a_model_that_was_changed_runs_as_it_is_and_the_log_says_why(reason: str
 # ---------------------------------------------------------------------- the weights
 
 
-def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None:
+def test_weights_exist_once(tmp_path) -> None:
     target = FrozenTarget(make_tiny_model("qwen3"), TAPS)
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
-    forward, ids = TargetForward(target), torch.arange(3, 9)[None]
-    assert forward.plain is not None
+    assert TargetForward(target).plain is not None
     attention = target.layers[0].self_attn
     storages = {
         getattr(attention, part).weight.untyped_storage().data_ptr()
@@ -154,34 +153,11 @@ def test_weights_exist_once_and_follow_what_is_written_to_them(tmp_path) -> None
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], weight) for name, weight in before.items())
 
-    again = TargetForward(target)  # as by a second engine: nothing is moved
+    TargetForward(target)  # as by a second engine: nothing is moved
     assert {
         getattr(attention, part).weight.untyped_storage().data_ptr()
         for part in ("q_proj", "k_proj")
     } == storages
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-        for decoder in (forward, again):
-            decoder.read_weights()
-            (actual,), (expected,) = (
-                features(run, RaggedCache(1, 64), [ids.tolist()]) for run in (decoder, target)
-            )
-            torch.testing.assert_close(actual, expected, **CLOSE)
-
-
-def test_a_model_that_changes_later_is_looked_at_again() -> None:
-    target = FrozenTarget(make_tiny_model("llama"))
-    forward = TargetForward(target)
-    assert forward.plain is not None
-    called = []
-    handle = target.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: called.append(True))
-    forward.read_weights()
-    assert forward.plain is None
-    cache = RaggedCache(1, 8)
-    forward(torch.tensor([[5]]), cache.position_ids(0, 1, 1), None, cache.view(0, 1, 1))
-    assert called
-    handle.remove()
 
 
 needs_packing = pytest.mark.skipif(
@@ -192,18 +168,14 @@ needs_packing = pytest.mark.skipif(
 
 @needs_packing
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_a_small_target_is_packed_and_follows_what_is_written(name: str) -> None:
+def test_a_small_target_is_packed(name: str) -> None:
     target = FrozenTarget(make_tiny_model(name).bfloat16(), TAPS)
     forward, ids = TargetForward(target), [[5, 9, 11], [42, 8, 3]]
     assert isinstance(forward.plain._head, frozen_linear.FrozenLinear)
-    for change in (0.0, 0.05):
-        with torch.inference_mode():
-            for parameter in target.parameters():
-                parameter.add_(change * torch.randn_like(parameter))
-            forward.read_weights()
-            actual, expected = (
-                features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
-            )
-            state = expected[..., -32:]
-            pairs = (actual, expected), (forward.logits(state), target.logits(state))
-            assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)
+    with torch.inference_mode():
+        actual, expected = (
+            features(run, RaggedCache(2, 64), [ids])[0] for run in (forward, target)
+        )
+        state = expected[..., -32:]
+        pairs = (actual, expected), (forward.logits(state), target.logits(state))
+        assert all((one - other).norm() < 0.03 * other.norm() for one, other in pairs)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.inference import LLM, SamplingParams
+from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.speculators.errors import DraftsmithError
 from tests.support.engines import drafting_llm, ids_of
 from tests.support.errors import raises_at
@@ -175,7 +176,11 @@ def test_stream_says_what_generate_says(kind, options, make_llm, texts, byte_tok
     params = SamplingParams(**{"temperature": 0, "max_tokens": 20, **options})
     llm = make_llm(kind)
     (whole,) = llm.generate(token_prompts("plain"), params, False)
-    pieces = list(llm.stream({"prompt_token_ids": PROMPTS["plain"]}, params))
+    response, pieces = llm.submit(Prompt(None, PROMPTS["plain"]), params, streaming=True), []
+    while not response.finished:
+        llm.engine.step()
+        pieces += filter(None, [response.delta()])
+    assert response.delta() is None
     assert len(pieces) > 1 and [p.finished for p in pieces] == [False] * (len(pieces) - 1) + [True]
     for completion in whole.outputs:
         streamed = [o for piece in pieces for o in piece.outputs if o.index == completion.index]
@@ -187,26 +192,22 @@ def test_stream_says_what_generate_says(kind, options, make_llm, texts, byte_tok
         )
 
 
-def test_abort_and_closed_streams_leave_the_engine_as_it_was(make_llm, texts):
+def test_aborts_leave_the_engine_as_it_was(make_llm, texts):
     llm = make_llm("eagle3", max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20)
-    prompt, expected = {"prompt_token_ids": PROMPTS["plain"]}, texts[tuple(PROMPTS["plain"])]
-    stream = llm.stream(prompt, params)
-    first = next(stream)
-    other = llm.stream(prompt, params)  # shares the rounds of the first
-    begun = next(other)
+    prompt, expected = Prompt(None, PROMPTS["plain"]), texts[tuple(PROMPTS["plain"])]
+    first, other = (llm.submit(prompt, params, streaming=True) for _ in range(2))
+    llm.engine.step()
+    assert not first.delta().finished
     llm.abort(first.request_id)
-    (last,) = list(stream)
+    last = first.delta()
     assert last.finished and last.outputs[0].finish_reason == "abort"
     with raises_at(DraftsmithError, "engine"):
-        llm.generate(prompt, params, False, speculate=False)
-    rest = [token for piece in (begun, *other) for token in piece.outputs[0].token_ids]
-    assert rest == expected[:20]
-    unfinished = llm.stream(prompt, params)
-    next(unfinished)
-    unfinished.close()
-    assert not llm.engine.has_unfinished
-    assert ids_of(llm.generate(prompt, params, False)) == [expected[:20]]
+        llm.generate(token_prompts("plain"), params, False, speculate=False)
+    while not other.finished:
+        llm.engine.step()
+    assert other.output().outputs[0].token_ids == expected[:20]
+    assert ids_of(llm.generate(token_prompts("plain"), params, False)) == [expected[:20]]
 
 
 def test_an_error_in_a_round_does_not_poison_the_engine(make_llm, texts, monkeypatch):

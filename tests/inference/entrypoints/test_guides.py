@@ -3,7 +3,6 @@ no token."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 
@@ -147,12 +146,9 @@ def test_a_guide_runs_as_it_is(target, options, config, method, k, folders):
     assert ids_of(drafted) == ids_of(plain)
 
 
-def test_a_depth_that_nothing_says_is_logged_and_one_that_an_export_says_is_used(
-    folders, tmp_path, caplog
-):
-    with caplog.at_level(logging.WARNING):
-        LLM(folders["llama"], speculative_config={"model": folders["eagle"]})
-    assert "num_speculative_tokens is not given" in caplog.text and folders["eagle"] in caplog.text
+def test_drafts_are_as_many_as_an_export_says_or_five(folders, tmp_path):
+    llm = LLM(folders["llama"], speculative_config={"model": folders["eagle"]})
+    assert llm.engine.proposer.num_speculative_tokens == 5
     target = FrozenTarget(LLM(folders["llama"]).engine.target.model)
     head = family_class("eagle")(config_for_target(target, "eagle")).attach(target)
     export_drafter(
