@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,8 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
 
 
 def package_version() -> str:
-    """Version of the installed distribution; `source` when run from a tree that was never
-    installed."""
-    try:
-        return version("draftsmith")
-    except PackageNotFoundError:
-        return "source"
+    """Version of the installed distribution."""
+    return version("draftsmith")
 
 
 def git_commit(folder: Path) -> str | None:
@@ -55,12 +51,7 @@ def git_commit(folder: Path) -> str | None:
     tree that tracks this very folder counts."""
     if not _git(folder, "ls-files", "--", "."):
         return None
-    commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    return commit + (
-        "-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else ""
-    )
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or None
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -105,14 +105,9 @@ class Drafting:
 
 
 class MeasuredEngine(ABC):
-    """One engine with one target and one drafter.
+    """One engine with one target and one drafter."""
 
-    drafting_off        True if it can write without drafting as well
-    device              the device of the timed work, if this process launches it
-    """
-
-    drafting_off = True
-    device = torch.device("cpu")
+    device = torch.device("cpu")  # of the timed work, if this process launches it
 
     def __init__(self, drafting: Drafting) -> None:
         self.drafting = drafting

@@ -20,7 +20,7 @@ from typing import Any
 from draftsmith.inference.evaluation.engines import Drafting, MeasuredEngine, Prompts, RuntimeEngine
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.lossless import compare_greedy
-from draftsmith.inference.evaluation.timing import Run, interleaved
+from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
 from draftsmith.inference.report.build import build_report
@@ -269,7 +269,7 @@ class _Evaluation:
             cells = [cell for cell in self.cells if cell.temperature == temperature]
             self._note(f"T={temperature:g}: acceptance")
             self._write(cells)
-            if self.engine.drafting_off and temperature == 0:
+            if temperature == 0:
                 written = self._greedy(self.engine, [cell.prompts for cell in cells], False)
                 for cell, baseline in zip(cells, written, strict=True):
                     cell.baseline = baseline
@@ -289,7 +289,7 @@ class _Evaluation:
         """Fills caches and the allocator on a few tokens, so that the first timed pass is like the
         others."""
         short = replace(self.settings.sampling(0.0, [0])[0], max_tokens=SHORT)
-        for speculate in (True, False) if self.engine.drafting_off else (True,):
+        for speculate in (True, False):
             self.engine.write(prompts, [short], speculate=speculate, batch=1)
 
     # ------------------------------------------------------------------ acceptance
@@ -363,9 +363,7 @@ class _Evaluation:
         def write(speculate: bool) -> list[RequestOutput]:
             return self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size)
 
-        runs: dict[str, Run] = {SPECULATIVE: lambda: write(True)}
-        if self.engine.drafting_off:
-            runs[AUTOREGRESSIVE] = lambda: write(False)
+        runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
         cell.passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
 
     # ------------------------------------------------------------------ the same tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
 from draftsmith.inference.report.table import EVERY, notes, row
-from draftsmith.inference.whole_file import write_whole
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
@@ -41,11 +39,6 @@ STYLE: Any = {
     "svg.hashsalt": "report",
     "text.parse_math": False,
 }
-
-
-def write_html(report: AcceptanceReport, path: str | os.PathLike[str]) -> Path:
-    """Render the report to `path`, whole or not at all."""
-    return write_whole(Path(path), render_html(report))
 
 
 def render_html(report: AcceptanceReport) -> str:

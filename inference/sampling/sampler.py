@@ -83,13 +83,10 @@ def uniforms(generator: torch.Generator | None, n: int) -> list[float]:
     return torch.rand(n, generator=generator, dtype=torch.float64).tolist()
 
 
-def make_generator(seed: int | None) -> torch.Generator:
+def make_generator(seed: int) -> torch.Generator:
     """A row's own source of randomness, on the CPU, so that a seed means the same on every device.
 
-    None seeds it from torch's global generator. torch keeps only the lowest 32 bits of a seed, so
-    all bits are mixed into those first."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()))
+    torch keeps only the lowest 32 bits of a seed, so all bits are mixed into those first."""
     return torch.Generator().manual_seed(_mix(seed))
 
 

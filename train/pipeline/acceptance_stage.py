@@ -24,7 +24,7 @@ from draftsmith.inference.evaluation.evaluate import (
 )
 from draftsmith.inference.evaluation.suites import Conversation, load_suite
 from draftsmith.inference.report.build import Bound, check_gates, lay_beside
-from draftsmith.inference.report.html import write_html
+from draftsmith.inference.report.html import render_html
 from draftsmith.inference.report.schema import (
     OUR_ENGINE,
     AcceptanceReport,
@@ -34,6 +34,7 @@ from draftsmith.inference.report.schema import (
 from draftsmith.inference.report.table import print_report
 from draftsmith.inference.vllm_bridge.vllm_engine import VLLM, VllmOptions
 from draftsmith.inference.vllm_python import vllm_python
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.packing import conversation_tokenizer
@@ -109,7 +110,7 @@ def accept(recipe: Recipe, *, stages: Stages | None = None, engines: Engines | N
 def write_report(report: AcceptanceReport, folder: Path, stages: Stages) -> None:
     """The report as JSON, as a page, and as a table on the terminal."""
     save_report(report, folder / REPORT)
-    write_html(report, folder / PAGE)
+    write_whole(folder / PAGE, render_html(report))
     if stages.enabled:
         print_report(report, stages.console)
 

@@ -60,8 +60,7 @@ class Verdict:
         # p = q to the last bit leaves no residual, and nothing that could be rejected but by
         # rounding
         usable = total > 0
-        if not all(rejecting):
-            usable &= on_device(rejecting, p.device, torch.bool).unsqueeze(-1)
+        usable &= on_device(rejecting, p.device, torch.bool).unsqueeze(-1)
         return torch.where(usable, weights / total, p)
 
 
@@ -146,8 +145,5 @@ RULES: dict[str, Callable[[Tensor, Proposal], Verdict]] = {
 
 def _only_drafted(accept: Tensor, proposal: Proposal) -> Tensor:
     """Zero the acceptance of padding: [B, K]."""
-    width = proposal.width
-    if all(count == width for count in proposal.counts):
-        return accept
     counts = on_device(proposal.counts, accept.device).unsqueeze(-1)
-    return torch.where(torch.arange(width, device=accept.device) < counts, accept, 0.0)
+    return torch.where(torch.arange(proposal.width, device=accept.device) < counts, accept, 0.0)
