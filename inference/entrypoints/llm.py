@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -275,7 +274,7 @@ class LLM:
 
     # ------------------------------------------------------------------ the engine
 
-    def warm_up(self, limit_s: float = math.inf) -> None:
+    def warm_up(self, limit_s: float = 900.0) -> None:
         """Compiles every shape that rounds can have. From the thread that will run the rounds,
         before any request. `limit_s`: seconds after which no further shape is begun; those left are
         compiled when they are first met."""

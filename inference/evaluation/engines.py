@@ -32,7 +32,6 @@ from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
-WARM_UP_LIMIT_S = 900.0  # seconds; what is not compiled by then is when it is first met
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class RuntimeEngine(MeasuredEngine):
         return EngineFacts(name=OUR_ENGINE, version=package_version(), draft_sample_method=sampled)
 
     def prepare(self, prompts: Prompts, max_tokens: int) -> None:
-        self.llm.warm_up(limit_s=WARM_UP_LIMIT_S)  # nothing is compiled while it is timed
+        self.llm.warm_up()  # nothing is compiled while it is timed
 
     def in_float32(self, rows: int) -> RuntimeEngine:
         return RuntimeEngine(self.drafting.in_float32(rows))

@@ -1,4 +1,4 @@
-"""Errors as clients receive them: OpenAI's shape, vLLM's types, and the name of the field.
+"""Errors as clients receive them: OpenAI's shape, the status as their type, the name of the field.
 
 {"error": {"message": …, "type": …, "param": …, "code": …}}
 """
@@ -6,20 +6,13 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.speculators.errors import DraftsmithError
-
-TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    429: "RateLimitError",
-    503: "ServiceUnavailableError",
-}
 
 
 class APIError(HTTPException):
@@ -37,10 +30,10 @@ class APIError(HTTPException):
 
 
 def error_json(error: HTTPException) -> str:
-    other = "BadRequestError" if error.status_code < 500 else "InternalServerError"
+    words = HTTPStatus(error.status_code).phrase.title().removesuffix(" Error")
     body = {
         "message": str(error.detail),
-        "type": TYPES.get(error.status_code, other),
+        "type": words.replace(" ", "") + "Error",  # BadRequestError
         "param": getattr(error, "param", None),
         "code": error.status_code,
     }

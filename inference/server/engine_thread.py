@@ -33,8 +33,6 @@ from draftsmith.inference.server.serve_options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_LIMIT_S = 900.0  # what is not compiled by then is when it is first met
-
 Update = tuple["Ticket", int, RequestOutput | HTTPException]  # of the prompt with this index
 
 
@@ -128,8 +126,7 @@ class EngineThread:
 
     def warm_up(self) -> None:
         """Compiles all shapes of a round (minutes; without compiled rounds nothing is done)."""
-        logger.info("compiling, where rounds are compiled")
-        self._thread.submit(self.llm.warm_up, limit_s=WARM_UP_LIMIT_S).result()
+        self._thread.submit(self.llm.warm_up).result()
 
     async def run(self) -> None:
         """Serves until it is cancelled or the engine fails."""

@@ -29,7 +29,6 @@ FIXED: dict[str, Any] = {  # accepted at this value, or null, only; SamplingPara
     "response_format": {"type": "text"},
     "suffix": None,
 }
-MAX_LOGPROBS = 20  # vLLM's default
 
 
 def _prompts(given: Any) -> list[Any]:
@@ -50,7 +49,6 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     prompt_field: ClassVar[str]
-    logprobs_field: ClassVar[str]
     default_max_tokens: ClassVar[int | None]
 
     model: str | None = None
@@ -133,27 +131,22 @@ class GenerationRequest(BaseModel):
         values |= {n: v for n, v in self.extra.items() if n not in (*IGNORED, *FIXED)}
         if (most := getattr(self, self.max_field)) is not None:
             values["max_tokens"] = most
-        logprobs = self.num_logprobs()
-        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
-            name = self.logprobs_field
-            raise APIError(400, f"{name}: expected {MAX_LOGPROBS} at most", name)
         bias = {int(token): value for token, value in self.logit_bias.items()} or None
         try:
-            return SamplingParams(**values, logit_bias=bias, logprobs=logprobs)
+            return SamplingParams(**values, logit_bias=bias, logprobs=self.num_logprobs())
         except ConfigError as error:
             raise self._named(error, None) from error
 
     def _named(self, error: ConfigError, field: str | None) -> APIError:
         """With the first parameter in the message as the field at fault, else `field`."""
         message = str(error).removeprefix("SamplingParams: ")
-        names = {*self.extra, "logit_bias", "max_tokens"}
+        names = {*self.extra, "logit_bias", "logprobs", "max_tokens"}
         param = next((word for word in re.findall(r"\w+", message) if word in names), field)
         return APIError(400, message, self.max_field if param == "max_tokens" else param)
 
 
 class CompletionRequest(GenerationRequest):
     prompt_field = "prompt"
-    logprobs_field = "logprobs"
     default_max_tokens = 16
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
@@ -176,7 +169,6 @@ class ChatRequest(GenerationRequest):
     """Tools are for the chat template; calls are not parsed."""
 
     prompt_field = "messages"
-    logprobs_field = "top_logprobs"
     default_max_tokens = None
 
     messages: list[Any]

@@ -44,27 +44,24 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     given, words = with_model(given, words)
     options = read_flags(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    listening = bind(options.host, options.port)
+    require_free(options.host, options.port)
     llm = load(options, words)
     if options.generation_config == "auto":
         config = getattr(llm.engine.target.model, "generation_config", None)
         defaults = sampling_defaults({} if config is None else config.to_diff_dict())
         options = options.model_copy(update={"sampling_defaults": defaults})
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for what compiles
-    serve_app(llm, options, listening)
+    serve_app(llm, options)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at the server's address, before anything is loaded. ConfigError if it is taken."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def require_free(host: str, port: int) -> None:
+    """ConfigError if the server's address is taken, before anything is loaded."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening.bind((host, port))
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        listening.close()
         where = f"serve --host {host} --port {port}"
         raise ConfigError(error.strerror or f"{error}", where=where) from None
-    return listening
 
 
 def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
@@ -79,12 +76,12 @@ def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
 
 def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters among the values of the model's generation_config.json."""
-    known = {DEFAULTS[name]: value for name, value in values.items() if name in DEFAULTS}
-    return {name: value for name, value in known.items() if value is not None}
+    known = DEFAULTS.keys() & values.keys()
+    return {DEFAULTS[name]: values[name] for name in known if values[name] is not None}
 
 
-def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
-    """Compiles and serves at the socket. The exit code is 1 if the engine fails."""
+def serve_app(llm: LLM, options: ServeFlags) -> None:
+    """Compiles and serves. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
@@ -92,11 +89,10 @@ def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
     app = make_app(llm, options)
     engine = app.state.server.engine
     engine.warm_up()
-    timeout = options.shutdown_timeout_s
-    server = uvicorn.Server(
-        uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=timeout)
-    )
+    config = uvicorn.Config(app, options.host, options.port, access_log=False)
+    config.timeout_graceful_shutdown = options.shutdown_timeout_s
+    server = uvicorn.Server(config)
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    server.run(sockets=[listening])
+    server.run()
     if engine.failure is not None or not server.started:
         sys.exit(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from draftsmith.train.recipe.load import read
 from draftsmith.train.recipe.recipe import yaml_text
 from draftsmith.train.trainer import checkpoint
 from tests.integration.test_pipeline import recipe, tiny_target  # noqa: F401
-from tests.support.forked import PythonProcess, interpreter
+from tests.support.forked import PythonProcess, free_port, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 # started as on GPUs; without one they are on the CPU
@@ -26,12 +25,6 @@ TWO = "--num_processes 2 --num_machines 1 --mixed_precision no".split()
 # As docs/training.md has them.
 SHARDED = "--use_fsdp --fsdp_version 2 --fsdp_cpu_ram_efficient_loading false".split()
 CURVE = ("loss", "grad_norm", "in_loop_acceptance_length", "terms")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,12 @@ def interpreter() -> str:
     return str(program)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class PythonProcess(subprocess.Popen):
     """`python *arguments`, with pipes."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -27,6 +26,7 @@ from draftsmith.speculators.export import export_drafter, load_drafter, read_dra
 from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
+from tests.support.forked import free_port
 from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
 
@@ -82,9 +82,7 @@ def vllm_server(vllm_python: str, tmp_path_factory):
     running, root = [], tmp_path_factory.mktemp("servers")
 
     def start(model: str, *arguments: str) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--host", "127.0.0.1", "--port", str(port), *SERVER, *arguments]
         log = root / f"{port}.log"

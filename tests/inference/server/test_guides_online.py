@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import socket
 import time
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.support.forked import PythonProcess
+from tests.support.forked import PythonProcess, free_port
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
 SERVER = """-m draftsmith.inference.serve \
@@ -52,9 +51,7 @@ def server():
     processes = []
 
     def start(command: list[str]) -> tuple[PythonProcess, str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         process = PythonProcess(*command, "--host", "127.0.0.1", "--port", port)
         processes.append(process)
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300

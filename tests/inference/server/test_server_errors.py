@@ -31,7 +31,7 @@ FAULTS = [  # the field at fault is the first one; one case for each place that 
     (COMPLETION, {"max_tokens": 239, "prompt": "x" * 30}),  # by both together
     (COMPLETION, {"n": 19}),  # by the queue
     (COMPLETION, {"temperature": -1}),  # by SamplingParams
-    (COMPLETION, {"logprobs": 21}),
+    (COMPLETION, {"logprobs": -2}),
     (COMPLETION, {"logit_bias": {"a": 1}}),
     (COMPLETION, {"logit_bias": {"300": 1}}),
     (COMPLETION, {"stop_token_ids": [9999]}),
@@ -80,12 +80,10 @@ def test_parameters_at_their_ends_leave_the_server_healthy(url):
 def test_routes_are_behind_the_keys(serving, drafting_llm, model):
     url = serving(drafting_llm("off", model), api_key=("first", "second"))
     assert CLIENT.get(f"{url}/health").status_code == CLIENT.get(f"{url}/").status_code == 200
-    policy = CLIENT.get(f"{url}/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     for path in ("/v1/models", "/metrics"):
         for key in ("", "Bearer third", "first"):
             answer = CLIENT.get(url + path, headers={"Authorization": key})
-            check_shape(answer, 401, kind="AuthenticationError")
+            check_shape(answer, 401, kind="UnauthorizedError")
     for key in ("first", "second"):
         headers = {"Authorization": f"Bearer {key}"}
         assert CLIENT.get(f"{url}/v1/models", headers=headers).status_code == 200

@@ -14,8 +14,9 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.server.serve_command import bind, serve_app
+from draftsmith.inference.server.serve_command import serve_app
 from draftsmith.inference.server.serve_options import ServeFlags
+from tests.support.forked import free_port
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -127,7 +128,9 @@ def test_a_full_queue_refuses(serving, drafting_llm, model):
         ]
         wait_until(lambda: server.engine.in_flight == 2)
         refused = CLIENT.post(f"{url}/v1/completions", json=request)
-        assert refused.status_code == 429 and refused.json()["error"]["type"] == "RateLimitError"
+        assert (
+            refused.status_code == 429 and refused.json()["error"]["type"] == "TooManyRequestsError"
+        )
         assert int(refused.headers["Retry-After"]) >= 1
         assert metric(url, "num_requests_waiting{.*}") == 1
         assert [answer.result().status_code for answer in answers] == [200, 200]
@@ -175,12 +178,12 @@ def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch):
     def die():
         raise SystemExit("gone")
 
-    llm, listening = drafting_llm("off", model), bind("127.0.0.1", 0)
+    llm = drafting_llm("off", model)
     monkeypatch.setattr(llm.engine, "step", die)
-    options = ServeFlags(served_model_name=("tiny",))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    options = ServeFlags(served_model_name=("tiny",), host="127.0.0.1", port=free_port())
+    url = f"http://127.0.0.1:{options.port}"
     with ThreadPoolExecutor(1) as pool:
-        server = pool.submit(serve_app, llm, options, listening)
+        server = pool.submit(serve_app, llm, options)
         wait_until(lambda: healthy(url), 60)
         request = {"prompt": "x", "max_tokens": 2}
         assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
