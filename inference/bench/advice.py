@@ -12,13 +12,6 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 LARGEST_BATCH = 512  # end of the last range; both engines go on with its K above it
 
 
-def best(gains: Mapping[int, float]) -> int:
-    """The K of the largest gain; of equal ones the smallest. 0 gains nothing, unless a drafter that
-    waits was measured."""
-    known = {0: 1.0, **gains}
-    return max(sorted(known), key=lambda tokens: known[tokens])
-
-
 def advised_lengths(gains: Mapping[int, Mapping[int, float]]) -> dict[str, Any] | None:
     """`num_speculative_tokens`, and with it SCHEDULE where not all batch sizes have the same K:
     ranges from 1 on without gaps, with a boundary at the geometric mean of two levels. None: serve
@@ -29,7 +22,8 @@ def advised_lengths(gains: Mapping[int, Mapping[int, float]]) -> dict[str, Any] 
     ranges: list[list[int]] = []
     smallest = 1
     for level, largest in zip(levels, ends, strict=True):
-        tokens = best(gains[level])
+        known = {0: 1.0, **gains[level]}  # 0 gains nothing, unless a drafter that waits does
+        tokens = max(sorted(known), key=known.__getitem__)  # of equal ones the smallest
         if ranges and ranges[-1][2] == tokens:
             ranges[-1][1] = largest
         else:

@@ -61,13 +61,11 @@ def prepare(options: BenchOptions) -> list[Question]:
 
 def client_at(url: str) -> openai.AsyncOpenAI:
     """A client of the server at `url`, with or without /v1."""
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     return openai.AsyncOpenAI(
         base_url=url.rstrip("/").removesuffix("/v1") + "/v1",
         api_key=os.environ.get(KEY) or "none",
         timeout=TIMEOUT_S,
         max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(limits=limits),
     )
 
 
