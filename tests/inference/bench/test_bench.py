@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass, field
 
 import httpx2
+import openai
 import pytest
 import typer
 from hypothesis import given, settings
@@ -92,10 +93,12 @@ def fake(monkeypatch):
     def start(*given, **more) -> FakeServer:
         server = FakeServer(*given, **more)
 
-        def client(**_):
-            return httpx2.AsyncClient(transport=httpx2.MockTransport(server))
+        def client_at(url: str) -> openai.AsyncOpenAI:
+            client = httpx2.AsyncClient(transport=httpx2.MockTransport(server))
+            options = {"api_key": "none", "max_retries": 0, "http_client": client}
+            return openai.AsyncOpenAI(base_url=f"{url}/v1", **options)
 
-        monkeypatch.setattr(load_generator.openai, "DefaultAsyncHttpxClient", client)
+        monkeypatch.setattr(load_generator, "client_at", client_at)
         return server
 
     return start
