@@ -38,6 +38,7 @@ from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.precision import running_dtype
 
 VLLM = "vllm"
+WORKER = Path(__file__).with_name("worker.py")
 GPU_MEMORY_UTILIZATION = 0.45  # for each of two engines; vLLM's own 0.9 is for one
 SENT = (  # fields of SamplingParams that vLLM gets
     "temperature",
@@ -85,12 +86,11 @@ def child_environment() -> dict[str, str]:
 
 
 class Worker:
-    """A process of worker.py, which answers one question at a time."""
+    """A process of `script`, worker.py, which answers one question at a time."""
 
-    def __init__(self, python: str, question: Mapping[str, Any]) -> None:
+    def __init__(self, python: str, question: Mapping[str, Any], script: Path = WORKER) -> None:
         # (closed by `stop`)
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        script = Path(__file__).with_name("worker.py")
         self.process = subprocess.Popen(
             [python, str(script)],
             stdin=subprocess.PIPE,

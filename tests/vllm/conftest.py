@@ -2,7 +2,7 @@
 
 Skipped unless DRAFTSMITH_VLLM_PYTHON names the Python of an environment that has vLLM's CPU build;
 `make test-vllm` sets one up (scripts/setup_vllm.py). One process builds the engines of many tests,
-one after another (process.py)."""
+one after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +20,18 @@ import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import export_drafter, load_drafter, read_drafter_config
 from draftsmith.speculators.export.serving_commands import vllm_method
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from tests.support.engines import make_llm
 from tests.support.forked import free_port
-from tests.vllm.process import VLLMProcess
 from tests.vllm.serve import SETTINGS as ENVIRONMENT
 
 PROMPTS = [[3 + (i * i * 7 + n) % 120 for i in range(n)] for n in (9, 4, 17, 30)]
 WRITTEN = 48
+SERVE = Path(__file__).with_name("serve.py")
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -52,19 +52,28 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def serve(vllm_python: str, tmp_path_factory):
+def serve(vllm_python: str):
     """`serve(job)`: the answer of serve.py to a job, in a process that most tests share; `alone`:
     in one of its own."""
-    shared = VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")
+    shared: list[Worker] = []
+
+    def stop() -> None:
+        while shared:
+            shared.pop().stop()
 
     def run(job: dict[str, Any], *, alone: bool = False) -> dict[str, Any]:
-        if not alone:
-            return shared(job)
-        with closing(VLLMProcess(vllm_python, tmp_path_factory.mktemp("vllm") / "log.txt")) as own:
-            return own(job)
+        if shared and not alone:
+            try:
+                return shared[0].ask(job)
+            except VllmError:
+                stop()  # who knows what the job left behind
+                raise
+        worker = Worker(vllm_python, job, SERVE)
+        worker.stop() if alone else shared.append(worker)
+        return worker.facts
 
-    with closing(shared):
-        yield run
+    yield run
+    stop()
 
 
 # A float32 target would be served in another precision by default, and the CPU's compilation takes

@@ -5,7 +5,7 @@ A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perh
 `speculative_config`, `options` of the LLM and `sampling`, further SamplingParams. Its answer:
 `token_ids` of every prompt, vLLM's `counters`, and `drafts`: of every prompt the list of its
 proposals. A job with a `probe` is answered by the function of that name in probes.py.
-What fails is answered with `error`, the traceback.
+What fails is answered with `error`.
 
 The imports take longer than an engine, so one process builds one engine after another; the counters
 of each are its own. Imports nothing of the project: the environment that has vLLM need not have it.
@@ -23,6 +23,7 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine here, where its drafts can be seen
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_PLUGINS": "",
     "OMP_NUM_THREADS": "1",  # more of them wait for one another on a busy machine
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -103,8 +104,9 @@ def answer(job: dict) -> dict:
 
             return getattr(probes, job.pop("probe"))(job)
         return serve(job)
-    except Exception:
-        return {"error": traceback.format_exc()}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
     finally:
         gc.collect()
 

@@ -18,9 +18,9 @@ from draftsmith.inference import SamplingParams
 from draftsmith.inference.bench.advice import SCHEDULE, advised_lengths
 from draftsmith.inference.requests.request import Request
 from draftsmith.inference.spec_decode.proposers.ngram import NgramIndex
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from tests.support.engines import proposer_of
 from tests.vllm.conftest import PROMPTS, WRITTEN, rounds
-from tests.vllm.process import VLLMError
 
 SIZE = 2  # of the matches of ngram
 NGRAM = {"method": "ngram", "prompt_lookup_min": SIZE, "prompt_lookup_max": SIZE}
@@ -101,7 +101,7 @@ def test_suffix_drafts_the_same(drafted) -> None:
     (docs/families/training-free.md). Where they differ one draft is as good as the other."""
     try:
         requests = drafted({"method": "suffix", "num_speculative_tokens": 8, **SUFFIX})
-    except VLLMError as error:
+    except VllmError as error:
         if "Arctic Inference is required" not in str(error):
             raise
         pytest.skip("arctic-inference is not in vLLM's environment; scripts/setup_vllm.py says why")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError
 from draftsmith.speculators.export import export_drafter
 from tests.support.cases import Case, make
 from tests.vllm.conftest import PROMPTS
-from tests.vllm.process import VLLMError
 
 
 def gone(work_around: str) -> str:
@@ -52,7 +52,7 @@ def test_dflash_norms_all_context_keys_by_its_first_layer(dflash, serve, job) ->
 
 def test_no_engine_starts_in_a_process_that_has_numba(serve, job) -> None:
     """If it does, `serve(alone=True)` in tests/vllm can go."""
-    with pytest.raises(VLLMError, match="_lib_fn_wrapper"):
+    with pytest.raises(VllmError, match="_lib_fn_wrapper"):
         serve(job | {"probe": "engine_beside_numba"}, alone=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from draftsmith.train.data.readers import rows_of
 from draftsmith.train.data.sources import Example, load_sources, parse_row
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe, make_recipe
-from tests.support.damaged_conversations import BAD, CUT, UNPROVED, Truth, damaged
+from tests.support.damaged_conversations import BAD, BOM, MESSAGES, UNPROVED, WHOLE, row
 from tests.support.errors import raises_at
 
 TARGET = Path(__file__).resolve().parents[3] / "recipes" / "quickstart" / "target"
@@ -53,9 +52,9 @@ def every_line_counts(monkeypatch):
     monkeypatch.setattr("draftsmith.train.data.prepare.deduplicate", lambda lists, **_: (lists, []))
 
 
-def written(lines: list[tuple[bytes, Truth]], folder: Path) -> Path:
+def written(folder: Path, lines: dict[str, bytes]) -> Path:
     path = folder / "chats.jsonl"
-    path.write_bytes(b"\n".join(line for line, _ in lines) + b"\n")
+    path.write_bytes(BOM + b"\n".join(lines.values()) + b"\n")
     return path
 
 
@@ -63,59 +62,50 @@ def line_of(origin: str) -> int:
     return int(origin.rpartition(":")[2])
 
 
-def expected(tokenizer: ConversationTokenizer, truth: Truth) -> tuple[list[int], list[str]]:
-    """Tokens of the conversation up to its last answer, written out by hand in the target's format,
-    and the answers."""
-    assert truth.messages is not None
-    last = max(i for i, (role, _) in enumerate(truth.messages) if role == "assistant")
-    kept = truth.messages[: last + 1]
+def expected(tokenizer: ConversationTokenizer, messages: list[dict]) -> list[int]:
+    """Tokens of the conversation up to its last answer, by hand in the target's format."""
     ends = {"assistant": ""}  # its template goes straight on after an answer
     text = "".join(
-        f"<|im_start|>{role}\n{said}<|im_end|>{ends.get(role, chr(10))}" for role, said in kept
+        f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>{ends.get(m['role'], chr(10))}"
+        for m in messages
     )
-    ids = tokenizer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids, [f"{said}<|im_end|>" for role, said in kept if role == "assistant"]
+    return tokenizer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def test_every_line_is_used_or_reported(tokenizer, tmp_path, every_line_counts):
-    lines = list(damaged(250, seed=1))
-    assert {truth.kind for _, truth in lines} >= {*BAD, *UNPROVED, CUT}
-    recipe = recipe_of(written(lines, tmp_path), tmp_path, on_bad_row="drop")
+    """Of long conversations what fits; that of a long question has no answer in reach."""
+    text = "the quick brown fox jumps. " * 300
+    long = [MESSAGES[1], MESSAGES[2] | {"content": text}]
+    cut = [MESSAGES[1] | {"content": text}, MESSAGES[2]]
+    lines = WHOLE | {"a long answer": row(long), "a long question": row(cut)} | BAD | UNPROVED
+    recipe = recipe_of(written(tmp_path, lines), tmp_path, on_bad_row="drop")
     bad = bad_rows(recipe.data, tmp_path / "run")
     examples = training_examples(recipe, bad, tmp_path / "run").examples
     rows, statistics = prepare_rows(examples, tokenizer, max_length=MAX_LENGTH, bad=bad)
 
     listed = [json.loads(line) for line in (tmp_path / "run" / "bad_rows.jsonl").open()]
-    reported = {line_of(entry["origin"]): entry["what"] for entry in listed}
-    assert len(reported) == len(listed) == len(bad.reasons) and all(reported.values())
-    assert bad.read == len(lines)
-    for number, (_, truth) in enumerate(lines, 1):
-        assert (number in reported) == (truth.messages is None), (truth.kind, reported.get(number))
-    used = [truth for _, truth in lines if truth.messages is not None and truth.kind != CUT]
-    assert len(rows) == len(used) == len(lines) - len(reported) - 1
-    assert statistics.dropped_cut == 1
-    for row, truth in zip(rows, used, strict=True):
-        ids, answers = expected(tokenizer, truth)
-        assert row.truncated == (len(ids) > MAX_LENGTH), truth.kind
-        assert row.input_ids.tolist() == ids[:MAX_LENGTH], truth.kind
-        if not row.truncated:
-            edges = np.flatnonzero(np.diff([0, *row.loss_mask.astype(int), 0])).reshape(-1, 2)
-            assert [tokenizer._decode(row.input_ids[a:b]) for a, b in edges] == answers, truth.kind
+    kinds = [[*lines][line_of(entry["origin"]) - 1] for entry in listed]
+    assert sorted(kinds) == sorted(BAD | UNPROVED) and all(entry["what"] for entry in listed)
+    assert (bad.read, len(bad.reasons)) == (len(lines), len(listed))
+    assert len(rows) == len(WHOLE) + 1 and statistics.dropped_cut == 1
+    for used in rows[:-1]:
+        assert used.input_ids.tolist() == expected(tokenizer, MESSAGES) and not used.truncated
+        edges = np.flatnonzero(np.diff([0, *used.loss_mask.astype(int), 0])).reshape(-1, 2)
+        answers = [tokenizer._decode(used.input_ids[a:b]) for a, b in edges]
+        assert answers == [f"{MESSAGES[2]['content']}<|im_end|>"]
+    assert rows[-1].truncated
+    assert rows[-1].input_ids.tolist() == expected(tokenizer, long)[:MAX_LENGTH]
 
 
 def test_with_regeneration_a_row_without_an_answer_is_a_prompt(
     tokenizer, tmp_path, every_line_counts
 ):
-    lines = list(damaged(250, seed=2))
-    path = written(lines, tmp_path)
-    recipe = recipe_of(path, tmp_path, regenerate=True, on_bad_row="drop")
+    lines = WHOLE | BAD | UNPROVED
+    recipe = recipe_of(written(tmp_path, lines), tmp_path, regenerate=True, on_bad_row="drop")
     bad = bad_rows(recipe.data, tmp_path / "run")
     asked = askable(training_examples(recipe, bad, None).examples, tokenizer, bad)
-    counts = Counter(line_of(example.origin) for example in asked)
-    reported = {line_of(origin) for origin in bad.reasons}
-    assert set(counts.values()) == {1} and not {*counts} & reported
-    for number, (_, truth) in enumerate(lines, 1):
-        assert (number in reported) == (truth.kind in BAD), truth.kind
+    assert sorted([*lines][line_of(e.origin) - 1] for e in asked) == sorted(WHOLE | UNPROVED)
+    assert {[*lines][line_of(origin) - 1] for origin in bad.reasons} == {*BAD}
 
 
 # ------------------------------------------------------------------------------------ error or drop

@@ -14,7 +14,7 @@ from draftsmith.train.data.prepare import bad_rows, training_examples
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text
 from tests.quickstart_data import source as quickstart
-from tests.support.damaged_conversations import damaged
+from tests.support.damaged_conversations import BAD, WHOLE
 from tests.support.targets import TOKENIZER
 from tests.train.test_cli import call, refused
 
@@ -22,7 +22,7 @@ from tests.train.test_cli import call, refused
 @pytest.fixture
 def recipe_file(tmp_path) -> Path:
     path = tmp_path / "chats.jsonl"
-    path.write_bytes(b"\n".join(line for line, _ in damaged(100, seed=3, tokens=2000)))
+    path.write_bytes(b"\n".join([*WHOLE.values(), *BAD.values()]))
     tree = {
         "name": "looked-at",
         "output_dir": str(tmp_path / "run"),
@@ -42,7 +42,7 @@ def recipe_file(tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_it_counts_what_a_run_trains_on(recipe_file, tmp_path):
-    code, output = call("prepare", recipe_file, "--sample", 2)
+    code, output = call("prepare", recipe_file, "--sample", 0)
     recipe = load_recipe(recipe_file)
     bad = bad_rows(recipe.data)
     examples = training_examples(recipe, bad).examples
