@@ -20,6 +20,13 @@ def tiny_eagle3():
 
 
 @pytest.fixture(scope="session")
+def model(tiny_model):
+    """A target of the byte tokenizer's first 94 tokens, which are printable."""
+    sizes = {"vocab_size": 94, "max_position_embeddings": 64, "num_hidden_layers": 2}
+    return tiny_model("qwen3", **sizes)
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer():
     return engines.byte_tokenizer()
 

@@ -98,7 +98,7 @@ def test_a_plan_that_looks_ahead_is_noticed(bug):
 
 @pytest.fixture(scope="module")
 def small(tiny_model):
-    model = tiny_model(
+    return tiny_model(
         "qwen3",
         vocab_size=VOCAB,
         hidden_size=16,
@@ -106,8 +106,6 @@ def small(tiny_model):
         initializer_range=0.25,
         pad_token_id=None,
     )
-    model.generation_config.eos_token_id = None
-    return model
 
 
 class Bigrams(FakeHead):

@@ -139,7 +139,8 @@ MULTIMODAL: dict[str, dict] = {  # whose language model is the target
 
 def make_tiny_model(name: str, **overrides):
     """A random float32 model of the architecture (or model_type) `name`, always the same one for
-    the same arguments. `overrides`: fields of the language model's config."""
+    the same arguments. `overrides`: fields of the language model's config. Without an
+    `eos_token_id` among them it writes as much as is asked for."""
     settings = {**_BASE, **(ARCHITECTURES | RECURRENT).get(name, {"model_type": name}), **overrides}
     if name in MULTIMODAL:
         text = {**_BASE, **MULTIMODAL[name]["text_config"], **overrides}
@@ -155,4 +156,6 @@ def make_tiny_model(name: str, **overrides):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
+    if "eos_token_id" not in overrides:
+        model.generation_config.eos_token_id = None
     return model

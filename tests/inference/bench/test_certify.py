@@ -26,7 +26,6 @@ def servers(serving, tiny_model, byte_tokenizer, tmp_path):
 
     def start(kind: str, saved: bool = False) -> list[str]:
         model = tiny_model("llama", vocab_size=320, max_position_embeddings=256)
-        model.generation_config.eos_token_id = None
         with torch.no_grad():
             model.lm_head.weight.mul_(3.0)  # few likely tokens, as in a trained model
         url, folder = serving(drafting_llm(kind, model)), tmp_path / "model"

@@ -52,9 +52,7 @@ def model_of(tiny_model):
 
     def found(kind: str):
         architecture = DRAFTED[kind].architecture if kind in DRAFTED else "qwen3_sliding"
-        model = tiny_model(architecture, num_hidden_layers=2)
-        model.generation_config.eos_token_id = None
-        return model
+        return tiny_model(architecture, num_hidden_layers=2)
 
     return found
 

@@ -43,15 +43,6 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
-    model = tiny_model(
-        "qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2
-    )
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
 def texts(model):
     """What the target writes greedily after each prompt."""
     plain = LLM(model, max_num_seqs=1)

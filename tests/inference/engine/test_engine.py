@@ -23,15 +23,6 @@ PROMPTS = {  # name -> prompt ids
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
-    model = tiny_model(
-        "qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT, num_hidden_layers=2
-    )
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.fixture(scope="module")
 def texts(model) -> dict[tuple[int, ...], list[int]]:
     """What the target writes greedily after each prompt, by its own forward over the whole text, up
     to the limit."""

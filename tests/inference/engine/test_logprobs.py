@@ -22,9 +22,8 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=160, num_hidden_layers=2)
-    model.generation_config.eos_token_id = None
-    return model
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 160, "num_hidden_layers": 2}
+    return tiny_model("qwen3", **sizes)
 
 
 def prompts():

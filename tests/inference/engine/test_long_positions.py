@@ -43,7 +43,6 @@ class Largest(TorchDispatchMode):
 def test_drafting_behind_many_tokens(tiny_model) -> None:
     length = 4096
     model = tiny_model("llama", **SHAPE)
-    model.generation_config.eos_token_id = None
     target = FrozenTarget(model, (0, 1))
     config = config_for_target(
         target, "eagle3", tap_layers=(0, 1), sliding_window=WINDOW, head_dim=16

@@ -17,13 +17,6 @@ LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=VOCAB, max_position_embeddings=LIMIT)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def test_everything_from_disk(model, tiny_eagle3, byte_tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "target")
     byte_tokenizer.save_pretrained(tmp_path / "target")

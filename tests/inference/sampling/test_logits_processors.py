@@ -164,13 +164,6 @@ def test_processed_drafts_are_accepted_more_often(model, drafting_llm, monkeypat
     assert accepted[0] > 2 * accepted[1]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=LIMIT)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 # ---------------------------------------------------------------------- what cannot be honoured
 
 

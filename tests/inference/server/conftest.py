@@ -7,6 +7,4 @@ import pytest
 
 @pytest.fixture(scope="session")
 def model(tiny_model, byte_tokenizer):
-    model = tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)
-    model.generation_config.eos_token_id = None
-    return model
+    return tiny_model("qwen3", vocab_size=len(byte_tokenizer), max_position_embeddings=256)

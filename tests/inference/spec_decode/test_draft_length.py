@@ -27,13 +27,6 @@ from tests.support.engines import ids_of, make_llm
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 40, 9)]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model):
-    model = tiny_model("qwen3", vocab_size=94, max_position_embeddings=64, num_hidden_layers=2)
-    model.generation_config.eos_token_id = None
-    return model
-
-
 def llm_of(kind: str, model, **options) -> LLM:
     if kind in BLOCKS:
         drafter = make(BLOCKS[kind], model)[1].freeze()

@@ -229,7 +229,6 @@ def test_as_many_depths_are_trained_as_are_drafted_at_most(family, shape, drafts
 
 def test_a_row_near_its_end_does_not_shorten_the_block_of_its_neighbours(tiny_model) -> None:
     model = tiny_model("llama", max_position_embeddings=64)
-    model.generation_config.eos_token_id = None
     _, drafter = make(CASES["dflash"], model)
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=4, max_num_seqs=2)
     prompts = [{"prompt_token_ids": [5, 9, 2, 7]}, {"prompt_token_ids": [4, 8, 15]}]

@@ -120,7 +120,6 @@ def test_every_missing_and_foreign_tensor_is_named(world: World, tmp_path: Path)
 @pytest.mark.parametrize("name", BASE.values())
 def test_expected_acceptance_is_the_measured_one(name, tiny_model) -> None:
     model = tiny_model(CASES[name].architecture, max_position_embeddings=128)
-    model.generation_config.eos_token_id = None
     target, drafter = make(CASES[name], model)
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=DEPTHS, max_num_seqs=2)
     asked = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (9, 4)]

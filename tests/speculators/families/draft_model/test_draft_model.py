@@ -35,7 +35,6 @@ PROMPTS = [{"prompt_token_ids": [3 + (i * i) % 90 for i in range(n)]} for n in (
 
 def drafted(model: Any, drafter: DraftModel, k: int = 3, tokens: int = 21, **options: Any) -> LLM:
     """An LLM that has written greedily, with drafting on, what it also writes with drafting off."""
-    model.generation_config.eos_token_id = None
     llm = make_llm(model, drafter=drafter.freeze(), num_speculative_tokens=k, **options)
     return same_text(llm, tokens)
 
