@@ -179,7 +179,7 @@ class RuntimeEngine(MeasuredEngine):
         super().__init__(drafting)
         options: dict[str, Any] = {"max_num_seqs": drafting.rows, "seed": drafting.seed}
         # the rule is vLLM's, and the one that the replay expects exactly
-        config = drafting.speculative_config | {"rejection_sample_method": "token"}
+        config = {"rejection_sample_method": "token", **drafting.speculative_config}
         self.llm = LLM(drafting.model, speculative_config=config, **{**options, **drafting.options})
         self.device = self.llm.engine.target.device
 

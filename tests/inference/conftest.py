@@ -38,6 +38,14 @@ def drafting_llm():
 
 
 @pytest.fixture(scope="session")
+def target_folder(tiny_model, byte_tokenizer, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model("llama", vocab_size=259).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def folders(tiny_model, tmp_path_factory) -> tuple[str, str]:
     """A tiny target whose distributions are neither flat nor sure, and a head with a vocabulary of
     its own that was started in closed form: about half of its drafts are accepted."""

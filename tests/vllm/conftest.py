@@ -261,8 +261,8 @@ def same_as_ours(serve, plain_in_vllm):
     def check(target: Path, config: dict[str, Any], llm: LLM, engine: Any = None):
         job = {"model": str(target), "prompts": PROMPTS, "max_tokens": WRITTEN}
         job["options"] = engine or {}
-        repaired = {"probe": "without_faults"} if config["method"] == "dflash" else {}
-        theirs = serve(job | {"speculative_config": config, **repaired})
+        own = {"speculative_config": config, "repaired": config["method"] == "dflash"}
+        theirs = serve(job | own)
         ours = run_ours(llm, config["num_speculative_tokens"])
         token_ids = [text[:WRITTEN] for text in ours.texts]
         assert theirs["token_ids"] == plain_in_vllm(job)

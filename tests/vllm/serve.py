@@ -4,8 +4,8 @@ line out, as JSON.
 A job is a dict: `model`, `prompts` (lists of token ids), `max_tokens`, and perhaps
 `speculative_config`, `options` of the LLM and `sampling`, further SamplingParams. Its answer:
 `token_ids` of every prompt, vLLM's `counters`, and `drafts`: of every prompt the list of its
-proposals. A job with a `probe` is answered by the function of that name in probes.py.
-What fails is answered with `error`.
+proposals. A job that is `repaired` is done without the faults that the worker of `evaluate`
+repairs. What fails is answered with `error`.
 
 The imports take longer than an engine, so one process builds one engine after another; the counters
 of each are its own. Imports nothing of the project: the environment that has vLLM need not have it.
@@ -16,9 +16,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
+WORKER = Path(__file__).resolve().parents[2] / "inference" / "vllm_bridge" / "worker.py"
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine here, where its drafts can be seen
@@ -96,14 +101,25 @@ def serve(job: dict) -> dict:
     }
 
 
+@contextmanager
+def repaired() -> Iterator[None]:
+    """vLLM without the faults that the worker of `evaluate` repairs."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.v1.sample import rejection_sampler
+
+    broken = rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k
+    runpy.run_path(str(WORKER))["repair"]()
+    try:
+        yield
+    finally:
+        rejection_sampler.expand_batch_to_tokens, DFlashQwen3Model._normalize_context_k = broken
+
+
 def answer(job: dict) -> dict:
     """Of one job. Its engine is gone when this returns."""
     try:
-        if "probe" in job:
-            import probes
-
-            return getattr(probes, job.pop("probe"))(job)
-        return serve(job)
+        with repaired() if job.pop("repaired", False) else nullcontext():
+            return serve(job)
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class LookaheadOptions(MethodOptions):
     """The defaults are small: every node costs a token's computation, which a CPU has not to
     spare. The paper's for a large GPU are W = 15, N = 5, G = 15."""
 
+    measured: ClassVar[dict[str, Any]] = {"rejection_sample_method": "auto"}  # of trees
     vllm_note: ClassVar[str] = "vLLM has no lookahead decoding; ngram and suffix are the nearest"
 
     lookahead_window_size: int = option(5, "columns of the window, W", ge=1)

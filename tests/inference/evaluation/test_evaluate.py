@@ -304,15 +304,7 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
     assert report.summary["t0.acceptance_length"] == own != pooled.acceptance_length
 
 
-BRIEF = EvaluationSettings(
-    temperatures=(0.0,),
-    num_speculative_tokens=K,
-    max_tokens=8,
-    prompts_per_workload=3,
-    repeats=1,
-    timed_prompts=1,
-    lossless_prompts=1,
-)
+BRIEF = replace(SMALL, temperatures=(0.0,), repeats=1, timed_prompts=1, lossless_prompts=1)
 
 
 @pytest.mark.slow

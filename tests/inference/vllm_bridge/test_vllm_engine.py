@@ -28,14 +28,6 @@ without_vllm = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def target_folder(tiny_model, byte_tokenizer, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model("llama", vocab_size=259).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @without_vllm
 def test_an_interpreter_without_vllm_is_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(PYTHON, str(tmp_path / "python"))
@@ -84,14 +76,12 @@ def test_method_without_a_checkpoint_has_the_same_options_everywhere(target_fold
 
 
 @pytest.mark.slow
-def test_training_free_method_is_evaluated_in_this_runtime(target_folder) -> None:
+@pytest.mark.parametrize("method", ["ngram", "lookahead"])
+def test_training_free_method_is_evaluated_in_this_runtime(method, target_folder) -> None:
     settings = EvaluationSettings(max_tokens=12, repeats=1, timed_prompts=1, lossless_prompts=1)
     prompts = {"one": [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 9, 10, 9]]}
-    report = evaluate(target_folder, None, prompts, settings, method="ngram")
-    cell = report.cell("all", 0)
-    assert cell.method == "ngram" and cell.expected is None
+    report = evaluate(target_folder, None, prompts, settings, method=method)
+    cell, origin = report.cell("all", 0), report.provenance
+    assert cell.method == method and cell.expected is None
     assert cell.num_drafts > 0 and report.summary["lossless_mismatches"] == 0
-    assert (
-        report.provenance.drafter_path is None
-        and report.provenance.drafter_config["method"] == "ngram"
-    )
+    assert (origin.drafter_path, origin.drafter_config["method"]) == (None, method)

@@ -51,14 +51,6 @@ def repeat(monkeypatch) -> str:
     return "repeat"
 
 
-@pytest.fixture(scope="module")
-def target_folder(tiny_model, byte_tokenizer, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model("llama", vocab_size=259).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize("method", [*FAMILIES, *methods.TRAINING_FREE])
 def test_every_method_has_its_options(method) -> None:
     kind = methods.method_options(method)
@@ -81,21 +73,11 @@ def test_a_registered_method_is_known_everywhere(repeat, tiny_model, target_fold
     engine = RuntimeEngine(Drafting.of(target_folder, None, repeat, **rest))
     assert isinstance(engine.llm.engine.proposer, RepeatProposer)
     engine.close()
+    with pytest.raises(ConfigError, match="model"):
+        RuntimeEngine(Drafting.of(target_folder, None, "eagle3", **rest))
 
     shown = CliRunner().invoke(app, ["inspect", repeat, "--json"])
     assert shown.exit_code == 0
     assert '"num_speculative_tokens": 2' in shown.output
     with pytest.raises(ConfigError, match="repeat_count"):
         parse_speculative_config({"method": "ngram", "repeat_count": 1})
-
-
-def test_an_evaluation_drafts_by_lookahead(target_folder) -> None:
-    rest = dict(num_speculative_tokens=15, rows=1, seed=0, options={"dtype": "float32"})
-    drafting = Drafting.of(target_folder, None, "lookahead", **rest)
-    engine = RuntimeEngine(drafting)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (output,) = engine.write([[5, 6, 5, 6]], [params], speculate=True, batch=1)
-    assert len(output.outputs[0].token_ids) == 8
-    engine.close()
-    with pytest.raises(ConfigError, match="model"):
-        RuntimeEngine(Drafting.of(target_folder, None, "eagle3", **rest))

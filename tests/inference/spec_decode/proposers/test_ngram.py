@@ -28,10 +28,8 @@ def by_search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
 def test_index_equals_its_definition_on_growing_text(sizes):
     source = random.Random(0)
     for vocabulary in (2, 3, 6):
-        index, text = (
-            NgramIndex(*sizes),
-            [source.randrange(vocabulary) for _ in range(source.randint(1, 9))],
-        )
+        index = NgramIndex(*sizes)
+        text = [source.randrange(vocabulary) for _ in range(source.randint(1, 9))]
         for _ in range(60):
             count = source.randint(1, 5)
             assert index.lookup(text, count) == by_search(text, *sizes, count), text
@@ -49,14 +47,8 @@ def test_a_match_at_the_end_repeats_its_period():
 
 
 def request(tokens):
-    return Request(
-        "0",
-        0,
-        tokens,
-        SamplingParams(max_tokens=None),
-        generator=None,
-        max_model_len=len(tokens) + 2,
-    )
+    params, length = SamplingParams(max_tokens=None), len(tokens) + 2
+    return Request("0", 0, tokens, params, generator=None, max_model_len=length)
 
 
 def test_rows_have_their_own_counts_limits_and_survive_moves():
