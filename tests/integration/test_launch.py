@@ -88,11 +88,7 @@ def short_recipe(recipe: Path) -> Path:
         }
     }
     tree |= {"trackers": [], "export": {"dtype": "float32"}}
-    tree["evaluation"] |= {
-        "repeats": 0,
-        "lossless_check": False,
-        "temperatures": [0.0],
-    }
+    tree["evaluation"] |= {"repeats": 0, "lossless_check": False, "temperatures": [0.0]}
     recipe.write_text(yaml_text(tree))
     return recipe
 

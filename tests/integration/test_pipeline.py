@@ -31,10 +31,7 @@ from tests.support.quantised import save_quantised
 from tests.support.tokenizers import byte_level
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
-SHORT = [
-    "evaluation.lossless_check=false",
-    "evaluation.repeats=0",
-]
+SHORT = ["evaluation.lossless_check=false", "evaluation.repeats=0"]
 
 
 @pytest.fixture(scope="module")

@@ -85,10 +85,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
     "fixed": {},
     "adaptive": {
         "enable_adaptive_verification": True,
-        "adaptive_verification_costs": {
-            "verify": [10, 10.5, 11, 11.5],
-            "draft": [0.3, 0.6, 0.9],
-        },
+        "adaptive_verification_costs": {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]},
     },
     "batch size": {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 2], [4, 500, 1]]},
     "request": {},  # SamplingParams.num_speculative_tokens

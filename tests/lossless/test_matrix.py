@@ -17,14 +17,7 @@ from torch import Tensor
 from draftsmith.inference import SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import TRAINING_FREE
 from draftsmith.speculators.registry import FAMILIES
-from tests.lossless.configurations import (
-    GREEDY,
-    SAMPLED,
-    TREES,
-    Configuration,
-    possible,
-    target_of,
-)
+from tests.lossless.configurations import GREEDY, SAMPLED, TREES, Configuration, possible, target_of
 from tests.lossless.covering import cover
 from tests.support.chi2 import FAMILY_ALPHA, assert_joint_fits, target_joint
 from tests.support.engines import byte_tokenizer, ids_of
@@ -110,10 +103,7 @@ def check_greedy(configuration: Configuration, before: Callable[[], None] = lamb
     expected = greedy_requests(configuration.architecture, configuration.processors)
     texts = {tuple(prompt): text for prompt, _, text, _ in expected}
     llm = configuration.llm(
-        target_of(configuration.architecture),
-        texts,
-        max_model_len=LIMIT,
-        max_num_batched_tokens=16,
+        target_of(configuration.architecture), texts, max_model_len=LIMIT, max_num_batched_tokens=16
     )
     before()
     prompts = [{"prompt_token_ids": prompt} for prompt, *_ in expected]

@@ -118,10 +118,7 @@ def test_choosing_the_length_after_looking_gives_the_known_bias():
 
 @pytest.mark.parametrize(
     "world",
-    [
-        replace(PAIRS, given_q=sharpened(PAIRS.q)),
-        replace(PAIRS, given_p=sharpened(PAIRS.p)),
-    ],
+    [replace(PAIRS, given_q=sharpened(PAIRS.q)), replace(PAIRS, given_p=sharpened(PAIRS.p))],
     ids=["q before temperature", "p before temperature"],
 )
 def test_input_of_traversal(world):

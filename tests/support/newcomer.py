@@ -66,12 +66,7 @@ def run(command: str, folder: Path) -> str:
             output += "".join(traceback.format_exception(result.exception))
     else:
         done = subprocess.run(
-            command,
-            shell=True,
-            cwd=folder,
-            env=environment(folder),
-            capture_output=True,
-            text=True,
+            command, shell=True, cwd=folder, env=environment(folder), capture_output=True, text=True
         )
         code, output = done.returncode, done.stdout + done.stderr
     assert code == 0, f"{command}\n{output[-4000:]}"

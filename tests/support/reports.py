@@ -98,10 +98,7 @@ def make_measurement(workload: str, temperature: float, rate: float) -> Measurem
     requests = [make_request(rng, rate) for _ in range(12)]
     tokens = sum(len(output.outputs[0].token_ids) for output in requests)
     rounds = sum(output.metrics.num_drafts for output in requests)
-    seconds = {
-        "speculative": rounds * 0.0059,
-        "autoregressive": tokens * 0.004,
-    }
+    seconds = {"speculative": rounds * 0.0059, "autoregressive": tokens * 0.004}
     tie = TokenDifference(
         prompt="3", position=17, reference_token=5, token=9, top_two_gap=0.01, noise=0.03, tie=True
     )

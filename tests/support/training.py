@@ -81,7 +81,6 @@ def make_trainer(
     *,
     target: FrozenTarget | None = None,
     accelerator: Any = None,
-    fingerprint: str = "a",
     **more: Any,
 ) -> Trainer:
     """`more`: of the Trainer. Starting weights are drawn from the number of the process."""
@@ -102,7 +101,7 @@ def make_trainer(
         prompts = [tuple(ids.integers(3, 100, int(ids.integers(1, 9))).tolist()) for _ in range(7)]
         texts = OnPolicy(recipe, target, prompts, folder=folder, accelerator=accelerator)
         more["on_policy"] = texts
-    own = {"accelerator": accelerator, "folder": folder, "fingerprint": fingerprint}
+    own = {"accelerator": accelerator, "folder": folder, "fingerprint": "a"}
     return Trainer(recipe, target, drafter, rows or make_rows(), **own, **more)
 
 

@@ -110,10 +110,7 @@ def test_differences_behind_a_tie_are_found(monkeypatch):
         given = (Written("c d e"), Written("c d f"), "p", text("a b b"), text("a c c"), 8)
         return [one async for one in certify._differences(*given)]
 
-    assert asyncio.run(found()) == [
-        {"position": 1, "tie": True},
-        {"position": 4, "tie": False},
-    ]
+    assert asyncio.run(found()) == [{"position": 1, "tie": True}, {"position": 4, "tie": False}]
 
 
 def test_certify_of_a_baseline_that_drafts_is_refused(servers):

@@ -187,10 +187,7 @@ GRAPHS = {"backend": "inductor", "mode": "reduce-overhead"}
         ({"enforce_eager": False}, GRAPHS),
         ({"enforce_eager": False, "compilation_config": 0}, None),
         ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, GRAPHS),
-        (
-            {"compilation_config": {"mode": 3, "cudagraph_mode": "none"}},
-            {"backend": "inductor"},
-        ),
+        ({"compilation_config": {"mode": 3, "cudagraph_mode": "none"}}, {"backend": "inductor"}),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, None),
         ({"compilation_config": {"mode": "vllm_compile", "custom_ops": []}}, GRAPHS),
     ],

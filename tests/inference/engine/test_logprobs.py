@@ -12,12 +12,7 @@ from draftsmith.inference.outputs import Logprob
 
 KINDS = ["off", "right", "ragged", "sampled", "static"]
 VOCAB = 94
-PROMPTS = [
-    [67, 68, 69, 0, 69, 7],
-    [65],
-    [3 + (7 * i) % 50 for i in range(90)],
-    [3, 4, 5] * 6,
-]
+PROMPTS = [[67, 68, 69, 0, 69, 7], [65], [3 + (7 * i) % 50 for i in range(90)], [3, 4, 5] * 6]
 
 
 @pytest.fixture(scope="module")

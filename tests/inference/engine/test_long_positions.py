@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import SamplingParams
 from draftsmith.speculators.registry import config_for_target, family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import make_llm
+from tests.support.memory import Largest
 
 WINDOW, WRITTEN, K = 64, 6, 3
 SHAPE = {
@@ -22,22 +21,6 @@ SHAPE = {
     "vocab_size": 64,
     "max_position_embeddings": 4096 + 64,
 }
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor had which was made inside."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = (
-            tensor
-            for tensor in tree_leaves(out)
-            if isinstance(tensor, torch.Tensor) and 0 not in tensor.stride()
-        )
-        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
-        return out
 
 
 def test_drafting_behind_many_tokens(tiny_model) -> None:

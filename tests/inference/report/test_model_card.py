@@ -9,12 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from draftsmith.inference.report.build import lay_beside
-from draftsmith.inference.report.model_card import (
-    CardFacts,
-    model_card,
-    serving,
-    unmeasured,
-)
+from draftsmith.inference.report.model_card import CardFacts, model_card, serving, unmeasured
 from draftsmith.inference.report.schema import AcceptanceReport
 from draftsmith.inference.report.table import report_tables
 from draftsmith.speculators.registry import config_for_target, family_class

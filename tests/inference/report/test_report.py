@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from draftsmith.inference.report.build import (
-    Bound,
-    build_report,
-    check_gates,
-    lay_beside,
-)
+from draftsmith.inference.report.build import Bound, build_report, check_gates, lay_beside
 from draftsmith.inference.report.html import render_html
 from draftsmith.inference.report.measurement import Measurement, make_cell, position_bins
 from draftsmith.inference.report.schema import (

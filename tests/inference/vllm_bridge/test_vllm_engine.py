@@ -11,11 +11,7 @@ import torch
 
 from draftsmith.inference.evaluation.engines import Drafting
 from draftsmith.inference.evaluation.evaluate import EvaluationSettings, evaluate
-from draftsmith.inference.vllm_bridge.vllm_engine import (
-    VllmError,
-    Worker,
-    speculative_config,
-)
+from draftsmith.inference.vllm_bridge.vllm_engine import VllmError, Worker, speculative_config
 from draftsmith.inference.vllm_python import PYTHON, vllm_python
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter

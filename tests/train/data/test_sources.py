@@ -244,11 +244,9 @@ def test_duplicates_differ_in_nothing_that_matters():
         (o, "1", "duplicate") for o in "237"
     }
     kept, _ = deduplicate(lists, responses=True)
-    assert [[e.origin for e in some] for some in kept] == [
-        ["1", "2"],
-        ["4"],
-        ["5", "6"],
-    ], "another answer is new"
+    assert [[e.origin for e in some] for some in kept] == [["1", "2"], ["4"], ["5", "6"]], (
+        "another answer is new"
+    )
 
 
 def recipe_of(tmp_path: Path, rows: list[dict], held: list[dict], regenerate: bool = True, **data):

@@ -3,19 +3,16 @@ memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.vocab.draft_vocab import to_draft_ids
 from draftsmith.train.losses.divergences import CLOSED_FORM, DIVERGENCES, ON_STATES, Mix, overlap
 from draftsmith.train.losses.objective import StepMetrics, chunked_objective, in_loop_lengths
 from tests.support.errors import raises_at
+from tests.support.memory import Largest
 
 D, V, VD, N = 12, 40, 17, 23
 MIXES = [{name: 0.7} for name in DIVERGENCES] + [
@@ -310,21 +307,6 @@ def test_no_rows_give_zero() -> None:
 # --- memory ---
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements; backward included."""
-
-    elements = 0
-
-    def __torch_dispatch__(
-        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        out = func(*args, **(kwargs or {}))
-        self.elements = max(
-            [self.elements, *(x.numel() for x in tree_iter(out) if isinstance(x, Tensor))]
-        )
-        return out
-
-
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[-2]], ids=lambda mix: "+".join(mix))
 def test_nothing_of_size_tokens_by_vocabulary(mix: dict) -> None:
     """Neither with a closed form nor with autograd."""
@@ -334,10 +316,10 @@ def test_nothing_of_size_tokens_by_vocabulary(mix: dict) -> None:
     with Largest() as tracker:
         loss, _ = chunked_objective(*setup.arguments(mix), chunk_size=chunk)
         loss.backward()
-    assert tracker.elements <= limit
+    assert tracker.numel <= limit
     with Largest() as tracker:
         plain_objective(*setup.arguments(mix))
-    assert tracker.elements == N * V > limit
+    assert tracker.numel == N * V > limit
 
 
 def test_expected_length_from_joint_prefixes() -> None:

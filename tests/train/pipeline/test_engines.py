@@ -13,9 +13,9 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.pipeline import acceptance_stage
 from draftsmith.train.pipeline.acceptance_stage import engines_of, gate_bounds
 from draftsmith.train.pipeline.run import require_abilities, run
-from draftsmith.train.recipe.recipe import make_recipe
 from tests.quickstart_data import source as quickstart
 from tests.support.errors import raises_at
+from tests.support.training import recipe_of
 from tests.train.test_cli import refused
 
 SOURCES = [quickstart("test", 2)]
@@ -23,16 +23,8 @@ BOTH = {"engines": ["draftsmith", "vllm"]}
 
 
 def recipe(gates: dict | None = None, regenerate: dict | None = None, **evaluation):
-    return make_recipe(
-        {
-            "name": "tiny",
-            "target": {"model": "somewhere"},
-            "data": {"train": SOURCES, "validation": SOURCES},
-            "evaluation": evaluation,
-            "gates": gates or {},
-            "regenerate": regenerate or {},
-        }
-    )
+    own = {"evaluation": evaluation, "gates": gates or {}, "regenerate": regenerate or {}}
+    return recipe_of("eagle3", data={"train": SOURCES, "validation": SOURCES}, **own)
 
 
 def test_without_vllm_a_run_is_measured_here_alone_unless_a_gate_needs_it(monkeypatch, tmp_path):

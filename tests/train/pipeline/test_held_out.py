@@ -11,22 +11,16 @@ from draftsmith.inference import LLM, SamplingParams
 from draftsmith.train.data.sources import Example
 from draftsmith.train.pipeline.data_stage import workloads_in_turn
 from draftsmith.train.pipeline.run import held_out_evaluation
-from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.regeneration.store import Response
 from tests.support.cases import Case, make
 from tests.support.engines import make_llm
 from tests.support.models import make_tiny_model
+from tests.support.training import recipe_of
 
 
 def recipe(**sections):
-    return make_recipe(
-        {
-            "name": "t",
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}], "validation": [{"path": "chats.jsonl"}]},
-        }
-        | sections
-    )
+    texts = [{"path": "chats.jsonl"}]
+    return recipe_of("eagle3", data={"train": texts, "validation": texts}, **sections)
 
 
 def example(workload: str) -> Example:

@@ -17,12 +17,7 @@ from draftsmith.train.trainer.telemetry import PHASES
 from tests.support.reports import make_report
 from tests.support.training import make_recipe, make_trainer
 
-COSTS = {
-    "step_seconds",
-    "tokens_per_second",
-    "supervised_tokens_per_second",
-    "memory_gib",
-}
+COSTS = {"step_seconds", "tokens_per_second", "supervised_tokens_per_second", "memory_gib"}
 COSTS |= {f"time/{name}" for name in PHASES}
 CURVES = {"loss", "grad_norm", "learning_rate", "acceptance_rate/0", "in_loop_acceptance_length"}
 FIGURES = {"acceptance/t0.acceptance_length", "acceptance/t0/all", "acceptance/t1/all"}

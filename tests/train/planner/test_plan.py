@@ -15,12 +15,7 @@ from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.planner import devices
 from draftsmith.train.planner.devices import DEVICES
-from draftsmith.train.planner.plan import (
-    active_parameters,
-    forward_flops,
-    make_plan,
-    make_stage,
-)
+from draftsmith.train.planner.plan import active_parameters, forward_flops, make_plan, make_stage
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
 from draftsmith.train.trainer import checkpoint

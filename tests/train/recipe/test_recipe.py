@@ -217,8 +217,7 @@ def test_unreadable_yaml_names_file_and_line(recipe_file, text, place):
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["data.train.3.limit=1", "name.x=1", "training.steps", "drafter.tap_layers=[1"],
+    "override", ["data.train.3.limit=1", "name.x=1", "training.steps", "drafter.tap_layers=[1"]
 )
 def test_override_that_cannot_be_is_named(recipe_file, override):
     assert error_of(recipe_file(MINIMAL), override).where == f"override {override}"

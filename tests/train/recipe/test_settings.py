@@ -22,15 +22,7 @@ TARGET = DATA.parent / "target"
 
 
 def recipe(family: str = "eagle3", **training):
-    return make_recipe(
-        {
-            "name": "t",
-            "family": family,
-            "target": {"model": str(TARGET)},
-            "data": {"train": [{"path": "x.jsonl"}]},
-            **({"training": training} if training else {}),
-        }
-    )
+    return recipe_of(family, target={"model": str(TARGET)}, training=training)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mlp"])

@@ -15,21 +15,9 @@ import torch
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import learning_rate
-from draftsmith.train.trainer.trainer import (
-    EXPECTED,
-    MAX_SKIPPED,
-    Diverged,
-    Interrupted,
-    Trainer,
-)
+from draftsmith.train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer
 from tests.support.errors import raises_at
-from tests.support.training import (
-    assert_equal,
-    cut_off,
-    make_recipe,
-    make_trainer,
-    weights,
-)
+from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
 
 
 def test_loss_falls_and_records_are_complete(tiny_model, tmp_path):
@@ -90,12 +78,6 @@ def test_best_is_kept_by_held_out_value(tiny_model, tmp_path):
     assert (state.best_value, state.best_step) == (3.0, 4)
     checkpoint.load_best(tmp_path, trainer.drafter)
     assert_equal(weights(trainer), seen[4])
-
-
-def test_another_recipe_does_not_continue_this_run(tiny_model, tmp_path):
-    make_trainer(tiny_model, tmp_path, make_recipe(steps=2)).run()
-    with pytest.raises(CheckpointError, match="another recipe"):
-        make_trainer(tiny_model, tmp_path, make_recipe(steps=2), fingerprint="b").run()
 
 
 @pytest.mark.parametrize("total_steps", [1, 10, None])

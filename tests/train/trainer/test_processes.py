@@ -22,12 +22,10 @@ from draftsmith.train.pipeline.data_stage import waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config
-from draftsmith.train.recipe.recipe import make_recipe
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import Trainer
 from tests.support.models import make_tiny_model
-from tests.support.training import assert_equal, make_rows
-from tests.support.training import make_recipe as recipe_of
+from tests.support.training import assert_equal, make_recipe, make_rows, recipe_of
 from tests.support.training import make_trainer as trainer_of
 from tests.train.worlds import Scenario, in_worlds
 
@@ -63,7 +61,9 @@ def make_trainer(
     if on_policy:
         sizes |= {"steps": 6, "batch_size": 2, "eval_every": None}
     texts = {"share": 0.6, "refresh_every": 2} if on_policy else None
-    recipe = recipe_of(family, joint=JOINT if joint else None, on_policy=texts, **sizes | training)
+    recipe = make_recipe(
+        family, joint=JOINT if joint else None, on_policy=texts, **sizes | training
+    )
     model = copy.deepcopy(make_tiny_model("llama", initializer_range=0.1))
     target = FrozenTarget(model, getattr(recipe.drafter, "tap_layers", None) or ())
     accelerator = Accelerator(cpu=True)
@@ -95,12 +95,7 @@ def size_of(drafter: Drafter) -> dict[str, float]:
 
 
 def train(
-    folder: Path,
-    family: str,
-    run: str,
-    stop_after: int | None = None,
-    draws: int = 0,
-    **training,
+    folder: Path, family: str, run: str, stop_after: int | None = None, draws: int = 0, **training
 ):
     """(figures of every step, weights) of a run, which ends after `stop_after` steps as by a power
     cut. `draws`: of random numbers beforehand, on which nothing may depend."""
@@ -145,14 +140,12 @@ def scenario(family: str, processes: int, sharded: bool = False, **arguments) ->
 )
 def test_a_target_that_is_asked_for_nothing_waits_on_the_host(changes, waits) -> None:
     data = {"train": [{"path": "chats.jsonl"}], "validation": changes.get("validation", [])}
-    recipe = make_recipe(
-        {
-            "name": "t",
-            "target": {"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
-            "data": data,
-            "drafter": {"init": changes.get("init", "taps"), "norm_before_residual": True},
-            "regenerate": changes.get("regenerate", {"enabled": False}),
-        }
+    recipe = recipe_of(
+        "eagle3",
+        target={"model": "tiny", "sharding": changes.get("sharding", "fsdp")},
+        data=data,
+        drafter={"init": changes.get("init", "taps"), "norm_before_residual": True},
+        regenerate=changes.get("regenerate", {"enabled": False}),
     )
     accelerator: Any = SimpleNamespace(num_processes=changes.get("processes", 2))
     assert waits_on_host(recipe, accelerator) is waits
@@ -245,15 +238,7 @@ def test_a_target_trained_along_is_the_same_on_every_number_of_processes(runs):
 
 def test_a_head_begins_with_the_same_weights_whatever_was_drawn_before(tmp_path):
     """In every process, and in a run that is continued."""
-    recipe = make_recipe(
-        {
-            "name": "t",
-            "family": "eagle3",
-            "target": {"model": "tiny"},
-            "data": {"train": [{"path": "chats.jsonl"}]},
-            "training": {"seed": 3},
-        }
-    )
+    recipe = recipe_of("eagle3", training={"seed": 3})
     states = []
     for before in (0, 1):
         model = make_tiny_model("llama")

@@ -12,7 +12,6 @@ from draftsmith.inference.spec_decode.proposers.lookahead import (
     JacobiWindow,
     LookaheadOptions,
     LookaheadProposer,
-    NgramPool,
     merged,
 )
 from tests.support.engines import make_llm
@@ -122,17 +121,6 @@ def test_window_and_pool_are_those_of_the_published_algorithm(
 
 
 # ---------------------------------------------------------------------- its parts
-
-
-def test_the_pool_keeps_the_latest_of_each_token():
-    pool = NgramPool(2)
-    for first, rest in [(1, (2, 3)), (1, (4, 5)), (7, (8, 9)), (1, (2, 3)), (1, (6, 6))]:
-        pool.add(first, rest)
-    assert (
-        pool.guesses(1) == [(6, 6), (2, 3)]
-        and pool.guesses(7) == [(8, 9)]
-        and pool.guesses(2) == []
-    )
 
 
 def test_guesses_share_their_beginnings():

@@ -36,16 +36,6 @@ def test_index_equals_its_definition_on_growing_text(sizes):
             text += [source.randrange(vocabulary) for _ in range(source.randint(1, 4))]
 
 
-def test_longest_match_wins_over_a_more_recent_shorter_one():
-    assert NgramIndex(1, 3).lookup([1, 2, 3, 7, 3, 8, 1, 2, 3], 1) == [7]
-    assert NgramIndex(1, 1).lookup([1, 2, 3, 7, 3, 8, 1, 2, 3], 1) == [8]
-
-
-def test_a_match_at_the_end_repeats_its_period():
-    assert NgramIndex(1, 2).lookup([9, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-    assert NgramIndex(1, 2).lookup([4, 4], 3) == [4, 4, 4]
-
-
 def request(tokens):
     params, length = SamplingParams(max_tokens=None), len(tokens) + 2
     return Request("0", 0, tokens, params, generator=None, max_model_len=length)
