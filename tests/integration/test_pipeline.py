@@ -29,6 +29,7 @@ from tests.support.forked import interpreter
 from tests.support.models import make_tiny_model
 from tests.support.quantised import save_quantised
 from tests.support.tokenizers import byte_level
+from tests.support.training import assert_equal
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 SHORT = ["evaluation.lossless_check=false", "evaluation.repeats=0"]
@@ -84,10 +85,6 @@ def summary(out: Path) -> dict[str, float]:
     return json.loads((out / "acceptance.json").read_text())["summary"]
 
 
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.integration
 def test_cached_features(recipe, tiny_target, tmp_path):
     """Parts written ahead of time are read by the run, which then trains as one whose features are
@@ -114,30 +111,13 @@ def test_cached_features(recipe, tiny_target, tmp_path):
 
 
 @pytest.mark.integration
-def test_run_with_a_fitted_start_muon_and_kept_features_trains_nothing_twice(
-    recipe, tmp_path, capsys
-):
-    """The quickstart's way."""
-    fitted = [
-        "drafter.init=least_squares",
-        "drafter.num_key_value_heads=4",
-        "drafter.norm_before_residual=true",
-        "training.optimizer=muon",
-        "training.keep_features_gb=0.1",
-        *SHORT,
-    ]
+def test_recipe_to_report_and_again(recipe, tmp_path, capsys):
+    """The quickstart's way: a fitted start, Muon, kept features."""
+    out, shape = tmp_path / "run", ["norm_before_residual=true", "num_key_value_heads=4"]
+    fitted = [f"drafter.{key}" for key in ("init=least_squares", *shape)]
+    fitted += ["training.optimizer=muon", "training.keep_features_gb=0.1"]
     assert run(recipe, fitted) == 0
     assert "fit the start" in capsys.readouterr().out
-    before = weights(tmp_path / "run")
-    assert run(recipe, fitted) == 0
-    assert "fit the start" not in capsys.readouterr().out
-    assert_equal(weights(tmp_path / "run"), before)
-
-
-@pytest.mark.integration
-def test_recipe_to_report_and_again(recipe, tmp_path):
-    out = tmp_path / "run"
-    assert run(recipe) == 0
     names = ("recipe.yaml", "report.html", "export/config.json")
     assert all((out / name).exists() for name in names) and any(out.rglob("events.out.tfevents*"))
     assert summary(out)["lossless_mismatches"] == 0
@@ -145,8 +125,8 @@ def test_recipe_to_report_and_again(recipe, tmp_path):
 
     # the same command again: nothing is regenerated or trained a second time, the result is the
     # same; of a gate that is missed the report is there, and the status says so
-    assert run(recipe, ["gates.acceptance_length={min: 2.9}", *SHORT]) == 1
-    assert files_of(out) == kept
+    assert run(recipe, [*fitted, "gates.acceptance_length={min: 2.9}", *SHORT]) == 1
+    assert files_of(out) == kept and "fit the start" not in capsys.readouterr().out
     assert json.loads((out / "acceptance.json").read_text())["gates"][0]["passed"] is False
 
     # another training recipe in the same folder is refused and changes nothing there; a warm start
@@ -154,10 +134,10 @@ def test_recipe_to_report_and_again(recipe, tmp_path):
     given = (out / "recipe.yaml").read_text()
     for change in ("training.learning_rate=0.5", "position_weights={uniform: true}"):
         with pytest.raises(CheckpointError, match="another recipe"):
-            run(recipe, [change])
+            run(recipe, [*fitted, change])
     assert (out / "recipe.yaml").read_text() == given
-    start = f"drafter.init_from={out / 'export'}"
-    warm = [start, f"output_dir={tmp_path / 'warm'}", "trackers=none", *SHORT]
+    start = [f"drafter.{key}" for key in (f"init_from={out / 'export'}", *shape)]
+    warm = [*start, f"output_dir={tmp_path / 'warm'}", "trackers=none", *SHORT]
     assert run(recipe, warm) == 0
     with pytest.raises(ConfigError, match="draft_vocab_size"):
         run(recipe, [*warm, "drafter.draft_vocab_size=300"])
@@ -266,13 +246,6 @@ def test_a_draft_model_from_recipe_to_report(recipe, tmp_path):
     assert_equal(weights(out), before)
     with pytest.raises(ConfigError, match="drafter.vocab: intersection"):
         run(recipe, [*options, "drafter.vocab=same", f"output_dir={tmp_path / 'other'}"])
-
-
-@pytest.mark.slow
-def test_dry_run_writes_nothing(recipe, tmp_path, capsys):
-    assert run(recipe, dry_run=True) == 0
-    assert not (tmp_path / "run").exists()
-    assert "tap" in capsys.readouterr().out
 
 
 @pytest.mark.integration

@@ -259,7 +259,7 @@ SAMPLED = _configurations(
         "attention": [*ATTENTION],
         "tree": ["chain", *TREES],
         "length": [*LENGTHS],
-        "rows": ["9", "400"],
+        "rows": ["40", "400"],
     },
     {
         "list": ["ngram", "suffix", "random"],

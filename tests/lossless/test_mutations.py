@@ -29,7 +29,6 @@ from tests.lossless.enumeration import (
     World,
     assert_lossless,
     chain,
-    enumerate_rule,
     one_hot,
     random_table,
 )
@@ -106,14 +105,6 @@ def test_input_of_a_chain_rule(bug, rule):
     assert_lossless(INPUT_BUGS[bug].honest(), rule)
     with not_lossless():
         assert_lossless(INPUT_BUGS[bug], rule)
-
-
-def test_choosing_the_length_after_looking_gives_the_known_bias():
-    """p = (.7, .3), q = (.5, .5), verified only if the draft is token 0: the output is (.85,
-    .15)."""
-    p, q = torch.tensor([[0.7, 0.3, 0], [0.5, 0.5, 0]], dtype=torch.float64)
-    biased = World(chain(1), lambda _: p, lambda _: q, given_counts=lambda draft: draft[0] == 0)
-    assert enumerate_rule(biased, "token")[0] == pytest.approx(0.15, abs=1e-12)
 
 
 @pytest.mark.parametrize(

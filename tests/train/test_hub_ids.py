@@ -54,8 +54,7 @@ def tokens(llm: LLM) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-# ------------------------------------------------------------------------------------------------
-# names
+# ------------------------------------------------------------------ names
 
 
 def test_revisions_are_told_from_names(tmp_path, monkeypatch):
@@ -82,8 +81,7 @@ def test_folders_are_no_repositories(tmp_path, monkeypatch):
     assert repository_id("/x/hub/models--org--name-1/snapshots/0a1b/") == "org/name-1"
 
 
-# ------------------------------------------------------------------------------------------------
-# the runtime
+# ------------------------------------------------------------------ the runtime
 
 
 @pytest.mark.slow
@@ -101,8 +99,7 @@ def test_the_runtime_takes_ids(filled, target_folder, drafter_folder):
     assert cached_folder(f"{HEAD}@v1") == cached_folder(HEAD, "v1")
 
 
-# ------------------------------------------------------------------------------------------------
-# commands
+# ------------------------------------------------------------------ commands
 
 
 @pytest.mark.slow
@@ -132,8 +129,7 @@ def test_a_recipe_from_end_to_end(filled, recipe_file, tmp_path, drafter_folder)
     assert load_report(tmp_path / "run" / "acceptance.json").provenance.target_name == TARGET
 
 
-# ------------------------------------------------------------------------------------------------
-# failures
+# ------------------------------------------------------------------ failures
 
 
 def test_ids_that_are_not_in_the_cache_are_refused_offline(hub_cache):

@@ -255,8 +255,7 @@ def test_a_workload_without_prompts_is_refused(folders) -> None:
         evaluate(*folders, {"one": some_prompts(1), "two": []}, SMALL)
 
 
-# ----------------------------------------------------------------------------------------------
-# suites
+# ------------------------------------------------------------------ suites
 
 
 def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) -> None:

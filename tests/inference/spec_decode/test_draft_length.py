@@ -231,9 +231,6 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
     assert ids_of(llm.generate(PROMPTS[1:3], params, False)) == expected
 
 
-# ---------------------------------------------------------------------- costs
-
-
 # ---------------------------------------------------------------------- options
 
 

@@ -1,5 +1,5 @@
-"""Replay over target-written text equals the runtime: exactly on toys, by simulation on longer
-text."""
+"""Replay over target-written text equals the runtime, exactly: every text of a toy, and the walk
+over a longer one at temperature 0."""
 
 import itertools
 import math
@@ -121,14 +121,6 @@ def simulate(accept, length, rng):
         counts[1 + depth + j] += 1
         anchor += j + 1
     return counts
-
-
-def test_replay_is_the_mean_of_simulated_rounds():
-    rng = np.random.default_rng(0)
-    accept = rng.random((4, 40)) ** 0.5
-    runs = np.stack([simulate(accept, 37, rng) for _ in range(3000)])
-    error = runs.std(0) / math.sqrt(len(runs)) + 1e-9
-    assert (np.abs(runs.mean(0) - flat(replay(torch.tensor(accept), 37))) < 5 * error).all()
 
 
 def test_at_temperature_zero_replay_is_the_walk_itself():

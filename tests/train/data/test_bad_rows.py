@@ -189,8 +189,7 @@ def test_a_file_that_breaks_off_gives_what_it_has(tmp_path):
             load_sources([Source(path=str(tmp_path / name))], bad=BadRows())
 
 
-# ------------------------------------------------------------------------------------------
-# anything at all
+# ------------------------------------------------------------------ anything at all
 
 texts = st.text(st.characters(), max_size=8)  # surrogates among them
 names = st.sampled_from(

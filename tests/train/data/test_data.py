@@ -177,8 +177,7 @@ def test_an_open_question_is_its_own_prompt(tokenizer):
     assert row.input_ids[: len(prompt)].tolist() == prompt
 
 
-# ------------------------------------------------------------------------------------------
-# rewritten history
+# ------------------------------------------------------------------ rewritten history
 
 
 def conversation(*turns: tuple[str, str]) -> Example:
@@ -234,8 +233,7 @@ def test_a_moving_system_prompt_makes_rows_of_its_turns(tokenizer):
     assert all(tokenizer.decode(row.input_ids).count("be brief") == 1 for row in rows)
 
 
-# ------------------------------------------------------------------------------------------
-# refusals
+# ------------------------------------------------------------------ refusals
 
 MARKS_NOTHING = CHATML_MARKED.replace("m.role == 'assistant'", "m.role == 'model'")
 

@@ -138,8 +138,7 @@ def test_numbers_that_are_not_finite_are_refused_and_nothing_else_is_lost(
     assert first in cache.scan() and len(cache) == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# addresses
+# ------------------------------------------------------------------ addresses
 
 
 def test_whatever_features_depend_on_is_in_the_address(tmp_path, target, rows):
@@ -154,8 +153,7 @@ def test_whatever_features_depend_on_is_in_the_address(tmp_path, target, rows):
         assert bool(count) == (field.name == "target"), field.name
 
 
-# ---------------------------------------------------------------------------------------------
-# damage
+# ------------------------------------------------------------------ damage
 
 
 @pytest.fixture

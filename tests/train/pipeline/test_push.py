@@ -121,8 +121,7 @@ OWN = {"README.md", "config.json", "model.safetensors"}
 ALL = OWN | {"acceptance.json", "recipe.yaml", "report.html"}
 
 
-# ------------------------------------------------------------------------------------------------
-# what is sent
+# ------------------------------------------------------------------ what is sent
 
 
 @pytest.mark.slow
@@ -158,8 +157,7 @@ def test_a_card_beside_the_drafter_is_sent_as_it_is(copy, tmp_path):
     assert files["README.md"] == b"own words" and "notes.txt" not in files
 
 
-# ------------------------------------------------------------------------------------------------
-# the card
+# ------------------------------------------------------------------ the card
 
 
 def test_the_card_names_the_target_the_data_and_the_report(run, tmp_path):
@@ -208,8 +206,7 @@ def test_a_report_that_a_push_no_longer_has_is_removed_there(hub, copy):
     assert set(hub.repositories[REPO].files) == ALL - {"acceptance.json", "report.html"}
 
 
-# ------------------------------------------------------------------------------------------------
-# refusals
+# ------------------------------------------------------------------ refusals
 
 
 def test_a_drafter_that_does_not_load_is_not_sent(hub, copy):
@@ -258,8 +255,7 @@ def test_a_draft_model_is_sent_with_its_token_map(target_folder, draft_folder, t
         staged(folder, tmp_path / "again")
 
 
-# ------------------------------------------------------------------------------------------------
-# from a recipe
+# ------------------------------------------------------------------ from a recipe
 
 
 def test_a_run_pushes_itself_once_its_gates_are_passed(hub, copy):
