@@ -196,8 +196,8 @@ def write(family: str, length: DraftLength, model, samples=500, rows=1) -> LLM:
         ("bigrams", True, 1, 5),
         ("bigrams", False, 1, 5),
         ("dspark", True, 1, 5),
-        ("dspark", False, 3, 3),
-        ("dflash", False, 1, 3),
+        ("dspark", False, 1, 3),
+        ("dflash", False, 3, 3),
         ("dflash2", True, 3, 1.5),
     ],
 )
