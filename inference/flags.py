@@ -20,7 +20,7 @@ METAVARS = {  # by type in the JSON schema
     "integer": "NUMBER",
     "number": "NUMBER",
     "object": "JSON",
-    "array": "TEXT…",
+    "array": "TEXT",
 }
 OBJECT = "expected a JSON object in single quotes"
 Model = TypeVar("Model", bound=BaseModel)
@@ -106,7 +106,7 @@ def _option(name: str, field: FieldInfo, schema: dict[str, Any]) -> Any:
         flag += f"/--no-{flag.removeprefix('--')}"
     default = None if field.is_required() else field.get_default()
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    text = field.description or ""
+    text = (field.description or "") + ("; may be repeated" if json_type == "array" else "")
     if shown not in (None, "", {}, False):
         text += f" ({shown})"
     option = typer.Option(
