@@ -112,7 +112,6 @@ def _methods(drafter: str, tokens: int | None, longest_match: int) -> dict[str, 
         "method": "ngram",
         "num_speculative_tokens": k,
         "prompt_lookup_max": longest_match,
-        "prompt_lookup_min": min(2, longest_match),
     }
     return methods
 

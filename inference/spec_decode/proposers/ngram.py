@@ -50,7 +50,10 @@ class NgramProposer(Proposer):
 
     def __init__(self, options: NgramOptions, device: torch.device | str = "cpu") -> None:
         super().__init__(options.most_drafts)
-        self._sizes = options.prompt_lookup_min, options.prompt_lookup_max
+        shortest, longest = options.prompt_lookup_min, options.prompt_lookup_max
+        if "prompt_lookup_min" not in options.model_fields_set:
+            shortest = min(shortest, longest)  # one size bounds the other's default
+        self._sizes = shortest, max(shortest, longest)
         self._device = device
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
@@ -77,7 +80,8 @@ class NgramOptions(MethodOptions):
     @model_validator(mode="after")
     def _check_sizes(self) -> NgramOptions:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
-        if shortest > longest:
+        both = self.model_fields_set >= {"prompt_lookup_min", "prompt_lookup_max"}
+        if both and shortest > longest:
             raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
         return self
 

@@ -36,6 +36,12 @@ def test_index_equals_its_definition_on_growing_text(sizes):
             text += [source.randrange(vocabulary) for _ in range(source.randint(1, 4))]
 
 
+@pytest.mark.parametrize(("option", "size"), [("prompt_lookup_max", 1), ("prompt_lookup_min", 6)])
+def test_one_size_bounds_the_default_of_the_other(option, size):
+    options = NgramOptions(method="ngram", **{option: size})
+    assert options.make_proposer()._sizes == (size, size)
+
+
 def request(tokens):
     params, length = SamplingParams(max_tokens=None), len(tokens) + 2
     return Request("0", 0, tokens, params, generator=None, max_model_len=length)
