@@ -7,8 +7,11 @@ import logging
 from typing import Any
 
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.speculators.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")  # vLLM's, by number
 
 
 def read_compilation(options: EngineOptions, device: str) -> dict[str, Any] | None:
@@ -21,8 +24,11 @@ def read_compilation(options: EngineOptions, device: str) -> dict[str, Any] | No
     graphs = str(fields.pop("cudagraph_mode", None) or "").upper()
     if fields:
         logger.warning("compilation_config: without effect here: %s", ", ".join(sorted(fields)))
-    asked = options.enforce_eager is False or mode or graphs not in ("", "NONE")
-    if options.enforce_eager or mode in (0, "NONE", "none") or not asked:
+    name = MODES[mode] if mode in range(len(MODES)) else str(mode or "").upper()
+    if name not in ("", *MODES):
+        raise ConfigError(f"mode={mode!r}; expected one of {MODES}", where="compilation_config")
+    asked = options.enforce_eager is False or name or graphs not in ("", "NONE")
+    if options.enforce_eager or name == "NONE" or not asked:
         return None
     if device == "cpu" and not backend:
         logger.warning("on a CPU rounds run eager: compiling them gains next to nothing")

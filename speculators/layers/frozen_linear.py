@@ -23,20 +23,14 @@ class FrozenLinear:
     none has.
 
     `shared`: the product has the weights of `linears`, which are moved to lie together, and no copy
-    but a packed one if `packs`, which does not follow what is written to them until `read_weights`.
-    """
+    but a packed one if `packs`, which does not follow what is written to them."""
 
     def __init__(self, *linears: nn.Linear, shared: bool = False, packs: bool = False) -> None:
         join = _moved_together if shared else _joined
         self.weight = join([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else join([linear.bias for linear in linears])
-        self._packs = (packs or not shared) and can_pack(self.weight)
         self.packed: Tensor | None = None
-        self.read_weights()
-
-    def read_weights(self) -> None:
-        """Packs the weight anew."""
-        if self._packs:
+        if (packs or not shared) and can_pack(self.weight):
             with torch.inference_mode(False), torch.no_grad():
                 self.packed = _OPS._reorder_linear_weight(self.weight.contiguous(), 1)
 

@@ -39,7 +39,6 @@ PROMPT = [1, 2, 3, 1, 2, 3, 0, 1]
 CHEAP = {"verify": [10, 10.5, 11, 11.5], "draft": [0.3, 0.6, 0.9]}
 STEEP = {"verify": [10, 11.5, 13, 14.5], "draft": [0.3, 0.6, 0.9]}
 DEAR = {"verify": [10, 13, 16, 19], "draft": [1, 2, 3]}
-HOPELESS = {"verify": [10, 25, 40, 55], "draft": [2, 4, 6]}
 
 
 def adaptive(costs) -> AdaptiveDraftLength:

@@ -19,6 +19,7 @@ from draftsmith.speculators.errors import ConfigError
 from tests.support.cases import Case, make
 from tests.support.drafters import StubProposer
 from tests.support.engines import ids_of, make_llm, proposer_of
+from tests.support.errors import raises_at
 
 K, LIMIT = 2, 96
 TRACED = {"mode": 3, "backend": "eager"}
@@ -200,3 +201,5 @@ def test_on_a_cpu_a_backend_is_named():
     named = EngineOptions(compilation_config=TRACED)
     assert read_compilation(EngineOptions(enforce_eager=False), "cpu") is None
     assert read_compilation(named, "cpu") == {"backend": "eager"}
+    with raises_at(ConfigError, "compilation_config"):
+        read_compilation(EngineOptions(compilation_config={"mode": 7}), "cuda")

@@ -19,7 +19,7 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 from tests.support.engines import drafting_llm
 from tests.support.engines import make_llm as llm_of
 
-K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)
+K, LIMIT, TAPS = 3, 64, (1, 2)
 KINDS = ["off", "ngram", "suffix", "lookahead", "wrong", "right", "ragged", "branches", "sampled"]
 KINDS += ["fake", "eagle3", "static", "dynamic"]
 SYSTEM = [3 + (5 * i) % 40 for i in range(18)]

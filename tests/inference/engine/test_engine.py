@@ -12,7 +12,7 @@ from draftsmith.speculators.errors import DraftsmithError
 from tests.support.engines import drafting_llm, ids_of
 from tests.support.errors import raises_at
 
-K, LIMIT, VOCAB, TAPS = 3, 64, 94, (1, 2)  # the byte tokenizer's first 94 tokens are printable
+K, LIMIT, VOCAB = 3, 64, 94  # the byte tokenizer's first 94 tokens are printable
 PROMPTS = {  # name -> prompt ids
     "plain": [67, 68, 69, 0, 69, 7, 87, 8, 25],
     "one token": [65],

@@ -15,7 +15,7 @@ from draftsmith.inference.spec_decode.proposers import head
 from draftsmith.speculators.errors import ConfigError
 from tests.support.processors import processed as processed_by_hand
 
-V, LIMIT = 40, 64
+V = 40
 STOPS = (7, 11)
 PROMPT = [3, 4, 5, 3, 4, 9]
 SETTINGS = [
