@@ -69,10 +69,28 @@ def test_equal_steps_are_shared_by_stages_as_minutes_are(recipes, tmp_path) -> N
     assert resolved.training.steps == 8 and resolved.training.max_minutes is None
 
 
+@pytest.mark.parametrize("name", ["1", "0.5", "null", "true"])
+def test_changed_keeps_names_and_folders_that_yaml_has_other_words_for(
+    name, recipes, tmp_path
+) -> None:
+    recipes[0].write_text(yaml_text(read(recipes[0]) | {"name": name}))
+    out = tmp_path / "compared #1"
+    resolved = load_recipe(recipes[0], changed(recipes[0], {"steps": 8}, out, ()))
+    assert resolved.name == name
+    assert resolved.output_dir == str(out / "eagle3")
+    assert resolved.regenerate.cache_dir == str(out / "responses")
+
+
 def test_compare_refuses_what_cannot_be_compared(recipes, tmp_path) -> None:
     with raises_at(ConfigError, "compare"):
         compare_recipes([recipes[0], recipes[0]], {"steps": 9}, tmp_path)
     text = recipes[1].read_text()
     recipes[1].write_text(text.replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
+        compare_recipes(recipes, {"steps": 9}, tmp_path)
+    tree = read(recipes[0])
+    tree["data"].pop("validation", None)
+    tree["evaluation"].pop("prompts", None)
+    recipes[0].write_text(yaml_text(tree))
+    with raises_at(ConfigError, recipes[0]):
         compare_recipes(recipes, {"steps": 9}, tmp_path)

@@ -183,8 +183,9 @@ def test_dry_run_needs_config_json_alone(recipe_file, tmp_path, target_folder):
 # ------------------------------------------------------------------ export and inspect
 
 
-def test_export_writes_the_best_drafter_of_a_run(recipe_file, target_folder, tmp_path):
-    recipe, run_dir = load_recipe(recipe_file), tmp_path / "run"
+@pytest.mark.parametrize("name", ["run", "run #2"])
+def test_export_writes_the_best_drafter_of_a_run(name, recipe_file, target_folder, tmp_path):
+    recipe, run_dir = load_recipe(recipe_file), tmp_path / name
     target = FrozenTarget.from_pretrained(str(target_folder), tap_layers=[1, 2, 3])
     torch.manual_seed(1)
     drafter = family_class("eagle3")(drafter_config(recipe, target)).attach(target)

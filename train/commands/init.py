@@ -172,6 +172,7 @@ def _text(
 ) -> str:
     """The recipe. seconds: what writing all responses in one process would take on `gpu`."""
     from draftsmith.train.planner.describe import duration
+    from draftsmith.train.recipe.recipe import yaml_line
 
     data, model = tree["data"], tree["target"]["model"]
     prompts = f"{QUANTILE:.0%} of the prompts have up to {lengths.prompt:,} tokens"
@@ -190,10 +191,10 @@ def _text(
 # Written by `draftsmith init` from {examples:,} conversations.
 name: {tree["name"]} # its folder is runs/{tree["name"]}
 family: {tree["family"]}
-target: {{model: {json.dumps(model)}}}
+target: {yaml_line({"model": model})}
 {_drafter(config, tree.get("drafter", {}))}data:
-  train: {json.dumps(data["train"])}
-  validation: {json.dumps(data["validation"])}
+  train: {yaml_line(data["train"])}
+  validation: {yaml_line(data["validation"])}
   max_length: {lengths.max_length} # {prompts}
 {mode}regenerate: # the target answers every prompt anew
   max_new_tokens: {lengths.max_new_tokens} # {responses}

@@ -15,7 +15,7 @@ from typing import Any
 
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
-from draftsmith.train.recipe.load import load_recipe
+from draftsmith.train.recipe.load import load_recipe, override_text
 from draftsmith.train.recipe.recipe import REPORT, Recipe
 from draftsmith.train.trainer import checkpoint
 
@@ -30,12 +30,19 @@ def compare_recipes(
 ) -> list[Entry]:
     """Trains every recipe for `budget`, one after the other, and writes FILE into `out`.
 
-    ConfigError if two have the same file name, or measure other numbers of drafts or temperatures;
-    DraftsmithError names a run that failed."""
+    ConfigError if two have the same file name, one measures nothing, or they measure other numbers
+    of drafts or temperatures; DraftsmithError names a run that failed."""
     if len({path.stem for path in paths}) < len(paths):
         raise ConfigError("recipes need different file names", where="compare")
     changes = [changed(path, budget, out, overrides) for path in paths]
     recipes = [load_recipe(path, change) for path, change in zip(paths, changes, strict=True)]
+    for path, recipe in zip(paths, recipes, strict=True):
+        if not recipe.measured:
+            raise ConfigError(
+                "the recipe measures nothing that could be compared; set evaluation.prompts,"
+                " evaluation.suites or data.validation",
+                where=f"{path}",
+            )
     sections = [recipe.evaluation for recipe in recipes]
     if len({(e.num_speculative_tokens, tuple(e.temperatures)) for e in sections}) > 1:
         raise ConfigError(
@@ -62,16 +69,17 @@ def changed(path: Path, budget: Budget, out: Path, overrides: Sequence[str]) -> 
     proportion to their steps, or equally."""
     changes = [*overrides, "gates={}"]
     recipe = load_recipe(path, changes)
-    changes += [f"name={recipe.name}", f"output_dir={out / path.stem}"]
-    changes.append(f"regenerate.cache_dir={out / 'responses'}")
+    changes.append(override_text("name", recipe.name))
+    changes.append(override_text("output_dir", str(out / path.stem)))
+    changes.append(override_text("regenerate.cache_dir", str(out / "responses")))
     bounds: dict[str, Any] = {"steps": None, "epochs": None, "max_minutes": None}
     for key, bound in (bounds | budget).items():
-        changes.append(f"training.{key}={json.dumps(bound)}")
+        changes.append(override_text(f"training.{key}", bound))
     steps = [stage.training.get("steps") or 0 for stage in recipe.stages]
     for i, stage in enumerate(recipe.stages):
         share = steps[i] / sum(steps) if all(steps) else 1 / len(steps)
         part = {key: type(bound)(round(share * bound, 4)) for key, bound in budget.items()}
-        changes.append(f"stages.{i}.training={json.dumps(stage.training | bounds | part)}")
+        changes.append(override_text(f"stages.{i}.training", stage.training | bounds | part))
     return changes
 
 

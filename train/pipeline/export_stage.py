@@ -66,8 +66,9 @@ def reexport(
 ) -> tuple[Path, int]:
     """Writes the run's best weights (the newest without held-out evaluation) to `out`; returns it
     and their step. Of the target only config.json is read."""
+    recipe = load_recipe(run_dir / RECIPE)
     # the folder may have been moved
-    recipe = named_adapted_target(load_recipe(run_dir / RECIPE, [f"output_dir={run_dir}"]))
+    recipe = named_adapted_target(recipe.model_copy(update={"output_dir": str(run_dir)}))
     root = recipe.checkpoints()
     newest = checkpoint.latest(root)
     if newest is None:

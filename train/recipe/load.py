@@ -14,7 +14,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class
+from draftsmith.train.recipe.recipe import ONE_VALUE, Recipe, family_of, recipe_class, yaml_line
 from draftsmith.train.recipe.schema import explain
 from draftsmith.train.recipe.sections import Gate
 
@@ -115,6 +115,11 @@ def parse_override(override: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ConfigError("expected section.key=value", where=f"override {override}")
     return keys, _parse(value, f"override {override}")
+
+
+def override_text(key: str, value: Any) -> str:
+    """The override that sets `key` to plain data; `parse_override` reads it back."""
+    return f"{key}={yaml_line(value)}"
 
 
 def _parse(text: str, where: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -267,11 +268,22 @@ class Recipe(Section):
 
 def yaml_text(tree: Mapping[str, Any]) -> str:
     """A mapping of plain data as YAML 1.2, in its order."""
+    return _dump(tree, flow=False, width=100)
+
+
+def yaml_line(value: Any) -> str:
+    """Plain data as YAML 1.2 on one line. Text that YAML would read as something else is quoted,
+    such as a folder `runs/head #2` or a name `null`."""
+    return _dump(value, flow=True, width=sys.maxsize).removesuffix("\n...\n").rstrip("\n")
+
+
+def _dump(value: Any, *, flow: bool, width: int) -> str:
     writer: Any = YAML(typ="safe", pure=True)
     text = io.StringIO()
-    writer.default_flow_style, writer.width = False, 100
+    writer.default_flow_style = flow
+    writer.width = width
     writer.sort_base_mapping_type_on_output = False
-    writer.dump(tree, text)
+    writer.dump(value, text)
     return text.getvalue()
 
 

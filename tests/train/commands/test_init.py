@@ -77,6 +77,13 @@ def test_init_where_writing_takes_long_names_servers(chats, tmp_path, monkeypatc
     assert [e.url for e in load_recipe(out).regenerate.endpoints] == ["http://localhost:8000/v1"]
 
 
+def test_init_of_folders_with_signs_of_yaml_names_them_in_the_recipe(chats, tmp_path):
+    out = tmp_path / "my.yaml"
+    data = chats.rename(tmp_path / "\U0001f600 #1.jsonl")
+    call(*options(TOKENIZER, data, out))
+    assert [source.path for source in load_recipe(out).data.train] == [str(data)]
+
+
 def test_init_keeps_a_recipe_that_exists(chats, tmp_path):
     out = tmp_path / "my.yaml"
     out.write_text("mine\n")

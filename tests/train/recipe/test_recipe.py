@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.speculators.errors import ConfigError
-from draftsmith.train.recipe.load import load_recipe, read
+from draftsmith.train.recipe.load import load_recipe, override_text, parse_override, read
 from draftsmith.train.recipe.recipe import Recipe, describe_schema, yaml_text
 
 MINIMAL = """\
@@ -58,6 +58,27 @@ def test_recipe_written_out_is_the_same_recipe(recipe_file, tmp_path):
 def test_plain_words_stay_words(recipe_file, name):
     """YAML 1.1 has other ideas of them."""
     assert load_recipe(recipe_file(MINIMAL.replace("some/target", name))).target.model == name
+
+
+TEXTS = (
+    "head #2",
+    "2026",
+    "0.5",
+    "null",
+    "~",
+    "true",
+    "a: b",
+    "[draft]",
+    " x",
+    "",
+    "\U0001f600\u2028é",
+)
+DATA = ({"steps": None, "max_minutes": 2.5}, [{"path": "x #1"}], 1e-7, False)
+
+
+@pytest.mark.parametrize("value", [*TEXTS, *DATA])
+def test_override_text_of_any_value_reads_back(value):
+    assert parse_override(override_text("a.b", value)) == (["a", "b"], value)
 
 
 def test_overrides_reach_sections_lists_and_keys_with_dots(recipe_file):
