@@ -37,8 +37,6 @@ from draftsmith.speculators.target.packed_attention import (
 from draftsmith.speculators.target.probe import Parts, is_quantised, needs_eager
 from draftsmith.speculators.target.recurrent import RecurrentLayers
 
-_SHIFTED_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # their norms scale by 1 + weight
-
 
 @dataclass
 class TargetFeatures:
@@ -214,10 +212,13 @@ class FrozenTarget(nn.Module):
 
     @property
     def final_norm_weight(self) -> Tensor | None:
-        """[H] scale of the norm before the head, if it is a plain RMS norm called `norm`."""
-        weight = getattr(getattr(self._parts.decoder, "norm", None), "weight", None)
-        plain = weight is not None and self.config.model_type not in _SHIFTED_NORMS
-        return weight.float() if plain else None
+        """[H] float32: the scale of the norm before the head, as a plain RMS norm would hold it;
+        None if there is no such norm. Of a layer norm the bias is left out, as heads have none."""
+        try:
+            norm = self._norm_before_head()
+        except UnsupportedTarget:
+            return None
+        return probe.norm_scale(norm, self.hidden_size, dtype=self.dtype, device=self.device)
 
     def train(self, mode: bool = True) -> FrozenTarget:
         """A frozen target has no training mode."""
@@ -281,11 +282,15 @@ class FrozenTarget(nn.Module):
 
     def final_norm(self, residual: Tensor) -> Tensor:
         """The stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        with torch.no_grad():
+            return self._norm_before_head()(residual)
+
+    def _norm_before_head(self) -> Callable[[Tensor], Tensor]:
+        """UnsupportedTarget if there is none."""
         if self._final_norm is None:
             with torch.no_grad():
                 self._final_norm = probe.find_final_norm(self._parts)
-        with torch.no_grad():
-            return self._final_norm(residual)
+        return self._final_norm
 
     def features(
         self,

@@ -449,6 +449,31 @@ def find_final_norm(parts: Parts) -> Callable[[Tensor], Tensor]:
     )
 
 
+def norm_scale(
+    norm: Callable[[Tensor], Tensor], width: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """[width] float32: what `norm` multiplies each channel of a normed state with, or None if it
+    does not divide a state by its size.
+
+    A norm may hold this scale as it is, as its difference from 1 (Gemma), or not at all. For x of
+    mean 0, RMS and layer norms give x / rms(x) · scale + bias alike, and (norm(x) - norm(-x)) / 2
+    has no bias. x is far above the epsilon of any norm."""
+    x = torch.full((width,), 16.0)
+    x[1::2] *= -1
+    if width % 2:
+        x[-3:] = torch.tensor([16.0, 16.0, -32.0])
+    rows = torch.stack([x, -x, 4 * x]).to(device, dtype)
+    try:
+        with torch.no_grad():
+            plus, minus, larger = norm(rows[None])[0].float()
+    except _PROBE_ERRORS:
+        return None
+    if not _error(larger, plus) <= _tolerance(dtype):
+        return None
+    x = rows[0].float()
+    return (plus - minus) / 2 * x.square().mean().sqrt() / x
+
+
 def confirm_packing(parts: Parts, run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """UnsupportedTarget unless two segments packed in one row give the same hidden states as each
     alone.

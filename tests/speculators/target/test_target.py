@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.probe import norm_scale
 from tests.support.contract import packed
 from tests.support.errors import raises_at
 from tests.support.models import ARCHITECTURES, RECURRENT
@@ -76,6 +77,28 @@ def test_features_ignore_autocast(tiny_model):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = target.features(**packed([11]))
     assert torch.equal(plain.last_hidden, inside.last_hidden)
+
+
+NORMS = ["qwen3", "gemma3", "qwen3_next", "cohere2", "gpt2"]  # as it is, 1 + weight twice, layer
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_final_norm_weight_is_the_scale_that_the_norm_applies(tiny_model, name):
+    target = FrozenTarget(tiny_model(name))
+    states = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)) * 10
+    states -= states.mean(-1, keepdim=True)  # for layer norms
+    bias = target.final_norm(torch.zeros(32))
+    size = states.square().mean(-1, keepdim=True).sqrt()
+    close(target.final_norm(states) - bias, states / size * target.final_norm_weight)
+
+
+def test_norm_scale_of_what_keeps_sizes_is_none():
+    where = dict(dtype=torch.float32, device=torch.device("cpu"))
+    assert norm_scale(torch.nn.Identity(), 31, **where) is None
+    weight = torch.rand(31) + 0.5
+    norm = torch.nn.RMSNorm(31)
+    norm.weight.data = weight
+    close(norm_scale(norm, 31, **where), weight)
 
 
 def test_the_model_is_left_as_it_was(tiny_model, ids):
