@@ -80,7 +80,9 @@ class EvaluationSettings:
     prompts_per_workload  prompts for acceptance and replay: 16 of 100 tokens are some 500 rounds,
                           which settles the acceptance length over six workloads to about 1 %
     rows                  prompts in flight for these; acceptance does not depend on it
-    timed_prompts         prompts of every timed pass, the same ones in every repeat
+    timed_prompts         least prompts of a timed pass, the same ones in every repeat
+    timed_tokens          least tokens of a timed pass: more prompts are timed until there are as
+                          many; a pass of fewer is settled by a few rounds
     repeats               interleaved passes: on, off, then in reverse; 0: nothing is timed
     batch_size            requests in flight while timing
     lossless_prompts      prompts for the float32 comparison; 0 is off
@@ -94,6 +96,7 @@ class EvaluationSettings:
     prompts_per_workload: int = 16
     rows: int = 32
     timed_prompts: int = 3
+    timed_tokens: int = 500
     repeats: int = 3
     batch_size: int = 1
     lossless_prompts: int = 4
@@ -357,14 +360,25 @@ class _Evaluation:
         """Interleaved passes on the same prompts each."""
         s = self.settings
         self._note(f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip())
-        prompts = cell.prompts[: s.timed_prompts]
-        params = s.sampling(cell.temperature, [2_000 + i for i in range(len(prompts))])
+        prompts = cell.prompts[: self._num_timed(cell)]
+        # the seeds of `_write`, so that drafting writes the texts that were counted
+        params = s.sampling(cell.temperature, range(len(prompts)))
 
         def write(speculate: bool) -> list[RequestOutput]:
             return self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size)
 
         runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
         cell.passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
+
+    def _num_timed(self, cell: _CellRun) -> int:
+        """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were
+        written with drafting, for `timed_tokens`; all, if the cell has no more."""
+        tokens = 0
+        for count, output in enumerate(cell.requests, 1):
+            tokens += len(output.outputs[0].token_ids)
+            if count >= self.settings.timed_prompts and tokens >= self.settings.timed_tokens:
+                return count
+        return len(cell.requests)
 
     # ------------------------------------------------------------------ the same tokens
 

@@ -259,7 +259,9 @@ class EvaluationSection(Section):
     max_tokens: PositiveInt = 128
     """longest response"""
     timed_prompts: PositiveInt = 3
-    """prompts of a timed pass, fresh ones in every repeat if possible"""
+    """least prompts of a timed pass, the same ones in every repeat"""
+    timed_tokens: PositiveInt = 500
+    """least tokens of a timed pass; more prompts are timed until there are as many"""
     repeats: Count = 3
     """interleaved repetitions of timings, for medians; 0: none is taken"""
     prompts_per_workload: PositiveInt = 16

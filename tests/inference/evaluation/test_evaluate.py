@@ -214,6 +214,7 @@ SMALL = EvaluationSettings(
     max_tokens=12,
     prompts_per_workload=4,
     timed_prompts=2,
+    timed_tokens=1,
     repeats=2,
     lossless_prompts=2,
 )
@@ -236,7 +237,8 @@ def test_the_report_is_whole(folders) -> None:
     for cell in report.results:
         assert set(cell.tokens_per_second) == set(cell.passes) == kinds
         assert cell.expected
-        assert cell.tokens_per_forward == cell.acceptance_length  # a head drafts in every round
+        verified = cell.output_tokens - cell.prompts  # the first tokens come from prefills
+        assert cell.tokens_per_forward == verified / cell.num_rounds
         for some in cell.passes.values() if cell.workload != "all" else ():
             assert [run.repeat for run in some] == [0, 1]
             assert len({run.tokens for run in some}) == 1  # the same prompts and seeds
@@ -304,6 +306,14 @@ def test_a_second_turn_is_asked_with_the_live_answer(folders, byte_tokenizer) ->
 
 
 BRIEF = replace(SMALL, temperatures=(0.0,), repeats=1, timed_prompts=1, lossless_prompts=1)
+
+
+def test_a_timed_pass_has_the_least_number_of_tokens_where_prompts_are_enough(folders) -> None:
+    settings = replace(BRIEF, temperatures=(1.0,), timed_tokens=30, lossless_prompts=0)
+    report = evaluate(*folders, {"w": some_prompts(4), "few": some_prompts(2, seed=1)}, settings)
+    (enough,), (few,) = (report.cell(w, 1).passes["speculative"] for w in ("w", "few"))
+    assert 30 <= enough.tokens < report.cell("w", 1).output_tokens
+    assert few.tokens == report.cell("few", 1).output_tokens < 30
 
 
 @pytest.mark.slow
