@@ -24,7 +24,8 @@ from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell
-from draftsmith.inference.report.table import new_table, row
+from draftsmith.inference.report.speed import stalled
+from draftsmith.inference.report.table import new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError
@@ -174,8 +175,8 @@ def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:
 
 
 def remarks(measured: Mapping[str, Measurement]) -> list[str]:
-    """What the table does not say: responses that repeat themselves, and every first difference
-    from the default."""
+    """What the table does not say: responses that repeat themselves, every first difference from
+    the default, and passes that stalled."""
     lines = []
     responses = [output.outputs[0].token_ids for output in measured[DEFAULT].requests]
     if repeated := sum(map(repeats_itself, responses)):
@@ -191,6 +192,9 @@ def remarks(measured: Mapping[str, Measurement]) -> list[str]:
         for check in measurement.lossless
         for difference in check.details
     ]
+    for name, measurement in measured.items():
+        drafted = {SPECULATIVE: measurement.passes[SPECULATIVE]}
+        lines += [f"{name}: {stall_note(stall)}" for stall in stalled(drafted)]
     return lines
 
 

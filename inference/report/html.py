@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.inference.report.schema import ALL_WORKLOADS, AcceptanceReport
-from draftsmith.inference.report.table import EVERY, notes, row
+from draftsmith.inference.report.table import EVERY, notes, row, spread
 
 PALETTE = ("#0072b2", "#e69f00", "#00805e", "#b8508f", "#56b4e9", "#c9520a", "#7a5fb5", "#8a7a2c")
 INK, GRID = "#23272e", "#e3e3de"
@@ -50,7 +50,7 @@ def render_html(report: AcceptanceReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(figure=svg, number="{:,.2f}".format)
+    environment.filters.update(figure=svg, number="{:,.2f}".format, spread=spread)
     with matplotlib.rc_context(STYLE):
         return environment.get_template("report.html.j2").render(
             report=report,
@@ -82,8 +82,8 @@ def svg(figure: Figure) -> Markup:
 
 
 def speedup_bars(report: AcceptanceReport) -> Figure | None:
-    """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers; None if
-    nothing was timed."""
+    """Speedup over drafting off by workload, a bar per temperature with 90 % whiskers, where the
+    repeats are enough for an interval; None if nothing was timed."""
     workloads, temperatures = report.workloads(), report.temperatures()
     timed = [
         (cell.temperature, workloads.index(cell.workload), speedup)
@@ -98,14 +98,16 @@ def speedup_bars(report: AcceptanceReport) -> Figure | None:
     axes = figure.subplots()
     for index, temperature in enumerate(temperatures):
         speedups = {place: speedup for at, place, speedup in timed if at == temperature}
-        values = np.array([(s.value, s.low, s.high) for s in speedups.values()]).reshape(-1, 3)
+        values = np.array([s.value for s in speedups.values()])
+        ends = [(s.low, s.high) for s in speedups.values() if s.low is not None]
+        whiskers = np.abs(np.array(ends).T - values) if ends and len(ends) == len(values) else None
         bars = axes.barh(
             [place + (index - (len(temperatures) - 1) / 2) * height for place in speedups],
-            values[:, 0],
+            values,
             height=0.85 * height,
             color=PALETTE[index % len(PALETTE)],
             label=f"T={temperature:g}",
-            xerr=np.abs(values[:, 1:] - values[:, :1]).T,
+            xerr=whiskers,
             error_kw={"ecolor": INK, "elinewidth": 1.0},
         )
         axes.bar_label(bars, fmt="%.2f", label_type="edge", padding=6)

@@ -27,7 +27,7 @@ from draftsmith.inference.report.schema import (
     PositionBin,
     TimedPass,
 )
-from draftsmith.inference.report.speed import estimate, rates
+from draftsmith.inference.report.speed import estimate, num_repeats, rates
 from draftsmith.inference.spec_decode.replay import ReplayResult
 from draftsmith.speculators.errors import DataError
 
@@ -87,7 +87,7 @@ def make_cell(parts: Sequence[Measurement], workload: str) -> Cell:
         **vars(total),
         acceptance_length=total.acceptance_length,
         acceptance_length_macro=sum(lengths) / len(lengths) if lengths else 1.0,
-        tokens_per_forward=acceptance_length(total.num_accepted_tokens, rounds),
+        tokens_per_forward=_tokens_after_the_first(requests) / rounds if rounds else 1.0,
         joint_acceptance_per_position=_known(total.joint_rates()),
         conditional_acceptance_per_position=_known(total.conditional_rates()),
         acceptance_by_position=position_bins(requests),
@@ -107,16 +107,25 @@ def _speed(parts: Sequence[Measurement]) -> dict[str, Any]:
     passes = {kind: [run for part in parts for run in part.passes[kind]] for kind in kinds}
     fields: dict[str, Any] = {"passes": passes}
     if SPECULATIVE in passes:
-        rate = rates(passes, SPECULATIVE)
-        fields["tokens_per_second"] = {kind: estimate(draws) for kind, draws in rate.items()}
+        rate, repeats = rates(passes, SPECULATIVE), num_repeats(passes)
+        fields["tokens_per_second"] = {
+            kind: estimate(draws, repeats) for kind, draws in rate.items()
+        }
         if (off := rate.get(AUTOREGRESSIVE)) is not None:
-            fields["speedup_vs_autoregressive"] = estimate(rate[SPECULATIVE] / off)
+            fields["speedup_vs_autoregressive"] = estimate(rate[SPECULATIVE] / off, repeats)
     return fields
 
 
 def num_output_tokens(requests: Iterable[RequestOutput]) -> int:
     """Tokens of all responses."""
     return sum(len(output.token_ids) for request in requests for output in request.outputs)
+
+
+def _tokens_after_the_first(requests: Iterable[RequestOutput]) -> int:
+    """Tokens that verifications wrote: the first one of a response comes from its prefill, and what
+    the last verification gave beyond the end is not written."""
+    outputs = [output for request in requests for output in request.outputs]
+    return sum(max(len(output.token_ids) - 1, 0) for output in outputs)
 
 
 def position_bins(requests: Iterable[RequestOutput]) -> list[PositionBin]:

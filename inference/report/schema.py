@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 
-SCHEMA_VERSION: Literal["6.0"] = "6.0"
+SCHEMA_VERSION: Literal["7.0"] = "7.0"
 ALL_WORKLOADS = "all"
 OUR_ENGINE = "draftsmith"  # this project's runtime
 SPECULATIVE = "speculative"  # kinds of timed passes
@@ -28,7 +28,7 @@ SUMMARY_KEYS = {  # t<T> stands for t0, t1, t0.7, ...
     "expected_measured_gap": "largest `t<T>.expected_measured_gap` over the temperatures",
     "vllm_gap": "largest `t<T>.vllm_gap` over the temperatures that both engines were measured at",
     "t<T>.acceptance_length": "τ at temperature T (`t0`, `t1`, `t0.7`)",
-    "t<T>.tokens_per_forward": "1 + accepted ÷ all rounds, those without a draft too",
+    "t<T>.tokens_per_forward": "tokens after the first ÷ all rounds, those without a draft too",
     "t<T>.expected_acceptance_length": "τ that replay expects",
     "t<T>.expected_measured_gap": (
         "|measured − expected| ÷ expected, replayed over the text that drafting wrote"
@@ -103,10 +103,10 @@ class Estimate(Record):
 
     value: float
     """From the medians of the repeats."""
-    low: float
-    """5 % of the draws are lower."""
-    high: float
-    """5 % of the draws are higher."""
+    low: float | None
+    """5 % of the draws are lower; null below three repeats."""
+    high: float | None
+    """5 % of the draws are higher; null below three repeats."""
 
 
 class ExpectedAcceptance(Record):
@@ -165,7 +165,7 @@ class Cell(Record):
     acceptance_length_macro: float
     """Mean of the acceptance lengths of requests that have a draft."""
     tokens_per_forward: float
-    """1 + num_accepted_tokens ÷ num_rounds, which is what the speedup goes by."""
+    """Tokens written after the first of each response ÷ num_rounds: what the speedup goes by."""
     joint_acceptance_per_position: list[float | None]
     """P(first k drafts all accepted), k = 1…K; null without rounds."""
     conditional_acceptance_per_position: list[float | None]
@@ -298,7 +298,7 @@ class SuiteFacts(Record):
 class AcceptanceReport(Record):
     """The whole of `acceptance.json`."""
 
-    schema_version: Literal["6.0"] = SCHEMA_VERSION
+    schema_version: Literal["7.0"] = SCHEMA_VERSION
     """Version of this layout."""
     provenance: Provenance
     """What was measured, with what, on what."""

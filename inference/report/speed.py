@@ -3,12 +3,15 @@ table.
 
 A workload's time per token is the median over its repeats, so that a pass during which the machine
 paused is not in it. Workloads are pooled as sum of tokens / sum of seconds, and a speedup is the
-quotient of two such rates."""
+quotient of two such rates. Below three repeats a median leaves nothing out, and nothing is known of
+the spread."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from statistics import median
+from statistics import median, median_low
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from draftsmith.inference.report.schema import Estimate, TimedPass
 
 RESAMPLES = 1000
 INTERVAL = (0.05, 0.95)
+LEAST_REPEATS = 3  # of an interval, and of a median that leaves a stalled pass out
+STALL = 1.7  # times the median of its passes, from which a pass counts as stalled
 
 
 def rates(passes: Mapping[str, Iterable[TimedPass]], weighted: str) -> dict[str, np.ndarray]:
@@ -44,7 +49,45 @@ def rates(passes: Mapping[str, Iterable[TimedPass]], weighted: str) -> dict[str,
     return dict(zip(passes, total_tokens / total_seconds, strict=True))
 
 
-def estimate(draws: np.ndarray) -> Estimate:
-    """Of rates, or of the quotient of two."""
+def estimate(draws: np.ndarray, repeats: int) -> Estimate:
+    """Of rates, or of the quotient of two, from this many repeats; without an interval below
+    LEAST_REPEATS."""
+    if repeats < LEAST_REPEATS:
+        return Estimate(value=float(draws[0]), low=None, high=None)
     low, high = np.quantile(draws[1:], INTERVAL).tolist()
     return Estimate(value=float(draws[0]), low=low, high=high)
+
+
+def num_repeats(passes: Mapping[str, Iterable[TimedPass]]) -> int:
+    """Passes of a kind over a workload; the fewest, if their numbers differ. 0 without passes."""
+    counts = Counter((kind, run.workload) for kind, runs in passes.items() for run in runs)
+    return min(counts.values(), default=0)
+
+
+class Stall(NamedTuple):
+    """A pass that took `ratio` times the median of the `repeats` passes of its kind and
+    workload."""
+
+    kind: str
+    run: TimedPass
+    ratio: float
+    repeats: int
+
+
+def stalled(passes: Mapping[str, Iterable[TimedPass]]) -> list[Stall]:
+    """The passes that took more than STALL times the median of their kind and workload, per token.
+    Of two passes the faster one is the median."""
+    grouped: dict[tuple[str, str], list[TimedPass]] = {}
+    for kind, runs in passes.items():
+        for run in runs:
+            grouped.setdefault((kind, run.workload), []).append(run)
+    found = []
+    for (kind, _), runs in grouped.items():
+        usual = median_low(run.seconds / run.tokens for run in runs)
+        ratios = [run.seconds / run.tokens / usual for run in runs]
+        found += [
+            Stall(kind, run, ratio, len(runs))
+            for run, ratio in zip(runs, ratios, strict=True)
+            if ratio > STALL
+        ]
+    return found

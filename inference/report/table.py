@@ -18,7 +18,9 @@ from draftsmith.inference.report.schema import (
     SPECULATIVE,
     AcceptanceReport,
     Cell,
+    Estimate,
 )
+from draftsmith.inference.report.speed import LEAST_REPEATS, Stall, num_repeats, stalled
 
 NONE = "-"  # not measured
 COLUMNS = ("workload", "T", "n", "τ", "τ mean", "tok/s", "off", "speedup", "same")
@@ -52,11 +54,16 @@ def row(cell: Cell) -> Row:
         "/fwd": f"{cell.tokens_per_forward:.2f}",
         "tok/s": rates.get(SPECULATIVE, NONE),
         "off": rates.get(AUTOREGRESSIVE, NONE),
-        "speedup": (
-            f"{speedup.value:.2f} ({speedup.low:.2f}-{speedup.high:.2f})" if speedup else NONE
-        ),
+        "speedup": f"{speedup.value:.2f} ({spread(cell, speedup)})" if speedup else NONE,
         "same": _same_text(cell),
     }
+
+
+def spread(cell: Cell, of: Estimate) -> str:
+    """The interval of an estimate of the cell, or the passes that are too few for one."""
+    if of.low is None or of.high is None:
+        return "one pass" if num_repeats(cell.passes) == 1 else "two passes"
+    return f"{of.low:.2f}-{of.high:.2f}"
 
 
 def _same_text(cell: Cell) -> str:
@@ -112,7 +119,34 @@ def notes(report: AcceptanceReport) -> list[str]:
                 for b in cell.acceptance_by_position
             )
             lines.append(f"τ by position in the text at {at} (rounds): {bins}")
+        lines += timing_notes(cell)
     return lines + suite_notes(report)
+
+
+def timing_notes(cell: Cell) -> list[str]:
+    """How many tokens the times of a cell rest on, and the passes that stalled."""
+    if not (drafted := cell.passes.get(SPECULATIVE)):
+        return []
+    at, tokens = f"T={cell.temperature:g}", [run.tokens for run in drafted]
+    lines = [
+        f"{at}: timed with drafting: {min(tokens):,} to {max(tokens):,} tokens per workload and"
+        f" pass; passes: {num_repeats(cell.passes)}"
+    ]
+    for stall in stalled(cell.passes):
+        drafting = {SPECULATIVE: "with", AUTOREGRESSIVE: "without"}[stall.kind]
+        lines.append(f"{at}, {stall.run.workload}, {drafting} drafting: {stall_note(stall)}")
+    return lines
+
+
+def stall_note(stall: Stall) -> str:
+    """A pass that stalled, and whether it moves the results."""
+    effect = "the median leaves it out"
+    if stall.repeats < LEAST_REPEATS:
+        effect = f"with fewer than {LEAST_REPEATS} repeats it counts; measure with more"
+    return (
+        f"pass {stall.run.repeat + 1} of {stall.repeats} took {stall.ratio:.1f} times the median"
+        f" of its kind: {effect}"
+    )
 
 
 def print_report(report: AcceptanceReport, console: Console | None = None) -> None:

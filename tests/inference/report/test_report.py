@@ -24,7 +24,7 @@ from draftsmith.inference.report.schema import (
     save_report,
 )
 from draftsmith.inference.report.speed import estimate, rates
-from draftsmith.inference.report.table import print_report
+from draftsmith.inference.report.table import notes, print_report
 from draftsmith.speculators.errors import ConfigError, DataError
 from tests.support.errors import raises_at
 from tests.support.reports import (
@@ -74,13 +74,15 @@ ON = {"a": 1.0, "b": 2.0, "c": 4.0}  # seconds of 200 tokens
 OFF = {"a": 2.0, "b": 3.0, "c": 9.0}
 
 
-def speed_report(stalls: dict[tuple[str, str, int], float]) -> AcceptanceReport:
-    """Three workloads, three repeats; `stalls`: (kind, workload, repeat) -> seconds longer."""
+def speed_report(stalls: dict[tuple[str, str, int], float], repeats: int = 3) -> AcceptanceReport:
+    """Three workloads; `stalls`: (kind, workload, repeat) -> seconds longer."""
     measured = []
     for workload in ON:
         kinds = {}
         for kind, seconds in (("speculative", ON), ("autoregressive", OFF)):
-            times = [seconds[workload] + stalls.get((kind, workload, i), 0.0) for i in range(3)]
+            times = [
+                seconds[workload] + stalls.get((kind, workload, i), 0.0) for i in range(repeats)
+            ]
             kinds[kind] = passes(workload, 200, times)
         measured.append(Measurement(workload, 0.0, "eagle3", K, [request([2, 1, 0])], passes=kinds))
     return build_report(measured, provenance())
@@ -102,9 +104,38 @@ def test_spread_is_that_of_the_repeats_and_the_machines_drift_cancels() -> None:
     """Both kinds slow down alike from repeat to repeat: rates vary, their quotient does not."""
     seconds = {"on": [1.0, 2.0, 4.0], "off": [2.0, 4.0, 8.0]}
     draws = rates({kind: passes("w", 100, times) for kind, times in seconds.items()}, "on")
-    ratio, rate = estimate(draws["on"] / draws["off"]), estimate(draws["on"])
+    ratio, rate = (estimate(x, 3) for x in (draws["on"] / draws["off"], draws["on"]))
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
     assert (rate.value, rate.low, rate.high) == pytest.approx((50.0, 25.0, 100.0))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_speedup_below_three_repeats_has_no_interval(repeats: int) -> None:
+    report = speed_report({}, repeats)
+    cell = report.cell("all", 0)
+    for found in (cell.speedup_vs_autoregressive, *cell.tokens_per_second.values()):
+        assert (found.low, found.high) == (None, None)
+    passes = {1: "one pass", 2: "two passes"}[repeats]
+    assert f"2.00 ({passes})" in printed(report)
+    page = render_html(report)
+    assert page.count(f"2.00 ({passes})") == 2 and f"{passes} · " in page  # a, all; the headline
+    assert '"low":null' in report.model_dump_json()
+
+
+def test_pass_that_stalled_is_named_with_its_effect() -> None:
+    stalls = {("autoregressive", "a", 1): 60.0}
+    named = "T=0, a, without drafting: pass 2 of {} took 31.0 times the median of its kind"
+    for repeats, effect in ((2, "it counts"), (3, "the median leaves it out")):
+        report = speed_report(stalls, repeats)
+        (line,) = (line for line in notes(report) if "median of its kind" in line)
+        assert named.format(repeats) in line and effect in line
+    assert "median of its kind" not in "".join(notes(speed_report({})))
+
+
+def test_notes_say_how_many_tokens_were_timed() -> None:
+    assert any(
+        "200 to 200 tokens per workload and pass; passes: 3" in n for n in notes(speed_report({}))
+    )
 
 
 # ---------------------------------------------------------------------------------- acceptance
@@ -118,6 +149,8 @@ def test_rounds_without_a_draft_count_for_tokens_per_forward_alone() -> None:
     assert (cell.num_rounds, cell.num_drafts, cell.num_accepted_tokens) == (7, 2, 6)
     assert cell.acceptance_length == 4.0
     assert cell.tokens_per_forward == pytest.approx(1 + 6 / 7)
+    cut = request([4, 1], tokens=7)  # of the last verification one token was written, not two
+    assert Measurement("x", 0.0, "eagle3", K, [cut]).cell().tokens_per_forward == 6 / 2
     assert cell.joint_acceptance_per_position == [1.0, 1.0, 0.5, 0.5]
     assert cell.conditional_acceptance_per_position == [1.0, 1.0, 0.5, 1.0]
     bins = cell.acceptance_by_position
