@@ -1,6 +1,7 @@
 # Trains and measures drafters on NVIDIA GPUs:
 #   docker build -t draftsmith .
 #   docker run --gpus all -v "$PWD/runs:/draftsmith/runs" draftsmith train recipes/quickstart/eagle3.yaml
+#   docker run --gpus all -p 8000:8000 draftsmith serve TARGET --host 0.0.0.0 --api-key KEY
 FROM nvidia/cuda:12.9.1-runtime-ubuntu24.04
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv git && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1

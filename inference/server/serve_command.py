@@ -6,6 +6,7 @@ others that are not known are errors (vllm_options). torch is imported after the
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import signal
 import socket
@@ -29,6 +30,8 @@ from draftsmith.speculators.errors import ConfigError
 if TYPE_CHECKING:
     from draftsmith.inference.entrypoints.llm import LLM
 
+logger = logging.getLogger(__name__)
+
 # names in generation_config.json -> in SamplingParams
 DEFAULTS = {name: name for name in SAMPLING_FIELDS} | {"max_new_tokens": "max_tokens"}
 
@@ -44,24 +47,40 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     given, words = with_model(given, words)
     options = read_flags(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    require_free(options.host, options.port)
-    llm = load(options, words)
-    if options.generation_config == "auto":
-        config = getattr(llm.engine.target.model, "generation_config", None)
-        defaults = sampling_defaults({} if config is None else config.to_diff_dict())
-        options = options.model_copy(update={"sampling_defaults": defaults})
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an exception would wait for what compiles
-    serve_app(llm, options)
+    with bind(options.host, options.port) as listening:
+        announce(listening, keyed=bool(options.api_key))
+        llm = load(options, words)
+        if options.generation_config == "auto":
+            config = getattr(llm.engine.target.model, "generation_config", None)
+            defaults = sampling_defaults({} if config is None else config.to_diff_dict())
+            options = options.model_copy(update={"sampling_defaults": defaults})
+        # an exception would wait for what compiles
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        serve_app(llm, options, listening)
 
 
-def require_free(host: str, port: int) -> None:
-    """ConfigError if the server's address is taken, before anything is loaded."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at the server's address, before anything is loaded: from here on nobody
+    else can take the port. Who connects while the model loads waits. ConfigError if the address
+    cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         where = f"serve --host {host} --port {port}"
         raise ConfigError(error.strerror or f"{error}", where=where) from None
+
+
+def announce(listening: socket.socket, keyed: bool) -> None:
+    """Logs where the server listens, who can reach it, and whether it asks for a key."""
+    host, port = listening.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = "an API key is asked for" if keyed else "no API key is asked for"
+    if ipaddress.ip_address(host).is_loopback:
+        logger.info("listening on %s, for this machine alone; %s", url, key)
+    else:
+        level = logging.INFO if keyed else logging.WARNING
+        logger.log(level, "listening on %s, for whoever can reach this machine; %s", url, key)
 
 
 def load(options: ServeFlags, words: Sequence[str] = ()) -> LLM:
@@ -80,8 +99,8 @@ def sampling_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return {DEFAULTS[name]: values[name] for name in known if values[name] is not None}
 
 
-def serve_app(llm: LLM, options: ServeFlags) -> None:
-    """Compiles and serves. The exit code is 1 if the engine fails."""
+def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
+    """Compiles, and serves at a socket. The exit code is 1 if the engine fails."""
     import uvicorn
 
     from draftsmith.inference.server.app import make_app
@@ -89,10 +108,11 @@ def serve_app(llm: LLM, options: ServeFlags) -> None:
     app = make_app(llm, options)
     engine = app.state.server.engine
     engine.warm_up()
-    config = uvicorn.Config(app, options.host, options.port, access_log=False)
-    config.timeout_graceful_shutdown = options.shutdown_timeout_s
-    server = uvicorn.Server(config)
+    timeout = options.shutdown_timeout_s
+    server = uvicorn.Server(
+        uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=timeout)
+    )
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    server.run()
+    server.run(sockets=[listening])
     if engine.failure is not None or not server.started:
         sys.exit(1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from draftsmith.inference.engine_options import EngineOptions, option
 from draftsmith.inference.flags import JsonObject, Values, json_or_text, validated
@@ -28,6 +28,18 @@ def _template(given: str | None) -> str | None:
         raise ValueError(f"could not be read: {error.strerror}") from error
 
 
+def _sendable(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Keys as they are. ValueError for one that no client could send in a header: RFC 9110 has
+    visible ASCII alone there, and drops blanks at the ends."""
+    for place, key in enumerate(keys, 1):
+        if not (key.isascii() and key.isprintable()) or not key or key != key.strip():
+            raise ValueError(
+                f"key {place} cannot be sent in a header; expected letters, digits and signs of"
+                " ASCII, without blanks at the ends"
+            )
+    return keys
+
+
 class ServerOptions(BaseModel):
     """Options of the routes, under vLLM's names where vLLM has them."""
 
@@ -39,7 +51,7 @@ class ServerOptions(BaseModel):
     )
     default_chat_template_kwargs: JsonObject = option({}, "for the chat template")
     sampling_defaults: dict[str, Any] = Field({}, exclude=True)  # no flag: of generation_config
-    api_key: tuple[str, ...] = option(
+    api_key: Annotated[tuple[str, ...], AfterValidator(_sendable)] = option(
         (), "keys that open the server, all but /health (or DRAFTSMITH_API_KEY)"
     )
     max_num_queued_reqs: int = option(256, "waiting responses; then 429", ge=0)
@@ -52,7 +64,7 @@ class ServeFlags(EngineOptions, ServerOptions):
 
     served_model_name: tuple[str, ...] = option((), "names for clients; default: --model")
     model: str = option("", "the target: folder or repository id; may also come without --model")
-    host: str = option("0.0.0.0", "address to listen on")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine")
     port: int = option(8000, ge=0, le=65535)
     generation_config: Literal["auto", "vllm"] = option(
         "auto", "sampling defaults: auto: the model's; vllm: neutral"

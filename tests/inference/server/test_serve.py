@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import socket
 
@@ -11,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from draftsmith.inference.flags import given_values
-from draftsmith.inference.server.serve_command import sampling_defaults
+from draftsmith.inference.server.serve_command import announce, bind, sampling_defaults
 from draftsmith.inference.server.serve_options import ServeFlags, read_flags, undeclared, with_model
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.cli import app
@@ -61,6 +62,9 @@ def test_model_may_stand_alone_and_flags_may_be_given_several_times():
         ("a --speculative-config 5", "--speculative-config"),
         ("a -q 5", "-q"),
         ("a --chat-template nowhere.jinja", "--chat-template"),
+        ("a --api-key schlüssel", "--api-key"),
+        ("a --api-key good --api-key ''", "--api-key"),
+        ("a --api-key ' x'", "--api-key"),
     ],
 )
 def test_wrong_flag_is_named(line, where):
@@ -86,6 +90,28 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(flag):
         result = CliRunner().invoke(app, [word.replace("TAKEN", port) for word in line])
     name = flag.split()[0].removeprefix("--").replace("-", "_")
     assert result.exit_code == 2 and name in result.stderr and "Traceback" not in result.output
+
+
+def test_bind_nobody_else_gets_the_port_while_the_model_loads():
+    with bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        with raises_at(ConfigError, f"serve --host 127.0.0.1 --port {port}"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    "host, keyed, level",
+    [(None, False, "INFO"), ("0.0.0.0", True, "INFO"), ("0.0.0.0", False, "WARNING")],
+)
+def test_announce_an_open_server_is_a_warning(host, keyed, level, caplog):
+    """A server is for its own machine unless a flag says otherwise."""
+    caplog.set_level(logging.INFO)
+    options = read("a" if host is None else f"a --host {host}")[0]
+    with bind(options.host, 0) as listening:
+        announce(listening, keyed)
+        port = listening.getsockname()[1]
+    (record,) = caplog.records
+    assert record.levelname == level and f":{port}" in record.message
 
 
 def test_sampling_defaults_are_those_of_the_model():

@@ -14,9 +14,8 @@ import httpx2
 import pytest
 
 from draftsmith.inference import SamplingParams
-from draftsmith.inference.server.serve_command import serve_app
+from draftsmith.inference.server.serve_command import bind, serve_app
 from draftsmith.inference.server.serve_options import ServeFlags
-from tests.support.forked import free_port
 
 CLIENT = httpx2.Client(timeout=60, limits=httpx2.Limits(max_connections=None))
 LONG = {"prompt": "a long answer", "max_tokens": 230, "temperature": 0, "stream": True}
@@ -180,20 +179,12 @@ def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch):
 
     llm = drafting_llm("off", model)
     monkeypatch.setattr(llm.engine, "step", die)
-    options = ServeFlags(served_model_name=("tiny",), host="127.0.0.1", port=free_port())
-    url = f"http://127.0.0.1:{options.port}"
+    listening = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with ThreadPoolExecutor(1) as pool:
-        server = pool.submit(serve_app, llm, options)
-        wait_until(lambda: healthy(url), 60)
+        server = pool.submit(serve_app, llm, ServeFlags(served_model_name=("tiny",)), listening)
         request = {"prompt": "x", "max_tokens": 2}
         assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
         with pytest.raises(SystemExit) as exit_code:
             server.result(30)
     assert exit_code.value.code == 1
-
-
-def healthy(url: str) -> bool:
-    try:
-        return CLIENT.get(f"{url}/health").status_code == 200
-    except httpx2.TransportError:
-        return False
