@@ -37,8 +37,14 @@ def prepare(
     ] = False,
 ) -> None:
     """Read a recipe's data as a run would: counts, lengths, what is left out and why, a mask."""
-    from draftsmith.train.data.packing import conversation_tokenizer, prepare_rows
-    from draftsmith.train.data.prepare import Prepared, askable, bad_rows, training_examples
+    from draftsmith.train.data.packing import prepare_rows
+    from draftsmith.train.data.prepare import (
+        Prepared,
+        askable,
+        bad_rows,
+        run_tokenizer,
+        training_examples,
+    )
     from draftsmith.train.data.sources import load_sources
     from draftsmith.train.recipe.load import load_recipe
 
@@ -46,7 +52,7 @@ def prepare(
     data, folder = checked.data, Path(checked.output_dir)
     bad = bad_rows(data, folder, "validation" if validation else "")
     bad.stop = False  # all are shown; a run may stop at the first
-    tokenizer = conversation_tokenizer(data, checked.target.load_tokenizer())
+    tokenizer = run_tokenizer(checked, checked.target.load_tokenizer(), keep=True)
     with Console(stderr=True).status("reading and tokenising"):
         if validation:
             prepared = Prepared(load_sources(data.validation, bad=bad), bad)

@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from draftsmith.train.data.sources import (
     says_something,
     thought_of,
 )
+from draftsmith.train.data.template_date import CLOCK, KEY
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -110,23 +112,30 @@ class ConversationTokenizer:
         chat_template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         reasoning: Literal["keep", "drop"] = "keep",
+        date: datetime | None = None,
     ) -> None:
-        """`chat_template`: text, instead of the tokenizer's; `template_kwargs`: its variables."""
+        """`chat_template`: text, instead of the tokenizer's; `template_kwargs`: its variables;
+        `date`: what a template that asks for the time is told, instead of the clock's."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.template_kwargs = dict(template_kwargs or {})
         self.reasoning = reasoning
+        self.date = date
 
     def template_facts(self) -> dict[str, Any]:
-        """The hash of the template and its variables, which serving has to use too."""
+        """The hash of the template and its variables, which serving has to use too, and the date
+        that it printed."""
         template = self.chat_template or self.tokenizer.chat_template
         text = (
             template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
         )
-        return {
+        facts = {
             "chat_template_sha256": text_sha256(text),
             "chat_template_kwargs": self.template_kwargs,
         }
+        if self.date is not None:
+            facts[KEY] = self.date.isoformat()
+        return facts
 
     def prompt_ids(self, example: Example) -> list[int]:
         """The prompt that serving would send for the last response of `example`: its text prompt,
@@ -286,11 +295,13 @@ class ConversationTokenizer:
 
     def _apply_template(self, example: Example, messages: list[Message], **options: Any) -> Any:
         tools: Any = list(example.tools) or None
+        clock: dict[str, Any] = {} if self.date is None else {CLOCK: self.date.strftime}
         return self.tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=self.chat_template,
             **options,
+            **clock,
             **self.template_kwargs,
         )
 

@@ -8,9 +8,11 @@ restart and segment ids that keep attention apart; `Shuffled` is the order in wh
 from __future__ import annotations
 
 import bisect
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import jinja2
@@ -22,6 +24,7 @@ from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
 from draftsmith.train.data.sources import Example
+from draftsmith.train.data.template_date import asks_for_date, run_date
 from draftsmith.train.recipe.data_sections import DataSection
 
 logger = logging.getLogger(__name__)
@@ -53,15 +56,31 @@ class RowStatistics:
         return f"{self.rows} rows, {self.tokens} tokens, {share:.0%} supervised{lost}"
 
 
+def chat_template_of(section: DataSection) -> str | None:
+    """The text of the template file that a recipe's `data` section names; None: it names none."""
+    if section.chat_template is None:
+        return None
+    if not Path(section.chat_template).is_file():
+        raise DataError(f"no such file: {section.chat_template}", where="data.chat_template")
+    return Path(section.chat_template).read_text(encoding="utf-8")
+
+
+def template_date(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, run: Path, *, keep: bool = False
+) -> datetime | None:
+    """The date of the run in the folder `run`, as `run_date`; None if the chat template asks for
+    none."""
+    template = chat_template_of(section) or tokenizer.chat_template
+    asks = asks_for_date(template if isinstance(template, str) else json.dumps(template))
+    return run_date(run, keep=keep) if asks else None
+
+
 def conversation_tokenizer(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, date: datetime | None = None
 ) -> ConversationTokenizer:
-    """The recipe's `data` section as a ConversationTokenizer; reads the template file it names."""
-    template = None
-    if section.chat_template is not None:
-        if not Path(section.chat_template).is_file():
-            raise DataError(f"no such file: {section.chat_template}", where="data.chat_template")
-        template = Path(section.chat_template).read_text(encoding="utf-8")
+    """The recipe's `data` section as a ConversationTokenizer; reads the template file it names.
+    `date`: of the run, by `template_date`."""
+    template = chat_template_of(section)
     if THINKING not in section.chat_template_kwargs and knows_thinking(tokenizer, template):
         logger.warning(
             "data.chat_template_kwargs: the chat template has %s, and the recipe does not set it;"
@@ -74,6 +93,7 @@ def conversation_tokenizer(
         chat_template=template,
         template_kwargs=section.chat_template_kwargs,
         reasoning=section.reasoning,
+        date=date,
     )
 
 

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith.inference.evaluation.suites import load_suite
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer
+from draftsmith.train.data.packing import conversation_tokenizer, template_date
 from draftsmith.train.data.selection import LeftOut, decontaminate, deduplicate
 from draftsmith.train.data.sources import Example, load_sources, mix, read_sources
 from draftsmith.train.recipe.data_sections import DataSection
@@ -49,6 +52,15 @@ def bad_rows(section: DataSection, folder: Path | None = None, *names: str) -> B
     there is one. `names`: of a stage, and of the use (none: training)."""
     path = None if folder is None else _named(folder / BAD_ROWS, *names)
     return BadRows(path, stop=section.on_bad_row == "error")
+
+
+def run_tokenizer(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, keep: bool = False
+) -> ConversationTokenizer:
+    """The tokenizer of a run's conversations, whose template prints the date of the run. `keep`:
+    the run starts here, if it has not before."""
+    date = template_date(recipe.data, tokenizer, Path(recipe.output_dir), keep=keep)
+    return conversation_tokenizer(recipe.data, tokenizer, date)
 
 
 def training_examples(

@@ -37,8 +37,7 @@ from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.packing import conversation_tokenizer
-from draftsmith.train.data.prepare import askable, bad_rows
+from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
 from draftsmith.train.data.sources import Example, load_sources
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, REPORT, TARGET, Recipe
@@ -184,7 +183,7 @@ class Asker:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Asker:
-        tokenizer = conversation_tokenizer(recipe.data, recipe.target.load_tokenizer())
+        tokenizer = run_tokenizer(recipe, recipe.target.load_tokenizer())
         config = target_config(recipe.target.model, **recipe.target.source)
         limit = getattr(config, "max_position_embeddings", None) or math.inf
         return cls(tokenizer, limit, recipe.evaluation.max_tokens)

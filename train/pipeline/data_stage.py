@@ -11,11 +11,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 
 from draftsmith.inference import LLM
@@ -31,6 +33,7 @@ from draftsmith.train.data.packing import (
     fit_rows,
     pack,
     prepare_rows,
+    template_date,
 )
 from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.sources import Example, load_sources
@@ -104,9 +107,10 @@ class DataStage:
     ) -> None:
         """`stage`: names the lists of what is left out, if the training has several. `target`: None
         only where endpoints write. `part` as in `regenerate`."""
-        self.recipe, self.tokenizer = recipe, conversation_tokenizer(recipe.data, tokenizer)
+        self.recipe = recipe
         self.part = part
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
+        self.tokenizer = conversation_tokenizer(recipe.data, tokenizer, self._date(tokenizer))
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
         self.bad = bad_rows(recipe.data, self.folder, stage)
         folder = cached_folder(recipe.target.model, recipe.target.revision)
@@ -125,6 +129,14 @@ class DataStage:
         name = recipe.target.model
         end = tuple(sorted(end_of_sequence_ids(name, tokenizer, **recipe.target.source)))
         self.facts = TargetFacts(name, longest, sketch.vocab_size, end)
+
+    def _date(self, tokenizer: Any) -> datetime | None:
+        """The run's date for its chat template, kept by the main process and sent to the others."""
+        dates: list[datetime | None] = [None]
+        if self.accelerator.is_main_process:
+            folder = Path(self.recipe.output_dir)
+            dates[0] = template_date(self.recipe.data, tokenizer, folder, keep=True)
+        return broadcast_object_list(dates)[0]
 
     def training_rows(self) -> list[PackedRow]:
         """Packed rows of the training sources, their responses rewritten if `regenerate` is on."""

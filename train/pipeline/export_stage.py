@@ -20,7 +20,7 @@ from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import TargetSketch
-from draftsmith.train.data.packing import conversation_tokenizer
+from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.recipe.load import load_recipe
@@ -101,6 +101,6 @@ def _provenance(recipe: Recipe, step: int, tokenizer: Any, run_dir: Path) -> dic
         "recipe_hash": recipe.recipe_hash(),
         "step": step,
         "num_speculative_tokens": recipe.evaluation.num_speculative_tokens,
-        **conversation_tokenizer(recipe.data, tokenizer).template_facts(),
+        **run_tokenizer(recipe, tokenizer).template_facts(),
         **summary(run_dir),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer
-from draftsmith.train.data.packing import conversation_tokenizer
+from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.data.sources import Example, load_source
 from draftsmith.train.recipe.data_sections import Source
 from draftsmith.train.recipe.recipe import Recipe
@@ -36,7 +36,7 @@ def count_tokens(recipe: Recipe, examples: int | None = None) -> list[TokenCount
     try:
         tokenizer = recipe.target.load_tokenizer()
         if tokenizer("a").input_ids:  # of config.json alone it knows no text
-            conversations = conversation_tokenizer(recipe.data, tokenizer)
+            conversations = run_tokenizer(recipe, tokenizer)
     except CheckpointError:
         pass
     counts = []
