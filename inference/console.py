@@ -6,11 +6,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.whole_file import DISK, cause
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 # The extra of this project that installs a module which some commands need.
@@ -23,20 +26,30 @@ EXTRAS = {
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A DraftsmithError, or a missing module of an extra, is printed and becomes exit code 2; any
-    other error is a bug and shows its traceback."""
+    """A DraftsmithError, a missing module of an extra, or a file that cannot be read or written is
+    printed and becomes exit code 2; any other error is a bug and shows its traceback."""
     try:
         yield
-    except (DraftsmithError, ModuleNotFoundError) as error:
-        shown: Exception = error
-        if isinstance(error, ModuleNotFoundError):
-            extra = EXTRAS.get((error.name or "").partition(".")[0])
-            if extra is None:
-                raise
-            install = f"pip install 'draftsmith[{extra}]'"
-            shown = ConfigError(f"this needs the package {error.name}: {install}")
-        Console(stderr=True, soft_wrap=True).print(Text(f"error: {shown}", style="red"))
-        sys.exit(2)
+    except DraftsmithError as error:
+        _exit_with(error)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        install = f"pip install 'draftsmith[{extra}]'"
+        _exit_with(ConfigError(f"this needs the package {error.name}: {install}"))
+    except OSError as error:
+        if error.filename is not None:
+            path = Path(str(error.filename))
+            _exit_with(ConfigError(cause(error, path), where=f"{path}"))
+        if error.errno not in DISK:  # as those of a network
+            raise
+        _exit_with(ConfigError(f"{error.strerror}; make room, or write to another disk"))
+
+
+def _exit_with(error: DraftsmithError) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+    sys.exit(2)
 
 
 def run_alone(name: str, register: Callable[[typer.Typer], object]) -> None:

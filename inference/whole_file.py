@@ -3,36 +3,71 @@ Knows no formats."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from draftsmith.speculators.errors import ConfigError
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # may come without the name of a file
+PROBE = b"\0" * 4096  # written and removed: a full disk takes the name of a file, but no contents
 
 
 def check_writable(option: str, path: Path) -> None:
     """Makes the folder of a file that is to be written later. ConfigError if it cannot be, `option`
     naming it."""
+    where = f"{option} {path}"
+    scratch = _beside(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError("is a folder or a device; give the name of a file", where=where)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        scratch = _beside(path)
-        scratch.touch()
-        scratch.unlink()
+        scratch.write_bytes(PROBE)
     except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}; give another file", where=f"{option} {path}"
-        ) from error
+        raise ConfigError(f"cannot be written: {cause(error, path)}", where=where) from error
+    finally:
+        _remove(scratch)
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """UTF-8, in a folder that is made if need be; a crash leaves what was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """UTF-8, in a folder that is made if need be; a failure leaves what was there before, and
+    nothing beside it. OSError with the path as its `filename`."""
     scratch = _beside(path)
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:  # a full disk names no file, and others name the scratch
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        _remove(scratch)
     return path
 
 
+def cause(error: OSError, path: Path) -> str:
+    """Why `path` could not be written or read, and what to do; the disk, where that is at fault."""
+    if error.errno in DISK:
+        place = os.path.abspath(path)
+        while not os.path.ismount(place):
+            place = os.path.dirname(place)
+        free = shutil.disk_usage(place).free / 1e6
+        room = f"its disk, {place}, has {free:,.1f} MB free"
+        return f"{error.strerror} ({room}); make room there, or choose another place"
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return "part of its path is a file, and no folder; choose another place"
+    return f"{error.strerror}; check the path and its rights, or choose another place"
+
+
 def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
+    """A name that no other file has, in the folder of `path`."""
+    return path.with_name(f".{uuid.uuid4().hex}.tmp")
+
+
+def _remove(scratch: Path) -> None:
+    """The scratch of a failure; after success there is none. One that cannot be removed is hidden,
+    and its failure shall not hide the first."""
+    with suppress(OSError):
+        scratch.unlink()

@@ -1,8 +1,8 @@
 """`draftsmith`: the command line. Each command is a few lines over the public API; torch is
 imported when one runs.
 
-A DraftsmithError, which the user can mend, is printed in red with exit code 2; any other error is a
-bug and shows its traceback."""
+What the user can mend, which is a DraftsmithError or a file that cannot be read or written, is
+printed in red with exit code 2; any other error is a bug and shows its traceback."""
 
 from __future__ import annotations
 

@@ -313,6 +313,18 @@ def test_evaluate_of_a_recipe_uses_its_export_and_gates(recipe_file, drafter_fol
     assert load_report(tmp_path / "run" / "acceptance.json").passed is False
 
 
+@pytest.mark.parametrize(
+    "line, option",
+    [
+        (("evaluate", "--model", "nowhere", "--method", "ngram"), "--out"),
+        (("certify", "http://127.0.0.1:1", "--baseline", "http://127.0.0.1:1"), "--output"),
+    ],
+)
+def test_output_that_cannot_be_written_is_refused_before_the_work(line, option, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    assert f"{option} {tmp_path / 'file'}" in refused(*line, option, tmp_path / "file" / "a.json")
+
+
 def test_generate_streams_what_the_runtime_writes(target_folder, drafter_folder):
     """Same text as LLM.chat, whoever drafts."""
     llm = LLM(str(target_folder))

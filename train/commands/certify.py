@@ -49,8 +49,10 @@ def certify(
     from draftsmith.inference.bench.load_generator import client_at
     from draftsmith.inference.evaluation.demo_prompts import demo_prompts
     from draftsmith.inference.evaluation.suites import read_prompts
-    from draftsmith.inference.whole_file import write_whole
+    from draftsmith.inference.whole_file import check_writable, write_whole
 
+    if output is not None:
+        check_writable("--output", output)
     texts = demo_prompts("en")[0] if prompts is None else read_prompts(prompts)
 
     async def run() -> dict[str, Any]:
@@ -67,9 +69,9 @@ def certify(
             )
 
     certificate = asyncio.run(run()) | {"baseline": baseline}
+    _print(certificate, Console(highlight=False, soft_wrap=True))
     if output is not None:
         write_whole(output, json.dumps(certificate, indent=2, ensure_ascii=False) + "\n")
-    _print(certificate, Console(highlight=False, soft_wrap=True))
     raise typer.Exit(EXIT_CODES[certificate["verdict"]])
 
 

@@ -34,7 +34,7 @@ from draftsmith.inference.report.schema import (
 from draftsmith.inference.report.table import print_report
 from draftsmith.inference.vllm_bridge.vllm_engine import VLLM, VllmOptions
 from draftsmith.inference.vllm_python import vllm_python
-from draftsmith.inference.whole_file import write_whole
+from draftsmith.inference.whole_file import check_writable, write_whole
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
@@ -77,6 +77,7 @@ def accept(recipe: Recipe, *, stages: Stages | None = None, engines: Engines | N
         stages.say("acceptance: not measured, as the recipe names no prompts or suites")
         return 0
     folder = Path(recipe.output_dir)
+    check_report_writable("output_dir", folder)
     target = str(folder / TARGET) if recipe.joint else recipe.target.model
     provenance: dict[str, Any] = {
         "recipe_name": recipe.name,
@@ -95,9 +96,10 @@ def accept(recipe: Recipe, *, stages: Stages | None = None, engines: Engines | N
         target=target,
         provenance=provenance,
     )
-    save_report(report, folder / REPORT)  # kept even if a gate turns out to name nothing
-    report.gates = check_gates(report.summary, gate_bounds(recipe))
-    write_report(report, folder, stages)
+    try:
+        report.gates = check_gates(report.summary, gate_bounds(recipe))
+    finally:  # kept even if a gate turns out to name nothing
+        write_report(report, folder, stages)
     missed = [gate.name for gate in report.gates if not gate.passed]
     verdict = "all gates passed" if report.gates else "no gates"
     if missed:
@@ -106,12 +108,19 @@ def accept(recipe: Recipe, *, stages: Stages | None = None, engines: Engines | N
     return 1 if missed else 0
 
 
+def check_report_writable(option: str, folder: Path) -> None:
+    """ConfigError if the files of a report cannot be written there, `option` naming the folder."""
+    for name in (REPORT, PAGE):
+        check_writable(option, folder / name)
+
+
 def write_report(report: AcceptanceReport, folder: Path, stages: Stages) -> None:
-    """The report as JSON, as a page, and as a table on the terminal."""
-    save_report(report, folder / REPORT)
-    write_whole(folder / PAGE, render_html(report))
+    """The report as a table on the terminal, which comes first since no disk can be too full for
+    it, as JSON, and as a page."""
     if stages.enabled:
         print_report(report, stages.console)
+    save_report(report, folder / REPORT)
+    write_whole(folder / PAGE, render_html(report))
 
 
 def measure(

@@ -15,6 +15,7 @@ from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.train.pipeline.acceptance_stage import (
     Engines,
     accept,
+    check_report_writable,
     measure,
     settings_of,
     workloads,
@@ -64,6 +65,7 @@ def evaluate_folders(
             " JSONL file",
             where="--prompts",
         )
+    check_report_writable("--out", out)
     sources = [{"path": prompts}] if prompts else BUILT_IN
     asked = [] if evaluation.get("suites") and not prompts else sources
     keys = {"prompts": asked, "temperatures": list(temperatures), **evaluation}

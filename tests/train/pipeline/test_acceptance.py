@@ -3,9 +3,11 @@ the exit code."""
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from draftsmith.inference import LLM
 from draftsmith.inference.bench.bench_options import BenchOptions
@@ -19,9 +21,11 @@ from draftsmith.train.pipeline.acceptance_stage import (
     measured_suites,
     settings_of,
     workloads,
+    write_report,
 )
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import make_recipe
+from tests.support.reports import make_report
 from tests.support.runs import tiny_run
 from tests.support.tokenizers import chat_bytes
 
@@ -55,6 +59,15 @@ def test_a_run_is_measured_reported_and_gated(world) -> None:
     missed = recipe(demanded, temperatures=[0.0], lossless_check=False)
     assert accept(missed, stages=quiet) == 1
     assert not load_report(root / "run" / "acceptance.json").passed
+
+
+def test_report_that_cannot_be_written_is_printed(tmp_path) -> None:
+    """All that was measured stands on the terminal before a disk is asked to take it."""
+    (tmp_path / "file").write_text("kept")
+    printed = io.StringIO()
+    with pytest.raises(OSError):
+        write_report(make_report(), tmp_path / "file", Stages(console=Console(file=printed)))
+    assert "K=4" in printed.getvalue()
 
 
 @pytest.mark.slow
