@@ -17,16 +17,16 @@ from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.report.table import new_table
 from draftsmith.inference.whole_file import check_writable, write_whole
 
-TOTALS = (  # fields of a result
-    "completed",
-    "failed",
-    "duration",
-    "total_input_tokens",
-    "total_output_tokens",
-    "output_throughput",
-    "spec_decode_acceptance_length",
-    "spec_decode_acceptance_rate",
-)
+TOTALS = {  # fields of a result -> their rows
+    "completed": "completed requests",
+    "failed": "failed requests",
+    "duration": "duration, s",
+    "total_input_tokens": "prompt tokens",
+    "total_output_tokens": "output tokens",
+    "output_throughput": "output tokens/s",
+    "spec_decode_acceptance_length": "acceptance length",
+    "spec_decode_acceptance_rate": "acceptance rate, %",
+}
 KINDS = ("mean", "median", "p90", "p99")
 LATENCIES = {
     "ttft": "time to first token",
@@ -49,11 +49,17 @@ def run(given: flags.Values, _: Sequence[str] = ()) -> None:
     options, console = flags.validated(BenchOptions, "bench", given), Console()
     compared = options.baseline_url is not None
     file = Path(options.result_dir) / ("comparison.json" if compared else "bench.json")
-    check_writable("--result-dir", file)
+    saved = compared or options.save_result
+    if saved:
+        check_writable("--result-dir", file)
     questions = prepare(options)
-    result = compare(options, questions) if compared else measure(options, questions)
-    (print_comparison if compared else print_result)(result, console)
-    if compared or options.save_result:
+    if compared:
+        result = compare(options, questions)
+        print_comparison(result, console)
+    else:
+        result = measure(options, questions)
+        print_result(result, console)
+    if saved:
         write_whole(file, json.dumps(without_details(result)) + "\n")
         console.print(str(file), highlight=False, soft_wrap=True)
     if options.random:
@@ -65,9 +71,9 @@ def run(given: flags.Values, _: Sequence[str] = ()) -> None:
 def print_result(result: dict[str, Any], console: Console) -> None:
     """Totals, acceptance if the server reports it, latencies, and errors."""
     table = new_table(f"{result['model_id']}, {result['dataset_name']}", "", "")
-    for name in TOTALS:
+    for name, title in TOTALS.items():
         if name in result:
-            table.add_row(name.removeprefix("spec_decode_").replace("_", " "), _cell(result[name]))
+            table.add_row(title, _cell(result[name]))
     console.print(table)
     table = new_table("milliseconds", "", *KINDS)
     for name, meaning in LATENCIES.items():
@@ -110,6 +116,8 @@ def print_comparison(comparison: dict[str, Any], console: Console) -> None:
 
 
 def _cell(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return "-" if value is None else value
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
     return f"{value:,d}" if isinstance(value, int) else f"{value:,.2f}"

@@ -98,8 +98,16 @@ class BenchOptions(BaseModel):
             raise ValueError(f"--dataset-name {self.dataset_name}: there is none of this name")
         if not self.random and self.dataset_path is None:
             raise ValueError(f"--dataset-name {self.dataset_name}: needs --dataset-path, a file")
-        if self.random and (self.chat or not (self.model or self.tokenizer)):
-            raise ValueError("--dataset-name random: completions, with --model or --tokenizer")
+        if self.random and self.chat:
+            raise ValueError(
+                "--backend openai-chat: random prompts are token ids, which completions take and"
+                " chats do not; give --backend openai, or another --dataset-name"
+            )
+        if self.random and not (self.model or self.tokenizer):
+            raise ValueError(
+                "--dataset-name random: its tokens are drawn from a vocabulary; give --model or"
+                " --tokenizer, whose vocabulary it is"
+            )
         if self.baseline_url is not None and not self.base_url:
             raise ValueError("--baseline-url: give --base-url, servers that draft")
         compared = self.model_fields_set & {"draft_lengths", "concurrencies", "repeats"}

@@ -23,7 +23,7 @@ from scipy.stats import chi2_contingency
 from draftsmith.inference.bench.load_generator import (
     drafting_counters,
     drafting_results,
-    served_card,
+    served_model,
 )
 from draftsmith.inference.evaluation.lossless import first_difference
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
@@ -95,7 +95,7 @@ async def certify(
     shows that the server drafted; `assume_drafting`: it does, and has no counters. "lossless"
     speaks of temperature 0 alone where no test of samples has a degree of freedom (`tested`)."""
     for one in (server, baseline):
-        one.model = (await served_card(one.client)).id
+        one.model = await served_model(one.client)
     before = await drafting_counters(server.client)
     if await drafting_counters(baseline.client) is not None:
         raise ConfigError("this server drafts too", where=f"--baseline {baseline.client.base_url}")

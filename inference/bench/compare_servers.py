@@ -73,11 +73,23 @@ async def _servings(options: BenchOptions) -> dict[str, dict[str, Any]]:
         async with client_at(url) as client:
             counters = await drafting_counters(client)
         if counters is None:
-            raise ConfigError("its /metrics tell of no drafting", where=where)
+            raise ConfigError(
+                "its /metrics count no drafts; give a server that drafts and has vLLM's counters",
+                where=where,
+            )
         most = len(counters.num_accepted_tokens_per_pos)
         for tokens in options.draft_lengths or (most,):
-            if tokens > most or f"K={tokens}" in servings:
-                raise ConfigError(f"drafts {most} at most; K = {tokens} twice or not", where=where)
+            if tokens > most:
+                raise ConfigError(
+                    f"drafts {most} tokens at most, and --draft-lengths asks for {tokens}; leave"
+                    " that out, or serve with more num_speculative_tokens",
+                    where=where,
+                )
+            if f"K={tokens}" in servings:
+                raise ConfigError(
+                    f"K = {tokens} is measured already; give every K once, and of one server",
+                    where=where,
+                )
             body = {"num_speculative_tokens": tokens} if options.draft_lengths else {}
             body = options.extra_body | body
             servings[f"K={tokens}"] = {"base_url": (url,), "extra_body": body}

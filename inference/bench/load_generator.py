@@ -10,7 +10,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import httpx2
 import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 from tqdm import tqdm
 
 from draftsmith.inference.bench.bench_options import BenchOptions
@@ -69,18 +70,41 @@ def client_at(url: str) -> openai.AsyncOpenAI:
     )
 
 
-async def served_card(client: openai.AsyncOpenAI, model: str | None = None) -> Any:
-    """The server's entry for a model, None: its first one. DraftsmithError without an answer."""
+class ModelCard(BaseModel):
+    """A served model: the name of requests, and what it was loaded from."""
+
+    id: str
+    root: str | None = None
+
+
+class ModelList(BaseModel):
+    """The answer of /v1/models."""
+
+    data: list[ModelCard]
+
+
+async def served_model(client: openai.AsyncOpenAI, model: str | None = None) -> str:
+    """The name under which a model is served, None: the server's first one. DraftsmithError without
+    an answer, ConfigError if it is not served."""
     where = f"{client.base_url}models"
     try:
-        cards = (await client.models.list()).data
+        answer = await client.get("/models", cast_to=object)
+        cards = ModelList.model_validate(answer).data
     except openai.OpenAIError as error:
         hint = "is the server running, and is this its address? Its key is read from"
         raise DraftsmithError(f"{error}; {hint} ${KEY}", where=where) from None
-    fitting = [card for card in cards if model in (None, card.id, getattr(card, "root", None))]
-    if not fitting:
-        raise ConfigError(f"{model} is not served there", where=where)
-    return fitting[0]
+    except ValueError:  # no JSON, or JSON of another shape
+        raise DraftsmithError(
+            "the answer is no list of models; is this the address of a server with OpenAI's API?",
+            where=where,
+        ) from None
+    if not cards:
+        raise ConfigError("the server has no model; start it with one", where=where)
+    for card in cards:
+        if model in (None, card.id, card.root):
+            return card.id
+    names = ", ".join(card.id for card in cards)
+    raise ConfigError(f"{model} is not served there; it has {names}", where=where)
 
 
 def measure(options: BenchOptions, questions: Sequence[Question]) -> dict[str, Any]:
@@ -90,7 +114,8 @@ def measure(options: BenchOptions, questions: Sequence[Question]) -> dict[str, A
 
 async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict[str, Any]:
     async with client_at(options.url) as client:
-        name, count = (await served_card(client, options.model)).id, len(questions)
+        name = await served_model(client, options.model)
+        count = len(questions)
         first = await stream(client, options, name, questions[0], 0)  # warms the server up
         if first.error:
             raise DraftsmithError(f"a first request failed: {first.error}", where=options.url)
@@ -144,27 +169,38 @@ async def stream(
         fields |= {"messages": question.prompt, "max_completion_tokens": question.output_len}
     else:
         fields |= {"prompt": question.prompt, "max_tokens": question.output_len}
-    outcome, times, usage, finished = Outcome(), list[float](), None, False
-    start = time.perf_counter()
+    outcome = Outcome()
     try:
-        async for chunk in await create(**fields):
-            usage = chunk.usage or usage
-            for choice in chunk.choices:
-                if (piece := _piece(choice)) is not None:
-                    times.append(time.perf_counter())
-                    outcome.text += piece
-                finished = finished or choice.finish_reason is not None
+        await _read(create(**fields), outcome)
     except (openai.OpenAIError, httpx2.HTTPError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
-        return outcome
-    if not (times and finished and usage):
-        missing = "usage" if times and finished else "finish_reason" if times else "token"
-        outcome.error = f"the stream ended without a {missing}"
-        return outcome
-    outcome.ttft, outcome.latency = times[0] - start, times[-1] - start
-    outcome.itl = tuple(np.diff(times).tolist())
-    outcome.prompt_len, outcome.output_tokens = usage.prompt_tokens, usage.completion_tokens
+    except (AttributeError, TypeError, ValueError) as error:  # the client reads without checking
+        outcome.error = f"an event that is no chunk of OpenAI's API ({error})"
     return outcome
+
+
+async def _read(request: Awaitable[Any], outcome: Outcome) -> None:
+    """Sends a request, and writes what its stream holds into the outcome."""
+    times: list[float] = []
+    usage: Any = None
+    finished = False
+    start = time.perf_counter()
+    async for chunk in await request:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            if (piece := _piece(choice)) is not None:
+                times.append(time.perf_counter())
+                outcome.text += piece
+            finished = finished or choice.finish_reason is not None
+    for missing, there in {"token": times, "finish_reason": finished, "usage": usage}.items():
+        if not there:
+            outcome.error = f"the stream ended without a {missing}"
+            return
+    outcome.ttft = times[0] - start
+    outcome.latency = times[-1] - start
+    outcome.itl = tuple(np.diff(times).tolist())
+    outcome.prompt_len = int(usage.prompt_tokens)
+    outcome.output_tokens = int(usage.completion_tokens)
 
 
 def _piece(choice: Any) -> str | None:
@@ -173,7 +209,9 @@ def _piece(choice: Any) -> str | None:
     delta = getattr(choice, "delta", None)
     if delta is None:
         return choice.text
-    return None if delta.role and not delta.content else delta.content or ""
+    if delta.role and not delta.content:
+        return None
+    return delta.content or ""
 
 
 # ------------------------------------------------------------------------------- results

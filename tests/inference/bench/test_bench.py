@@ -37,29 +37,35 @@ from draftsmith.speculators.errors import ConfigError, DataError, DraftsmithErro
 from draftsmith.train.cli import app
 from tests.support.errors import raises_at
 
+MODELS = "http://127.0.0.1:8000/v1/models"  # of the options' default address
 LATE_S = 0.8  # what a busy machine may add to a time
 
 
 @dataclass
 class FakeServer:
     """Streams one answer to every request: pieces of (seconds before it, tokens in it). `faults`:
-    by number of the request (0 warms the server up), "status", "error" or "cut"."""
+    by number of the request (0 warms the server up), "status", "error", "cut", "html", or the data
+    of an event that is no chunk. `models`: the answer of /v1/models."""
 
     pieces: list[tuple[float, int]]
     faults: dict[int, str] = field(default_factory=dict)
     usage: bool = True
+    models: object = (("data", [{"id": "fake"}]),)
     bodies: list[dict] = field(default_factory=list)
 
     async def __call__(self, request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/v1/models":
-            card = {"id": "fake", "object": "model", "created": 0, "owned_by": "x"}
-            return httpx2.Response(200, json={"data": [card]})
+            if isinstance(self.models, str):
+                return httpx2.Response(200, html=self.models)
+            return httpx2.Response(200, json=dict(self.models))
         if request.url.path == "/metrics":
             return httpx2.Response(404)
         fault = self.faults.get(len(self.bodies), "")
         self.bodies.append(json.loads(request.content))
         if fault == "status":
             return httpx2.Response(429, json={"error": {"message": "no room"}})
+        if fault == "html":
+            return httpx2.Response(200, html="<p>A page</p>")
         form = {"content-type": "text/event-stream"}
         return httpx2.Response(200, headers=form, content=self.stream(fault))
 
@@ -73,6 +79,8 @@ class FakeServer:
                 raise httpx2.ReadError("gone")
             if fault == "error":
                 yield event(error={"message": "it broke"})
+            if fault.startswith(("{", "5", "[")):
+                yield f"data: {fault}\n\n".encode()
             piece = {"delta": {"content": "x" * tokens}} if chat else {"text": "x" * tokens}
             reason = "length" if number == len(self.pieces) else None
             yield event(choices=[{"index": 0, "finish_reason": reason, **piece}])
@@ -155,6 +163,22 @@ def test_failures_are_counted_and_in_no_result(fake):
     assert "no room" in result["errors"][1] and "it broke" in result["errors"][2]
     fake([(0.0, 3)], usage=False)
     with pytest.raises(DraftsmithError, match="usage"):
+        measure(options(), work(1))
+
+
+@pytest.mark.parametrize(
+    "fault", ["html", "{broken", "5", "[]", '{"choices": null}', '{"choices": [5]}']
+)
+def test_answer_that_is_none_fails_its_request_alone(fake, fault):
+    fake([(0.0, 2)], {2: fault})
+    result = measure(options(max_concurrency=1), work(3))
+    assert [bool(error) for error in result["errors"]] == [False, True, False]
+
+
+@pytest.mark.parametrize("models", ["<p>A page</p>", (), (("data", [5]),), (("data", []),)])
+def test_server_without_a_list_of_models_is_named(fake, models):
+    fake([(0.0, 2)], models=models)
+    with raises_at(ConfigError if models == (("data", []),) else DraftsmithError, MODELS):
         measure(options(), work(1))
 
 
@@ -337,6 +361,9 @@ def test_flags_are_those_of_vllm():
     [
         ("--dataset-name nothing", "nothing"),
         ("--dataset-name random --num-prompts 0", "--num-prompts"),
+        ("--dataset-name random", "--tokenizer"),
+        ("--dataset-name random --model m --backend openai-chat", "--backend"),
+        ("--dataset-name gsm8k --dataset-path f --save-result --result-dir FILE", "--result-dir"),
         ("--dataset-name gsm8k --dataset-path f --repeats 3", "--baseline-url"),
         ("--dataset-name custom", "--dataset-path"),
         ("--dataset-name custom --dataset-path FILE --port 1", "is the server running"),
