@@ -59,7 +59,7 @@ BAD: dict[str, bytes] = {
     "a workload that is a list": row(workload=["a"]),
     "a question of spaces": turn(1, content=" \n "),
     "only a system prompt": row(MESSAGES[:1]),
-    "the assistant first": row([MESSAGES[2], *MESSAGES[1:]]),
+    "the assistant alone": row(MESSAGES[2:]),
     "a tool call without a name": turn(2, tool_calls=[{"function": {}}]),
     "arguments that are no JSON": turn(2, tool_calls=[CALL]),
     "tools that are no JSON": row(tools="{"),

@@ -56,7 +56,7 @@ def test_drafter_is_given_once():
 
 def test_evaluation_without_a_recipe_keeps_its_files_in_out_and_names_its_options(tmp_path):
     recipe = _recipe("target", {"train": [{"path": "p.jsonl"}]}, {"temperatures": [0.0]}, tmp_path)
-    log = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation")
+    log = bad_rows(recipe.data, Path(recipe.output_dir), use="evaluation")
     assert log.path.parent == tmp_path
     with pytest.raises(ConfigError, match="--temperature"):
         _recipe("target", {"train": [{"path": "p.jsonl"}]}, {"temperatures": [-1.0]}, tmp_path)

@@ -50,8 +50,9 @@ def prepare(
 
     checked, console = load_recipe(recipe, overrides or ()), Console(highlight=False)
     data, folder = checked.data, Path(checked.output_dir)
-    bad = bad_rows(data, folder, "validation" if validation else "")
-    bad.stop = False  # all are shown; a run may stop at the first
+    bad = bad_rows(data, folder, use="validation" if validation else "")
+    most = bad.max_share
+    bad.stop, bad.max_share = False, 1.0  # all are shown, where a run may stop at the first
     tokenizer = run_tokenizer(checked, checked.target.load_tokenizer(), keep=True)
     with Console(stderr=True).status("reading and tokenising"):
         if validation:
@@ -82,6 +83,8 @@ def prepare(
     print_sample(console, prepared.examples[sample], tokenizer)
     if bad.reasons and data.on_bad_row == "error":
         raise DataError(f"error stops the run: {bad}", where="data.on_bad_row")
+    bad.max_share = most
+    bad.check_share()
 
 
 def print_sample(console: Console, example: Example, tokenizer: ConversationTokenizer) -> None:

@@ -1,6 +1,7 @@
 """Rows that cannot be used: damaged ones, and conversations whose mask cannot be proved.
 
-By `data.on_bad_row` the first one stops the run, or they are listed with place and reason."""
+By `data.on_bad_row` the first one stops the run, or they are listed with place and reason, up to a
+share of all rows."""
 
 from __future__ import annotations
 
@@ -28,13 +29,21 @@ class BadRow(DataError):
 class BadRows:
     """The rows of one use that were left out: written to `path` (JSON lines) as they come.
 
-    stop     the first one raises DataError
-    read     rows of this use, bad ones included
-    reasons  of the bad ones, by their place
+    stop       the first one raises DataError
+    max_share  of the rows that may be bad
+    read       rows of this use, bad ones included
+    shortened  conversations that lost the turns before the user's first
+    reasons    of the bad ones, by their place
     """
 
-    def __init__(self, path: Path | None = None, *, stop: bool = False) -> None:
-        self.path, self.stop, self.read = path, stop, 0
+    def __init__(
+        self, path: Path | None = None, *, stop: bool = False, max_share: float = 1.0
+    ) -> None:
+        self.path = path
+        self.stop = stop
+        self.max_share = max_share
+        self.read = 0
+        self.shortened = 0
         self.reasons: dict[str, str] = {}
         if path is not None:
             path.unlink(missing_ok=True)
@@ -53,11 +62,31 @@ class BadRows:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
+    @property
+    def share(self) -> float:
+        """Of the rows read so far, those that are bad."""
+        return len(self.reasons) / max(self.read, 1)
+
+    def check_share(self) -> None:
+        """DataError if more than `max_share` of the rows are bad."""
+        if self.share > self.max_share:
+            raise DataError(
+                f"{self.share:.1%} of the rows are bad, {self.max_share:.1%} may be; mend the data,"
+                f" or raise this key. {self}",
+                where="data.max_bad_row_share",
+            )
+
     def __str__(self) -> str:
         """One line, empty if nothing was left out."""
-        if not self.reasons:
-            return ""
-        origin, what = next(iter(self.reasons.items()))
-        listed = "" if self.path is None else f" ({self.path} lists them)"
-        count = f"{len(self.reasons)} of {self.read} rows left out{listed}"
-        return f"{count}, the first: {origin}: {what}"
+        parts = []
+        if self.shortened:
+            parts.append(
+                f"{self.shortened} of {self.read} conversations begin with the assistant: their"
+                " turns before the user's first are left out"
+            )
+        if self.reasons:
+            origin, what = next(iter(self.reasons.items()))
+            listed = "" if self.path is None else f" ({self.path} lists them)"
+            count = f"{len(self.reasons)} of {self.read} rows left out{listed}"
+            parts.append(f"{count}, the first: {origin}: {what}")
+        return "; ".join(parts)

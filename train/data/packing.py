@@ -125,7 +125,8 @@ def prepare_rows(
     """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
     lost.
 
-    An example without a row goes to `bad`, which may raise. DataError if no row is left."""
+    An example without a row goes to `bad`, which may raise. DataError if no row is left, or `bad`
+    takes no more."""
     tokenised: list[TokenRow] = []
     dropped = 0
     for done, example in enumerate(examples, 1):
@@ -142,6 +143,7 @@ def prepare_rows(
             f"no row is left of {len(examples)} examples: {dropped} have no provable mask,"
             f" {statistics.dropped_cut} no response within max_length={max_length}. {bad}"
         )
+    bad.check_share()
     return kept, statistics
 
 

@@ -47,11 +47,14 @@ class Prepared:
         return f"{reasons} of {self.read} examples left out{listed}" if reasons else ""
 
 
-def bad_rows(section: DataSection, folder: Path | None = None, *names: str) -> BadRows:
+def bad_rows(
+    section: DataSection, folder: Path | None = None, *, stage: str = "", use: str = ""
+) -> BadRows:
     """The collector that a recipe's `data` section asks for; it lists bad rows in `folder`, if
-    there is one. `names`: of a stage, and of the use (none: training)."""
-    path = None if folder is None else _named(folder / BAD_ROWS, *names)
-    return BadRows(path, stop=section.on_bad_row == "error")
+    there is one. `use`: empty for training, the one whose share of bad rows is bounded."""
+    path = None if folder is None else _named(folder / BAD_ROWS, stage, use)
+    share = 1.0 if use else section.max_bad_row_share
+    return BadRows(path, stop=section.on_bad_row == "error", max_share=share)
 
 
 def run_tokenizer(
@@ -101,7 +104,8 @@ def suite_turns(recipe: Recipe) -> list[Example]:
 def askable(
     examples: Sequence[Example], tokenizer: ConversationTokenizer, bad: BadRows
 ) -> list[Example]:
-    """The examples that make a prompt; the others go to `bad`. DataError if none is left."""
+    """The examples that make a prompt; the others go to `bad`. DataError if none is left, or `bad`
+    takes no more."""
     usable = []
     for example in examples:
         try:
@@ -112,6 +116,7 @@ def askable(
             usable.append(example)
     if not usable:
         raise DataError(f"no prompt can be made of any of {len(examples)} examples: {bad}")
+    bad.check_share()
     return usable
 
 

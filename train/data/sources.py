@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,15 @@ def load_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> li
 
 
 def read_sources(sources: Sequence[Source], *, bad: BadRows | None = None) -> list[list[Example]]:
-    """The examples of each source, at most its `limit`. DataError for a source without any."""
+    """The examples of each source, at most its `limit`. DataError for a source without any, and for
+    more bad rows than `bad` takes."""
     lists = []
     for source in sources:
         lists.append(list(islice(load_source(source, bad=bad), source.limit)))
         if not lists[-1]:
             raise DataError(f"the source holds no examples. {bad or ''}", where=source.label)
+    if bad is not None:
+        bad.check_share()
     return lists
 
 
@@ -77,7 +80,8 @@ def mix(sources: Sequence[Source], lists: Sequence[Sequence[Example]]) -> list[E
 
 def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Example]:
     """Examples of one source as they come, before `limit` and `weight`. A damaged row goes to
-    `bad`; without one it raises."""
+    `bad`, which counts the conversations that are shortened to begin with the user; without one it
+    raises, and conversations stay as they are."""
     source = source.resolved()
     default = Path(source.path or source.hub_id[0]).stem
     for origin, row in rows_of(source):
@@ -86,17 +90,35 @@ def load_source(source: Source, *, bad: BadRows | None = None) -> Iterator[Examp
         try:
             if isinstance(row, BadRow):
                 raise row
-            yield parse_row(
+            example = parse_row(
                 row,
                 origin=origin,
                 workload=source.workload,
                 default_workload=default,
                 columns=source.columns,
             )
+            if bad is not None and _begins_with_assistant(example):
+                example = _from_first_user_turn(example)
+                bad.shortened += 1
+            yield example
         except BadRow as error:
             if bad is None:
                 raise
             bad.refuse(error)
+
+
+def _begins_with_assistant(example: Example) -> bool:
+    """True for a part of a longer conversation, as a third of ShareGPT is: nothing prompts its
+    first turns."""
+    return bool(example.messages) and example.messages[0]["role"] == "assistant"
+
+
+def _from_first_user_turn(example: Example) -> Example:
+    """BadRow if no turn is the user's."""
+    for index, message in enumerate(example.messages):
+        if message["role"] == "user":
+            return replace(example, messages=example.messages[index:])
+    raise BadRow(example.origin, "no turn is the user's, so nothing prompts the assistant")
 
 
 def parse_row(

@@ -244,7 +244,7 @@ def workloads(recipe: Recipe, settings: EvaluationSettings) -> dict[str, list[li
         return {}
     asker = Asker.of(recipe)
     by_workload: dict[str, list[list[int]]] = {}
-    bad = bad_rows(recipe.data, Path(recipe.output_dir), "evaluation")
+    bad = bad_rows(recipe.data, Path(recipe.output_dir), use="evaluation")
     for example in askable(load_sources(sources, bad=bad), asker.tokenizer, bad):
         fitting = by_workload.setdefault(example.workload, [])
         prompt = asker.tokenizer.prompt_ids(example)

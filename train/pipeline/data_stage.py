@@ -112,7 +112,7 @@ class DataStage:
         self.accelerator, self.stages, self.stage = accelerator, stages, stage
         self.tokenizer = conversation_tokenizer(recipe.data, tokenizer, self._date(tokenizer))
         self.folder = Path(recipe.output_dir) if accelerator.is_main_process else None
-        self.bad = bad_rows(recipe.data, self.folder, stage)
+        self.bad = bad_rows(recipe.data, self.folder, stage=stage)
         folder = cached_folder(recipe.target.model, recipe.target.revision)
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
         self.hashes = TargetHashes(weights_sha256(folder), config_sha256(folder), str(template))
@@ -199,7 +199,7 @@ class DataStage:
         e = self.recipe.evaluation
         if not self.recipe.data.validation:
             return {}
-        bad = bad_rows(self.recipe.data, self.folder, self.stage, "validation")
+        bad = bad_rows(self.recipe.data, self.folder, stage=self.stage, use="validation")
         examples = load_sources(self.recipe.data.validation, bad=bad)
         examples = askable(examples, self.tokenizer, bad)
         examples = workloads_in_turn(examples, self.recipe.held_out_prompts)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Strict, model_validator
 
 from draftsmith.speculators.hub import split_revision
-from draftsmith.speculators.options import Count, PositiveInt, Section, Text
+from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -160,6 +160,9 @@ class DataSection(Section):
     on_bad_row: Literal["error", "drop"] = "error"
     """for a row that is damaged or whose mask cannot be proved; drop: left out, listed with file,
     line and reason"""
+    max_bad_row_share: Share = 0.1
+    """largest share of bad rows in the training data; beyond it the run stops, since so many are a
+    fault of the data or of its description here"""
     decontaminate: bool = True
     """leave out examples with a prompt of the evaluation"""
 

@@ -179,6 +179,7 @@ def fingerprint(recipe: Recipe, target_hash: str, before: str, data_hash: str) -
         # how numbers are computed or shown, not what they are
         "training": {"activation_checkpointing"},
         "target": {"sharding"},
+        "data": {"max_bad_row_share"},  # a limit; `data_hash` is of the rows that are left
     }
     parts = [recipe.model_dump(mode="json", exclude=left_out), target_hash, before, data_hash]
     if recipe.on_policy is not None:

@@ -40,7 +40,12 @@ def recipe_of(path: Path, tmp_path: Path, regenerate: bool = False, **data) -> R
         "name": "damaged",
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(TARGET)},
-        "data": {"train": [{"path": str(path)}], "max_length": MAX_LENGTH, **data},
+        "data": {
+            "train": [{"path": str(path)}],
+            "max_length": MAX_LENGTH,
+            "max_bad_row_share": 1.0,
+            **data,
+        },
         "regenerate": {"enabled": regenerate},
     }
     return make_recipe(tree)
@@ -142,6 +147,47 @@ def test_a_bad_row_stops_the_run_or_is_left_out(tokenizer, tmp_path, line):
     kept, bad = rows(on_bad_row="drop")
     assert len(kept) == 3 and [line_of(origin) for origin in bad.reasons] == [2]
     assert (len(bad.reasons), bad.read) == (1, 2)
+
+
+def test_bad_rows_beyond_their_share_stop_the_run(tokenizer, tmp_path):
+    """Whether they are damaged or found to be bad when they are tokenised."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([*[json.dumps(GOOD)] * 6, "{", json.dumps(HIDDEN)]))
+
+    def read(share: float) -> tuple[list[Example], BadRows]:
+        data = recipe_of(path, tmp_path, on_bad_row="drop", max_bad_row_share=share).data
+        bad = bad_rows(data)
+        return load_sources(data.train, bad=bad), bad
+
+    with raises_at(DataError, "data.max_bad_row_share"):
+        read(0.1)
+    examples, bad = read(0.2)
+    with raises_at(DataError, "data.max_bad_row_share"):
+        prepare_rows(examples, tokenizer, max_length=MAX_LENGTH, bad=bad)
+    examples, bad = read(0.25)
+    assert len(prepare_rows(examples, tokenizer, max_length=MAX_LENGTH, bad=bad)[0]) == 6
+
+
+def test_bad_rows_of_held_out_data_are_not_bounded(tmp_path):
+    """A few rows may be unlucky."""
+    recipe = recipe_of(tmp_path, tmp_path, max_bad_row_share=0.1)
+    assert bad_rows(recipe.data, use="validation").max_share == 1.0
+
+
+def test_conversations_that_begin_with_the_assistant_lose_those_turns(tmp_path):
+    """They are parts of longer ones; what is left begins with the user, and is no bad row."""
+    user, assistant = GOOD["messages"]
+    said = [[assistant, user, assistant], [assistant, assistant, user], [user, assistant]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": turns}) for turns in said))
+    bad = BadRows(stop=True)
+    examples = load_sources([Source(path=str(path))], bad=bad)
+    assert [list(example.messages) for example in examples] == [
+        [user, assistant],
+        [user],
+        [user, assistant],
+    ]
+    assert bad.shortened == 2 and not bad.reasons
 
 
 def test_a_source_without_a_whole_row_says_why(tmp_path):

@@ -32,6 +32,7 @@ def recipe_file(tmp_path) -> Path:
             "validation": [quickstart("validation", 6)],
             "max_length": 256,
             "on_bad_row": "drop",
+            "max_bad_row_share": 1.0,
         },
         "regenerate": {"enabled": False},
     }
@@ -54,6 +55,8 @@ def test_it_counts_what_a_run_trains_on(recipe_file, tmp_path):
     assert len(listing.read_text().splitlines()) == len(bad.reasons) > 10
     assert str(listing) in output.replace("\n", "")
     assert "data.on_bad_row" in call("prepare", recipe_file, "data.on_bad_row=error")[1]
+    code, output = call("prepare", recipe_file, "data.max_bad_row_share=0.1")
+    assert code == 2 and "data.max_bad_row_share" in output
 
 
 def test_prompts_and_held_out_texts_can_be_looked_at_too(recipe_file, tmp_path):
