@@ -242,6 +242,7 @@ API = {
         "draftsmith.speculators.drafter.Drafter",
         "draftsmith.speculators.drafter.DraftStep",
         "draftsmith.speculators.drafter.DraftInput",
+        "draftsmith.speculators.target.target_head.TargetHead",
         "draftsmith.speculators.target.frozen_target.FrozenTarget",
         "draftsmith.speculators.target.frozen_target.TargetFeatures",
         "draftsmith.speculators.export.export_drafter",

@@ -24,6 +24,7 @@ from draftsmith.speculators.layers.frozen_linear import freeze_linears, thaw_lin
 from draftsmith.speculators.options import DrafterOptions
 from draftsmith.speculators.precision import on_device, on_host
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 @dataclass
@@ -205,12 +206,12 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self._target: list[FrozenTarget] = []  # a list, so that nn.Module does not register it
+        self._target: list[TargetHead] = []  # a list, so that nn.Module does not register it
         self.recomputes = False
 
     # -------------------------------------------------------------- shared with the target
 
-    def attach(self, target: FrozenTarget) -> Drafter:
+    def attach(self, target: TargetHead) -> Drafter:
         """Shares the target's embedding and head. ConfigError if the target is not the one the
         drafter was made for."""
         facts = {"target_hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -229,7 +230,7 @@ class Drafter(nn.Module):
         return bool(self._target)
 
     @property
-    def target(self) -> FrozenTarget:
+    def target(self) -> TargetHead:
         if not self._target:
             raise ConfigError("this drafter has no target; call drafter.attach(target) first")
         return self._target[0]
@@ -283,8 +284,13 @@ class Drafter(nn.Module):
         """Number of terms that `initialise_from` needs features of; 0: none."""
         return 0
 
+    @property
+    def reads_start_text(self) -> bool:
+        """True if `initialise_from` asks the target for its states of `TargetHead.start_text`."""
+        return False
+
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Drafter:
         """Initialises the weights from the target. `options`: the family's, None for their
         defaults; `features`: the target's, on some training rows, where the start is fitted to

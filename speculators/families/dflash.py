@@ -45,7 +45,8 @@ from draftsmith.speculators.layers.grouped_attention import cached_attends
 from draftsmith.speculators.layers.queries import Blocks, in_window
 from draftsmith.speculators.options import Count, DecoderOptions, PositiveInt, TapOptions
 from draftsmith.speculators.precision import on_host, to_device
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 ANCHORS = 512  # blocks trained per row, as published
 
@@ -219,7 +220,7 @@ class DFlash(Drafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> DFlash:
         """`start_weights`; with `init: least_squares` fitted to `features`."""
         self.start_weights(target)
@@ -227,7 +228,7 @@ class DFlash(Drafter):
             self.start_reading(target, *start_from_least_squares(self, target, features))
         return self
 
-    def start_weights(self, target: FrozenTarget) -> None:
+    def start_weights(self, target: TargetHead) -> None:
         """Layers that hardly add to their input, the taps' mean, the target's norm and head."""
         width, taps = self.config.hidden_size, len(self.config.tap_layers)
         for module in self.modules():
@@ -246,7 +247,7 @@ class DFlash(Drafter):
             rows = target.head_weight
             self.lm_head.weight.copy_(rows[self.target_ids.to(rows.device)])
 
-    def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
+    def start_reading(self, target: TargetHead, token_ids: Tensor, left: Tensor) -> None:
         """Starts what `read` makes of the tokens before [N], by what the block leaves [N, H]."""
 
     # -------------------------------------------------------------- the family's part

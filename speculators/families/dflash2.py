@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draftsmith.speculators.drafter import TrainedHead
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from draftsmith.speculators.layers.decoder import Attend, DecoderLayer, Rotary
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 # The selector gives 0 to all but its candidates: these losses are finite there.
 SelectorLoss = dict[
@@ -160,7 +160,7 @@ class DFlash2(DFlash):
         return super().prepare_training(options)
 
     @torch.no_grad()
-    def start_weights(self, target: FrozenTarget) -> None:
+    def start_weights(self, target: TargetHead) -> None:
         """As DFlash; convolutions start as the identity."""
         super().start_weights(target)
         for layer in self.layers:

@@ -20,7 +20,8 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
 from draftsmith.speculators.layers.attention import attention as attend
 from draftsmith.speculators.layers.decoder import Attention, DecoderLayer
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 BACK = (1, 0, 2, 4, 3, 6, 5, 8)  # positions that the groups of attention heads look back
 # weight of the norms of queries and keys; the logit of a match is its square times sqrt(head_dim)
@@ -30,7 +31,7 @@ NOISE = 0.2  # share of the random projections that stays, as heads must differ
 
 @torch.no_grad()
 def start_from_least_squares(
-    head: Any, target: FrozenTarget, features: Sequence[TargetFeatures]
+    head: Any, target: TargetHead, features: Sequence[TargetFeatures]
 ) -> tuple[Tensor, Tensor]:
     """Writes patterns and fitted values into every layer, and scales the final norm to the size of
     the fitted states.
@@ -61,7 +62,7 @@ def start_from_least_squares(
 class _Slots:
     """The blocks of one batch on their way through the layers."""
 
-    def __init__(self, head: Any, target: FrozenTarget, features: TargetFeatures) -> None:
+    def __init__(self, head: Any, target: TargetHead, features: TargetFeatures) -> None:
         self.head, depths = head, head.config.max_drafts
         self.batch = head.blocks_of(features, depths)
         self.state = self.batch.embeds.to(head.fc.weight.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftsmith.speculators.families.dflash import DFlash, DFlashConfig, DFlashOptions
 from draftsmith.speculators.families.least_squares import reduced_rank, ridge, unit
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 class DSparkShape(BaseModel):
@@ -84,7 +84,7 @@ class DSpark(DFlash):
         return super().prepare_training(options)
 
     @torch.no_grad()
-    def start_weights(self, target: FrozenTarget) -> None:
+    def start_weights(self, target: TargetHead) -> None:
         """As DFlash; the bias starts small, the confidence head at one half."""
         super().start_weights(target)
         nn.init.normal_(self.markov_head.markov_w1.weight, std=0.02)
@@ -93,7 +93,7 @@ class DSpark(DFlash):
             nn.init.zeros_(self.confidence_head.proj.weight)
             nn.init.zeros_(self.confidence_head.proj.bias)
 
-    def start_reading(self, target: FrozenTarget, token_ids: Tensor, left: Tensor) -> None:
+    def start_reading(self, target: TargetHead, token_ids: Tensor, left: Tensor) -> None:
         """The bias becomes the target's head on the best linear map from the embedding of the token
         before to `left`, at the bias's rank."""
         embeds = unit(target.embed_tokens(token_ids).float())

@@ -24,7 +24,8 @@ from draftsmith.speculators.families.least_squares import ridge, terms_for
 from draftsmith.speculators.layers.decoder import Asked, Attends, DecoderLayer, Rotary, RotaryTable
 from draftsmith.speculators.options import DecoderOptions
 from draftsmith.speculators.precision import on_host
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 ROUNDS = 3  # of refitting the start to its own guesses, where several depths are trained
 FULL_NOISE_LENGTH = 512  # tokens of a row whose features get `feature_noise` as it is
@@ -109,7 +110,7 @@ class Eagle(DecoderChain):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Eagle:
         """The layers start as next to nothing; `fc` alone makes the first guess."""
         self.start_small()

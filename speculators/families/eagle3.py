@@ -32,7 +32,7 @@ from draftsmith.speculators.layers.decoder import (
     RotaryTable,
 )
 from draftsmith.speculators.options import DecoderOptions, PositiveInt, TapOptions
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 class Eagle3Switches(BaseModel):
@@ -149,9 +149,16 @@ class Eagle3(DecoderChain):
     def start_terms(self, options: Eagle3Options) -> int:
         return terms_for(self.fc.in_features) if options.init == "least_squares" else 0
 
+    @property
+    def reads_start_text(self) -> bool:
+        """See `Drafter.reads_start_text`: a norm in front of `fc` needs no scale."""
+        config = self.config
+        same_width = config.target_hidden_size == config.hidden_size
+        return same_width and not (config.norm_before_fc or config.fc_norm)
+
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Eagle3:
         """See `Drafter.initialise_from`. Rows of `lm_head` (and the embedding, if owned) are the
         target's own where the widths agree; `features` fit the rest in closed form

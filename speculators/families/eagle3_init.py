@@ -18,7 +18,8 @@ from draftsmith.speculators.drafter import valid_terms
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.families.least_squares import ridge, unit
 from draftsmith.speculators.layers.decoder import Attention
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 if TYPE_CHECKING:
     from draftsmith.speculators.families.autoregressive import DecoderChain
@@ -37,7 +38,7 @@ SHARPNESS = 0.8
 
 
 @torch.no_grad()
-def start_from_taps(head: DecoderChain, target: FrozenTarget) -> None:
+def start_from_taps(head: DecoderChain, target: TargetHead) -> None:
     """The deepest tap passes through `fc`, at unit size; residual writes start small."""
     head.start_small()
     width = head.config.target_hidden_size
@@ -47,7 +48,7 @@ def start_from_taps(head: DecoderChain, target: FrozenTarget) -> None:
         head.fc.weight.div_(_tap_scale(head, target).to(head.fc.weight))
 
 
-def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
+def _tap_scale(head: DecoderChain, target: TargetHead) -> Tensor:
     """[n·H] typical size of each tap's values, seen on a few tokens; 1 where a norm comes first.
 
     A residual stream may be of any size (tens, in deep targets). The final norm does not mind, but
@@ -62,15 +63,16 @@ def _tap_scale(head: DecoderChain, target: FrozenTarget) -> Tensor:
         )
     scale = torch.ones(len(config.tap_layers), 1, device=target.device)
     if not (config.norm_before_fc or config.fc_norm):
-        ids = torch.arange(64, device=target.device)[None] * 7919 % target.vocab_size
-        seen = target(ids)[0].float().view(-1, len(config.tap_layers), width)  # [64, n, H]
+        seen = (
+            target(target.start_text())[0].float().view(-1, len(config.tap_layers), width)
+        )  # [64, n, H]
         scale = seen.square().mean(-1).sqrt().median(0).values[:, None].clamp(min=1e-6)  # [n, 1]
     return scale.expand(-1, width).reshape(-1)
 
 
 @torch.no_grad()
 def start_from_least_squares(
-    head: DecoderChain, target: FrozenTarget, features: Sequence[TargetFeatures]
+    head: DecoderChain, target: TargetHead, features: Sequence[TargetFeatures]
 ) -> None:
     """Fits a linear recursion to `features` and writes it, and a copying head, into the first
     layer.
@@ -213,7 +215,7 @@ def _write_linear(attention: Attention, matrix: Tensor, groups: int) -> None:
 
 
 def _copy(
-    head: DecoderChain, target: FrozenTarget, identity: Tensor, scale: Tensor | None, group: int
+    head: DecoderChain, target: TargetHead, identity: Tensor, scale: Tensor | None, group: int
 ) -> None:
     """Group `group` asks for slots whose own token is the newest token, and writes the token they
     pair it with.

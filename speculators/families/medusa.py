@@ -18,7 +18,8 @@ from draftsmith.speculators.drafter import Samples, valid_terms
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.families.least_squares import ridge, terms_for
 from draftsmith.speculators.options import DrafterOptions, PositiveInt
-from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.frozen_target import TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 class MedusaShape(BaseModel):
@@ -92,7 +93,7 @@ class Medusa(SlotwiseDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Medusa:
         """Blocks begin as the identity and projections as the target's, or with `features` as the
         target's after the ridge regression of the state of t + 1 + k on that of t."""

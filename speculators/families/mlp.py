@@ -25,7 +25,7 @@ from draftsmith.speculators.drafter import Samples
 from draftsmith.speculators.families.attention_free import SlotwiseDrafter
 from draftsmith.speculators.layers.decoder import RMSNorm
 from draftsmith.speculators.options import DrafterOptions, PositiveInt
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 EPS = 1e-6  # of the published norms; their config.json has no field for it
 
@@ -137,7 +137,7 @@ class MLPSpeculator(SlotwiseDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> MLPSpeculator:
         """The published start, whose scale the weights presume: deviation 1/sqrt(width)."""
         for module in (*self.emb, *self.proj, *self.heads):

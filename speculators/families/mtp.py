@@ -29,14 +29,13 @@ from draftsmith.speculators.layers.decoder import (
 )
 from draftsmith.speculators.layers.target_layer import BorrowedLayer, layer_fields
 from draftsmith.speculators.options import DrafterOptions, PositiveInt, Text
-from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.target_head import TargetHead
 
 LayoutName = Literal["mimo", "deepseek_v3", "qwen3_next"]
 BORROWED = ("deepseek_v3", "qwen3_next")  # layouts named after the model_type whose layer they use
 # what vLLM takes from the target for the mimo layout, whatever the module's own config.json says
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES += ("rms_norm_eps", "rope_parameters")
-PROBE_TOKENS = 64  # on which the start of the final norm is fitted
 
 
 class MtpConfig(DecoderConfig):
@@ -130,6 +129,7 @@ class Mtp(ChainDrafter):
         "training": {"learning_rate": 5e-5, "warmup_ratio": 0.05},
     }
     reads_last_hidden = True
+    reads_start_text = True  # the final norm's start is fitted on it
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
@@ -155,7 +155,7 @@ class Mtp(ChainDrafter):
     def attention_layers(self) -> int:
         return 1
 
-    def attach(self, target: FrozenTarget) -> Mtp:
+    def attach(self, target: TargetHead) -> Mtp:
         """See `Drafter.attach`. ConfigError also for a layer that vLLM would build otherwise."""
         super().attach(target)
         for name, expected in target_sizes(target, self.config.layout).items():
@@ -181,7 +181,7 @@ class Mtp(ChainDrafter):
 
     @torch.no_grad()
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Mtp:
         """The target's state passes through, so that a new module says what the target just said,
         one token late. The final norm's weight is fitted channel by channel to give that state back
@@ -197,8 +197,7 @@ class Mtp(ChainDrafter):
                 f" the module's, {list(self.config.tap_layers)}",
                 where="initialise_from",
             )
-        ids = torch.arange(PROBE_TOKENS, device=target.device)[None] * 7919 % target.vocab_size
-        taps, last = target(ids)
+        taps, last = target(target.start_text())
         state = (taps if self.reads_taps else last)[0].float()  # [T, H]
         x = state / state.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
         scale = (last[0].float() * x).sum(0) / x.square().sum(0).clamp(min=1e-6)  # [H]

@@ -10,14 +10,14 @@ gives features; masks for rows of different length, and states that can be rolle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
@@ -36,6 +36,7 @@ from draftsmith.speculators.target.packed_attention import (
 )
 from draftsmith.speculators.target.probe import Parts, is_quantised, needs_eager
 from draftsmith.speculators.target.recurrent import RecurrentLayers
+from draftsmith.speculators.target.target_head import TargetHead
 
 
 @dataclass
@@ -51,27 +52,16 @@ class TargetFeatures:
     seeds: Tensor | None = None  # [B], on the CPU: seeds of each row's random numbers; None: any
 
 
-class FrozenTarget(nn.Module):
-    """A causal LM in evaluation mode whose parameters never require gradients.
-
-    `tap_layers` = [i, …] reads `hidden_states[i]` of transformers for i < num_layers (0 is the
-    embedding output, i the output of layer i-1) and the residual stream before the final norm for i
-    = num_layers."""
+class FrozenTarget(TargetHead):
+    """A causal LM in evaluation mode whose parameters never require gradients: a `TargetHead` with
+    the decoder that its hidden states come from. It taps `tap_layers`."""
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.model = model.eval().requires_grad_(False)
-        self._parts = probe.find_parts(model)  # not a module: nothing in it is registered twice
-        self.name_or_path: str = self._parts.name
-        self.config: PretrainedConfig = self._parts.config
-        self.num_layers = len(self._parts.layers)
-        self.tap_layers = _check_taps(tap_layers, self.num_layers, self.name_or_path)
-        self.dtype, self.device = self._parts.dtype, self._parts.device
+        super().__init__(model, tap_layers)
         self._eager = self.config._attn_implementation == "eager"
         self._collected: dict[int, Tensor] | None = None  # taps of the forward in progress
         self._handles = [self._hook_tap(tap) for tap in self.tap_layers]
         self._tapped = bool(self.tap_layers)
-        self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
         self.recurrent: RecurrentLayers | None = None  # what its layers keep beside keys and values
         # why drafts cannot be verified with it here; None: they can
         self.decoding_refusal: str | None = None
@@ -83,7 +73,6 @@ class FrozenTarget(nn.Module):
         self._set_parts(parts)
         self._masks_by_kind = bool(getattr(self.config, "layer_types", None))
         self._attends_by_name, self._packs = not self._eager, not parts.stateful
-        self.head_to_logits, self.vocab_size = probe.confirm_logits(parts)
         probe.confirm_causal(parts)
         self._confirm_taps(parts)
         try:
@@ -162,17 +151,6 @@ class FrozenTarget(nn.Module):
     # ------------------------------------------------------------------ what it is
 
     @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def checkpoint_dtype(self) -> torch.dtype:
-        """The dtype of exports: the target's, or the checkpoint's where that was widened."""
-        own = as_dtype(self.config.dtype or self.dtype)
-        widened = self.dtype == running_dtype("auto", own, self.device) != own
-        return own if widened else self.dtype
-
-    @property
     def supports_rollback(self) -> bool:
         """True if rows of different length can be decoded together, and rejected drafts taken back.
         Without it a target gives features; `decoding_refusal` says why."""
@@ -189,45 +167,12 @@ class FrozenTarget(nn.Module):
             )
 
     @property
-    def embed_tokens(self) -> nn.Module:
-        """The input embedding, with its scale where the module applies one (Gemma)."""
-        return self._parts.embed_tokens
-
-    @property
     def decoder(self) -> nn.Module:
         return self._parts.decoder
 
     @property
     def layers(self) -> nn.ModuleList:
         return self._parts.layers
-
-    @property
-    def lm_head(self) -> nn.Module:
-        return self._parts.lm_head
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[V, H] of the output head, float32."""
-        return self.lm_head.weight.float()  # type: ignore[operator,return-value]
-
-    @property
-    def final_norm_weight(self) -> Tensor | None:
-        """[H] float32: the scale of the norm before the head, as a plain RMS norm would hold it;
-        None if there is no such norm. Of a layer norm the bias is left out, as heads have none."""
-        try:
-            norm = self._norm_before_head()
-        except UnsupportedTarget:
-            return None
-        return probe.norm_scale(norm, self.hidden_size, dtype=self.dtype, device=self.device)
-
-    def train(self, mode: bool = True) -> FrozenTarget:
-        """A frozen target has no training mode."""
-        return super().train(False)
-
-    def _apply(self, fn: Callable, *args, **kwargs) -> FrozenTarget:
-        super()._apply(fn, *args, **kwargs)
-        self.dtype, self.device = self._parts.dtype, self._parts.device
-        return self
 
     def close(self) -> None:
         """Removes the hooks; the model is then as it was."""
@@ -275,22 +220,6 @@ class FrozenTarget(nn.Module):
     def serve_up_to(self, max_length: int) -> None:
         """Fixes LongRoPE's frequencies to those for `max_length` tokens, for any row."""
         longrope.fix_frequencies(self._parts.decoder, max_length)
-
-    def logits(self, last_hidden: Tensor) -> Tensor:
-        """last_hidden [..., H] -> logits [..., V], with the model's own scale and soft cap."""
-        return self.head_to_logits(self._parts.lm_head(last_hidden))  # scaled and capped
-
-    def final_norm(self, residual: Tensor) -> Tensor:
-        """The stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
-        with torch.no_grad():
-            return self._norm_before_head()(residual)
-
-    def _norm_before_head(self) -> Callable[[Tensor], Tensor]:
-        """UnsupportedTarget if there is none."""
-        if self._final_norm is None:
-            with torch.no_grad():
-                self._final_norm = probe.find_final_norm(self._parts)
-        return self._final_norm
 
     def features(
         self,
@@ -441,14 +370,3 @@ class FrozenTarget(nn.Module):
         if tap == 0:
             return self._parts.layers[0].register_forward_pre_hook(before, with_kwargs=True)
         return self._parts.layers[tap - 1].register_forward_hook(after)
-
-
-def _check_taps(tap_layers: Sequence[int], n: int, name: str) -> tuple[int, ...]:
-    bad = [tap for tap in tap_layers if not isinstance(tap, int) or not 0 <= tap <= n]
-    if bad or len(set(tap_layers)) != len(tap_layers):
-        raise ConfigError(
-            f"tap_layers={list(tap_layers)}: expected distinct numbers in 0..{n} "
-            f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)",
-            where=f"target {name}",
-        )
-    return tuple(sorted(tap_layers))

@@ -38,7 +38,7 @@ _RECURRENT_FIELDS = (
 _LOGIT_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier_scale")
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 CACHE_NAMES = ("past_key_values", "cache_params", "cache")  # the last one from transformers 5.20 on
-_OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OF_STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PROBE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 _PROBE_ATTENTION = "draftsmith_probe"
 _PROBE_PREFIX_LIMIT = 32768  # longest past of the mask probe; longer windows are not confirmed
@@ -77,12 +77,12 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """That of the states: quantised weights have others."""
-        dtypes = (p.dtype for p in self.layers.parameters() if p.dtype in _OF_STATES)
+        dtypes = (p.dtype for p in self.layers.parameters() if p.dtype in OF_STATES)
         return next(dtypes, self.model.dtype)
 
     @property
     def device(self) -> torch.device:
-        return next(self.layers.parameters()).device
+        return self.embed_tokens.weight.device  # type: ignore[return-value]
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
@@ -94,7 +94,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
 def has_plain_weight(module: nn.Module) -> bool:
     """False if the weight of a linear layer or embedding is quantised."""
     weight = getattr(module, "weight", None)
-    if weight is None or weight.dtype not in _OF_STATES:
+    if weight is None or weight.dtype not in OF_STATES:
         return False
     return not hasattr(weight, "tensor_data_names")  # as torchao's quantised weights have
 

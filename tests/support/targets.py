@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from tests.quickstart_data import DATA
 from tests.support.models import make_tiny_model
@@ -16,4 +20,25 @@ def save_target(folder: Path, name: str = "qwen3", **config) -> Path:
     make_tiny_model(name, **sizes).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / file, folder)
+    return folder
+
+
+def keep_two_shards(model: PreTrainedModel, folder: Path, *, shards: int) -> Path:
+    """A checkpoint whose index names `shards` files, of which the first and the last are there:
+    embedding and norm lie in one, the output head in the other."""
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    first, *between, last = (
+        f"model-{n:05}-of-{shards:05}.safetensors" for n in range(1, shards + 1)
+    )
+    layers = [name for name in state if ".layers." in name]
+    files = {name: between[number % len(between)] for number, name in enumerate(layers)}
+    files |= {"model.embed_tokens.weight": first, "model.norm.weight": first}
+    files |= {"lm_head.weight": last}
+    for shard in (first, last):
+        tensors = {name: state[name] for name in files if files[name] == shard}
+        save_file(tensors, folder / shard, {"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -18,8 +18,8 @@ from draftsmith.speculators.errors import CheckpointError
 from draftsmith.speculators.export import describe_target, export_drafter
 from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.registry import family_class
-from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.info import TargetSketch
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.train.data.prepare import run_tokenizer
 from draftsmith.train.pipeline.adapted_target import named_adapted_target
 from draftsmith.train.recipe.drafter_config import drafter_config
@@ -89,7 +89,7 @@ def reexport(
     return export_drafter(drafter, out, dtype=exported, provenance=provenance, format=format), step
 
 
-def _dtype(requested: str, target: FrozenTarget | TargetSketch) -> torch.dtype:
+def _dtype(requested: str, target: TargetHead | TargetSketch) -> torch.dtype:
     return target.checkpoint_dtype if requested == "auto" else as_dtype(requested)
 
 

@@ -30,6 +30,7 @@ from draftsmith.speculators.families.draft_model.student import (
 from draftsmith.speculators.options import Count, DrafterOptions, PositiveInt
 from draftsmith.speculators.precision import to_device
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
+from draftsmith.speculators.target.target_head import TargetHead
 from draftsmith.speculators.vocab.token_bytes import same_vocabulary
 from draftsmith.speculators.vocab.token_map import TokenMap
 
@@ -190,7 +191,7 @@ class DraftModel(TokenDrafter):
 
     # -------------------------------------------------------------- the two vocabularies
 
-    def attach(self, target: FrozenTarget) -> Drafter:
+    def attach(self, target: TargetHead) -> Drafter:
         """Any target with the same tokenizer; their tables may be padded to different sizes."""
         self._target = [target]
         return self
@@ -245,11 +246,17 @@ class DraftModel(TokenDrafter):
     # ---------------------------------------------------- starting weights, and how it is trained
 
     def initialise_from(
-        self, target: FrozenTarget, options: Any = None, features: Samples = None
+        self, target: TargetHead, options: Any = None, features: Samples = None
     ) -> Drafter:
         """The target's layers, or weights as transformers initialises them."""
         if options is not None and options.from_target is not None:
             layers = cut_layers(options.from_target, target.num_layers, "drafter.from_target")
+            if not isinstance(target, FrozenTarget):
+                raise ConfigError(
+                    "its layers are copied, and only embedding, final norm and output head are"
+                    " loaded; load the whole as a FrozenTarget",
+                    where=f"target {target.name_or_path}",
+                )
             copy_layers(target.model, layers, self.model)
         return self
 

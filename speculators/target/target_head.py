@@ -1,0 +1,374 @@
+"""TargetHead: what a drafter shares of its target, which is embedding, final norm and output head.
+
+A target of any size has these on one device. They are read from a checkpoint by its index: only
+the shards that hold them are opened, and fetched from the Hub. transformers names and loads the
+tensors, builds the modules, and runs them in their order with nothing in the place of the decoder
+layers, so that scales and soft caps are observed as they are on a whole model. Hidden states come
+from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from draftsmith.speculators.errors import CheckpointError, ConfigError, UnsupportedTarget
+from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.precision import as_dtype, running_dtype, say_widened
+from draftsmith.speculators.target import probe
+from draftsmith.speculators.target.info import sketch_target
+
+States = tuple[Tensor | None, Tensor]  # taps [B, T, n·H], None without any; last_hidden [B, T, H]
+START_TOKENS = 64
+# What the forward of a model without layers may raise.
+_SHAPE_ERRORS = (UnsupportedTarget, AttributeError, LookupError, RuntimeError, TypeError)
+
+
+class TargetHead(nn.Module):
+    """Embedding, final norm and output head of a causal LM, frozen, with the sizes of the whole.
+
+    `model`: a transformers model. `tap_layers`: the layers whose states a drafter reads, wherever
+    these come from; i is `hidden_states[i]` of transformers for i < num_layers (0 is the embedding
+    output, i the output of layer i-1) and the residual stream before the final norm for i =
+    num_layers."""
+
+    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self._parts = probe.find_parts(model)  # not a module: nothing in it is registered twice
+        self.name_or_path: str = self._parts.name
+        self.config: PretrainedConfig = self._parts.config
+        self.num_layers = len(self._parts.layers)
+        self.tap_layers = _check_taps(tap_layers, self.num_layers, self.name_or_path)
+        self.dtype = self._parts.dtype
+        self.device = self._parts.device
+        self._final_norm: Callable[[Tensor], Tensor] | None = None  # found on first use
+        # where hidden states come from; None: a subclass computes them, or nobody
+        self.states_of: Callable[[Tensor], States] | None = None
+        with torch.no_grad():
+            self.head_to_logits, self.vocab_size = probe.confirm_logits(self._parts)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str,
+        *,
+        tap_layers: Sequence[int] = (),
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str = "cpu",
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> TargetHead:
+        """Loads the tensors that `TargetHead` names, from safetensors, and no decoder layer.
+        Arguments as of `FrozenTarget.from_pretrained`. Errors: CheckpointError, UnsupportedTarget,
+        also for an embedding or output head that is quantised."""
+        model = load_without_layers(
+            path_or_id, dtype=dtype, trust_remote_code=trust_remote_code, revision=revision
+        )
+        if running_dtype(dtype, model.dtype, device) != model.dtype:
+            model.float()
+            say_widened(path_or_id)
+        head = _confirmed(model, tap_layers)
+        del head._parts.layers[:]
+        return head.to(device)
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """The dtype of exports: the target's, or the checkpoint's where that was widened."""
+        own = as_dtype(self.config.dtype or self.dtype)
+        widened = self.dtype == running_dtype("auto", own, self.device) != own
+        return own if widened else self.dtype
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embedding, with its scale where the module applies one (Gemma)."""
+        return self._parts.embed_tokens
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self._parts.lm_head
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H] of the output head, float32."""
+        return self.lm_head.weight.float()  # type: ignore[operator,return-value]
+
+    @property
+    def final_norm_weight(self) -> Tensor | None:
+        """[H] float32: the scale of the norm before the head, as a plain RMS norm would hold it;
+        None if there is no such norm. Of a layer norm the bias is left out, as heads have none."""
+        try:
+            norm = self._norm_before_head()
+        except UnsupportedTarget:
+            return None
+        return probe.norm_scale(norm, self.hidden_size, dtype=self.dtype, device=self.device)
+
+    def train(self, mode: bool = True) -> TargetHead:
+        """A frozen target has no training mode."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable, *args, **kwargs) -> TargetHead:
+        super()._apply(fn, *args, **kwargs)
+        self.dtype = self._parts.dtype
+        self.device = self._parts.device
+        return self
+
+    # ------------------------------------------------------------------ what it computes
+
+    def forward(self, input_ids: Tensor) -> States:
+        """input_ids [1, T], one text -> taps, last_hidden. ConfigError: nobody has them."""
+        if self.states_of is None:
+            raise ConfigError(
+                "its hidden states are needed, and only embedding, final norm and output head are"
+                " loaded; load the whole as a FrozenTarget",
+                where=f"target {self.name_or_path}",
+            )
+        return self.states_of(input_ids)
+
+    def start_text(self) -> Tensor:
+        """[1, START_TOKENS] token ids spread over the vocabulary, on whose hidden states a drafter
+        that `reads_start_text` scales its starting weights."""
+        ids = torch.arange(START_TOKENS, device=self.device)[None]
+        return ids * 7919 % self.vocab_size
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """last_hidden [..., H] -> logits [..., V], with the model's own scale and soft cap."""
+        return self.head_to_logits(self._parts.lm_head(last_hidden))  # scaled and capped
+
+    def final_norm(self, residual: Tensor) -> Tensor:
+        """The stream after the last layer (tap `num_layers`) [..., H] -> last_hidden [..., H]."""
+        with torch.no_grad():
+            return self._norm_before_head()(residual)
+
+    def _norm_before_head(self) -> Callable[[Tensor], Tensor]:
+        """UnsupportedTarget if there is none."""
+        if self._final_norm is None:
+            with torch.no_grad():
+                self._final_norm = probe.find_final_norm(self._parts)
+        return self._final_norm
+
+
+def _check_taps(tap_layers: Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    bad = [tap for tap in tap_layers if not isinstance(tap, int) or not 0 <= tap <= n]
+    if bad or len(set(tap_layers)) != len(tap_layers):
+        raise ConfigError(
+            f"tap_layers={list(tap_layers)}: expected distinct numbers in 0..{n} "
+            f"(0 = embedding output, i = output of layer i-1, {n} = before the final norm)",
+            where=f"target {name}",
+        )
+    return tuple(sorted(tap_layers))
+
+
+# ---------------------------------------------------------------------- a model without its layers
+
+
+class _PassThrough(nn.Module):
+    """In the place of a decoder layer: its input is its output. It has the attributes by which a
+    decoder chooses masks and the like, but no weights."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.returns_tuple = False
+        own = vars(self)
+        plain = {name: value for name, value in vars(layer).items() if name not in own}
+        own.update({name: value for name, value in plain.items() if not name.startswith("_")})
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+def remove_layers(model: PreTrainedModel) -> tuple[str, list[nn.Module]]:
+    """Takes the decoder layers out of a model, and the modules beside its language model, such as a
+    vision tower. Returns the name of the list of layers, which is empty then, and the layers."""
+    parts = probe.find_parts(model)
+    name = next(name for name, module in model.named_modules() if module is parts.layers)
+    layers = list(parts.layers)
+    del parts.layers[:]
+    kept: set[nn.Module] = set()
+    for root in (parts.decoder, parts.embed_tokens, parts.lm_head):
+        kept |= set(root.modules())
+    for module in set(model.modules()) - kept:
+        for child_name, child in list(module.named_children()):
+            if kept.isdisjoint(child.modules()):
+                setattr(module, child_name, nn.Identity())
+    return name, layers
+
+
+def _class_without_layers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of a model, whose instances have no layers before they get any memory."""
+
+    def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, config, *args, **kwargs)
+        remove_layers(self)
+
+    members = {"__init__": __init__, "__module__": whole.__module__}
+    return type(whole.__name__, (whole,), members)
+
+
+def load_without_layers(
+    path_or_id: str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """The model of a checkpoint on the CPU with a `_PassThrough` in the place of every decoder
+    layer. Errors as of `TargetHead.from_pretrained`."""
+    name, revision = split_revision(path_or_id, revision)
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    skeleton = sketch_target(name, **source).model
+    if probe.needs_eager(skeleton.config.get_text_config()):
+        skeleton.set_attn_implementation("eager")
+    config = copy.deepcopy(skeleton.config)
+    # What is loaded is not quantised; if it is, that is noticed below.
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+    layers_name, layers = remove_layers(skeleton)
+    weights = read_tensors(_Checkpoint(name, revision), skeleton, path_or_id)
+    try:
+        model, info = _class_without_layers(type(skeleton)).from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation=config._attn_implementation,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot load the weights: {one_line(error)}", where=f"target {path_or_id}"
+        ) from error
+    probe.refuse_incomplete(info, path_or_id)
+    model.config._name_or_path = name
+    model.get_submodule(layers_name).extend(_PassThrough(layer) for layer in layers)
+    return model
+
+
+def _confirmed(model: PreTrainedModel, tap_layers: Sequence[int]) -> TargetHead:
+    """Probes a model without layers. Decoders differ in what they take from a layer: a tensor, or a
+    tuple of it."""
+    try:
+        return _probed(model, tap_layers)
+    except _SHAPE_ERRORS:
+        for layer in model.modules():
+            if isinstance(layer, _PassThrough):
+                layer.returns_tuple = True
+    try:
+        return _probed(model, tap_layers)
+    except _SHAPE_ERRORS as error:
+        raise UnsupportedTarget(
+            f"its embedding, final norm and output head cannot be run without its layers ({error})",
+            where=f"target {model.config._name_or_path}",
+        ) from error
+
+
+def _probed(model: PreTrainedModel, tap_layers: Sequence[int]) -> TargetHead:
+    head = TargetHead(model, tap_layers)
+    with suppress(UnsupportedTarget):  # few ask for it, and it may have none
+        head._norm_before_head()
+    return head
+
+
+# ---------------------------------------------------------------------- tensors of a checkpoint
+
+
+class _Checkpoint:
+    """Files of a checkpoint in a folder or a repository; from the Hub a file is fetched when it is
+    asked for."""
+
+    def __init__(self, name: str, revision: str | None) -> None:
+        self.name = name
+        self.revision = revision
+
+    def shards(self) -> dict[str, str]:
+        """The file of every tensor."""
+        if (index := self.path(SAFE_WEIGHTS_INDEX_NAME, required=False)) is not None:
+            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        path = self.path(SAFE_WEIGHTS_NAME)
+        with self._opened(path) as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+    def read(self, shards: Mapping[str, str]) -> dict[str, Tensor]:
+        """These tensors, on the CPU, each from its file."""
+        tensors = {}
+        for shard in sorted(set(shards.values())):
+            with self._opened(self.path(shard)) as file:
+                names = [name for name in shards if shards[name] == shard]
+                tensors |= {name: file.get_tensor(name) for name in names}
+        return tensors
+
+    def path(self, file: str, required: bool = True) -> Any:
+        """CheckpointError: it is required, and not there."""
+        try:
+            found = cached_file(self.name, file, revision=self.revision)
+        except OSError as error:
+            if not required:
+                return None
+            raise CheckpointError(
+                f"{file} is needed for embedding, final norm and output head, and cannot be read"
+                f" ({one_line(error)})",
+                where=f"target {self.name}",
+            ) from error
+        return Path(found)
+
+    def _opened(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"is damaged ({error})", where=f"{path}") from error
+
+
+def read_tensors(
+    checkpoint: _Checkpoint, skeleton: PreTrainedModel, where: str
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that `skeleton`, a model on the meta device without layers, has a
+    place for, under the checkpoint's names. UnsupportedTarget: they are quantised."""
+    expected = skeleton.state_dict()
+    conversions = get_model_conversion_mapping(skeleton)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
+    prefix = skeleton.base_model_prefix
+    shards = checkpoint.shards()
+    names = {
+        name: rename_source_key(name, renamings, converters, prefix, expected)[0] for name in shards
+    }
+    weights = checkpoint.read({name: shards[name] for name in names if names[name] in expected})
+    _refuse_quantised(weights, names, expected, where)
+    return weights
+
+
+def _refuse_quantised(
+    weights: Mapping[str, Tensor], names: Mapping[str, str], expected: Mapping[str, Tensor], where
+) -> None:
+    """A quantised weight is of no float format, or is stored as several tensors of other names."""
+    folders = {name.rpartition(".")[0] for name in expected}
+    packed = [
+        name
+        for name, renamed in names.items()
+        if renamed not in expected and renamed.rpartition(".")[0] in folders
+    ]
+    quantised = [name for name, weight in weights.items() if weight.dtype not in probe.OF_STATES]
+    if faults := [*quantised, *packed]:
+        raise UnsupportedTarget(
+            f"its tensor {faults[0]!r} is of a quantised embedding or output head, which drafters"
+            " share; use a checkpoint whose own is not",
+            where=f"target {where}",
+        )
