@@ -21,6 +21,7 @@ from draftsmith.train.trainer.joint_target import JointTarget
 from draftsmith.train.trainer.trainer import Trainer
 
 TAPS = {"tap_layers": [1, 2, 3]}
+BLOCK = {"unroll_steps": 3, "mask_token_id": 100, "block_size": 4, "num_layers": 1, **TAPS}
 SHAPES: dict[str, dict[str, Any]] = {  # drafter sections
     "eagle3": {"unroll_steps": 3, "draft_vocab_size": 60, **TAPS},
     "eagle": {"unroll_steps": 2, "feature_noise": 0.1, "init": "pass_through"},
@@ -28,7 +29,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # drafter sections
     "mlp": {"inner_dim": 24, "unroll_steps": 3},
     "mtp": {"unroll_steps": 2},
     "draft_model": {"from_target": {"last": 2}},
-    "dflash": {"unroll_steps": 3, "mask_token_id": 100, "block_size": 4, "num_layers": 1, **TAPS},
+    "dflash": BLOCK,
+    "dflash2": BLOCK,
+    "dspark": {**BLOCK, "markov_rank": 3},
     "peagle": {"mask_token_id": 100, "draft_vocab_size": 60, "num_depths": 3, **TAPS},
 }
 TEXTS = {"prompts": 5, "max_new_tokens": 14, "refresh_every": 3, "share": 0.7}  # on policy

@@ -31,6 +31,7 @@ from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafte
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import TrainingSection
 from draftsmith.train.trainer.batches import StepRows
+from draftsmith.train.trainer.optimizers import muon_matrices
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
 Parts = dict[str, int]  # bytes, by what takes them
@@ -159,7 +160,7 @@ class Stage:
         """AdamW keeps two numbers for each parameter, Muon one for each of a matrix."""
         matrices: Sequence[torch.nn.Parameter] = ()
         if self.training.optimizer == "muon":
-            matrices = [p for p in self.head.weight_matrices() if p.ndim == 2 and p.requires_grad]
+            matrices = muon_matrices(self.head)
         return 8 * self.trainable - 4 * sum(p.numel() for p in matrices)
 
     @property

@@ -29,6 +29,13 @@ from draftsmith.train.recipe.sections import TrainingSection
 BETAS = (0.9, 0.95)
 
 
+def muon_matrices(drafter: Drafter) -> list[nn.Parameter]:
+    """The parameters that Muon takes. A row or a column is no matrix: it has one direction, and an
+    orthogonalised step of it would have the same size whatever its gradient."""
+    weights = (p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad)
+    return [p for p in weights if min(p.shape) > 1]
+
+
 def make_optimizers(
     drafter: Drafter,
     training: TrainingSection,
@@ -36,9 +43,7 @@ def make_optimizers(
     others_learning_rate: float | None = None,
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of the drafter, and of `others` at their own rate; groups have a `peak_lr`."""
-    matrices = []
-    if training.optimizer == "muon":
-        matrices = [p for p in drafter.weight_matrices() if p.ndim == 2 and p.requires_grad]
+    matrices = muon_matrices(drafter) if training.optimizer == "muon" else []
     for_muon = set(matrices)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in drafter.trainable_parameters() if p not in for_muon]}
@@ -48,7 +53,7 @@ def make_optimizers(
     decay, optimizers = training.weight_decay, list[torch.optim.Optimizer]()
     if matrices:
         rate = training.muon_learning_rate
-        optimizers.append(torch.optim.Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay))
+        optimizers.append(Muon(matrices, lr=rate, momentum=0.95, weight_decay=decay))
     rate = training.learning_rate
     adam = torch.optim.AdamW(groups, lr=rate, betas=BETAS, weight_decay=decay, fused=True)
     optimizers.append(adam)
@@ -61,35 +66,74 @@ def param_groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, 
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, whose step does nothing where `found_inf` [] is 1, without waiting for the
+    device: the protocol of fused AdamW and of GradScaler. None: the step is taken. Shards may be
+    of any shape, and fewer rows than processes."""
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # nobody has a closure
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._step_matrix(p, group)
+
+    def _step_matrix(self, p: Tensor, group: dict[str, Any]) -> None:
+        """The momentum stands in for a gradient that is not finite: their mean is the momentum as
+        it was, and the update that follows is finite. It is then multiplied with 0."""
+        assert p.grad is not None, "the loop fills every gradient"
+        state, momentum = self.state[p], group["momentum"]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer: Tensor = state["momentum_buffer"]
+        gradient: Tensor = p.grad
+        taken: Tensor | float = 1.0
+        if self.found_inf is not None:
+            gradient = torch.where(self.found_inf > 0, buffer, gradient)
+            taken = 1 - self.found_inf
+        buffer.lerp_(gradient, 1 - momentum)
+        update = orthogonalised(gradient.lerp(buffer, momentum))
+        if isinstance(p, DTensor) and isinstance(update, DTensor):
+            update = update.redistribute(placements=p.placements)
+        p.mul_(1 - taken * (group["lr"] * group["weight_decay"]))
+        rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
+        p.add_(update * taken, alpha=-rate)
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """[A, B] -> [A, B] in bfloat16, with the same singular vectors and singular values near 1: five
+    Newton-Schulz iterations (Jordan et al., as in torch.optim.Muon, which keeps them private)."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    if tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(
+            x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
+        )
+    return x.T if tall else x
+
+
 def step_if_finite(optimizers: Sequence[torch.optim.Optimizer], norm: Tensor) -> None:
     """One step, or none if `norm` [], that of all gradients, is not finite: weights, moments and
     step counts then stay as they are. Only shards wait for the device."""
     finite = norm.isfinite()
     for optimizer in optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(isinstance(p, DTensor) for p in parameters):
-            if finite:
-                optimizer.step()
-        elif isinstance(optimizer, torch.optim.Muon):
-            _step_or_undo(optimizer, parameters, finite)
-        else:
-            optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # its kernel looks at it
+        if not any(isinstance(p, DTensor) for p in parameters):
+            set_found_inf(optimizer, finite)
+            optimizer.step()
+        elif finite:
             optimizer.step()
 
 
-def _step_or_undo(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], finite: Tensor
-) -> None:
-    """A step that is undone on the device where `finite` [] is false."""
-    weights = [p.detach().clone() for p in parameters]
-    moments = [{name: t.clone() for name, t in optimizer.state[p].items()} for p in parameters]
-    optimizer.step()
-    with torch.no_grad():
-        for p, weight, before in zip(parameters, weights, moments, strict=True):
-            p.copy_(torch.where(finite, p, weight))
-            for name, moment in optimizer.state[p].items():
-                old = before.get(name, torch.zeros_like(moment))
-                moment.copy_(torch.where(finite, moment, old))
+def set_found_inf(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """torch.amp.GradScaler's word to an optimizer that looks at it on the device, as fused AdamW
+    and `Muon` do: with `found_inf` of 1 the next step changes nothing."""
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
 
 
 def optimizer_state(
