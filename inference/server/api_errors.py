@@ -53,5 +53,10 @@ def fault(error: BaseException) -> HTTPException:
         return error
     if isinstance(error, DraftsmithError):
         return APIError(400, str(error))
-    reason = str(error).strip().partition("\n")[0]
-    return APIError(500, f"the server failed: {type(error).__name__}: {reason}")
+    return APIError(500, f"the server failed: {reason(error)}")
+
+
+def reason(error: BaseException) -> str:
+    """The class of an exception, and the first line of its message."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}"

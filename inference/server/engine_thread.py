@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import torch
 from starlette.exceptions import HTTPException
 
 from draftsmith.inference.entrypoints.llm import LLM
@@ -27,13 +28,32 @@ from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.outputs import RequestOutput
 from draftsmith.inference.requests.response import Response
 from draftsmith.inference.sampling_params import SamplingParams
-from draftsmith.inference.server.api_errors import APIError, fault
+from draftsmith.inference.server.api_errors import APIError, fault, reason
 from draftsmith.inference.server.prometheus import ServerMetrics
 from draftsmith.inference.server.serve_options import ServerOptions
 
 logger = logging.getLogger(__name__)
 
+# Steps that may fail one after the other, each ending its requests, before the engine is given up.
+MOST_FAILED_STEPS = 8
+
 Update = tuple["Ticket", int, RequestOutput | HTTPException]  # of the prompt with this index
+
+
+class EngineFailure(RuntimeError):
+    """Nothing can be served any more."""
+
+
+def require_device(device: torch.device) -> None:
+    """EngineFailure if the device does not compute any more: after some CUDA errors (an illegal
+    address, a card that is gone) every later call of the process fails. Being out of memory is no
+    such error."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except torch.OutOfMemoryError:
+        return
+    except Exception as error:
+        raise EngineFailure(f"the device {device} is lost: {reason(error)}") from error
 
 
 class Ticket:
@@ -87,6 +107,7 @@ class EngineThread:
         self._thread = ThreadPoolExecutor(1, "engine")
         self._stopping = False
         # the thread's own
+        self._failed_steps = 0  # in a row
         self._active: dict[str, tuple[Ticket, int]] = {}  # by request id
         self._updates: list[Update] = []  # of this round
 
@@ -152,14 +173,18 @@ class EngineThread:
 
     def _rounds(self) -> None:
         while not self._stopping and (self._calls or self.llm.engine.has_unfinished):
-            self.round()
-            updates, self._updates = self._updates, []
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(_deliver, updates)
+            try:
+                self.round()
+            finally:
+                updates, self._updates = self._updates, []
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(_deliver, updates)
 
     def round(self) -> None:
         """Does what was asked for, then one step. If that fails, the requests that had rows end
-        with the reason, and those that wait go on."""
+        with the reason, and those that wait go on.
+
+        EngineFailure if they cannot: the device is lost, or `MOST_FAILED_STEPS` failed in a row."""
         while self._calls:
             self._calls.popleft()()
         if not self.llm.engine.has_unfinished:
@@ -168,17 +193,27 @@ class EngineThread:
         try:
             finished = self.llm.engine.step()
         except Exception as error:
-            logger.error("a step of the engine failed; its requests are ended", exc_info=error)
-            failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
-            for request_id in {request.request_id for request in failed}:
-                self._fail(request_id, error)
+            self._end_failed_step(error)
             return
+        self._failed_steps = 0
         for request_id in dict.fromkeys(r.request_id for r in [*finished, *scheduler.running]):
             try:
                 self._publish(request_id)
             except Exception as error:
                 logger.error("request %s could not be written", request_id, exc_info=error)
                 self._fail(request_id, error)
+
+    def _end_failed_step(self, error: Exception) -> None:
+        logger.error("a step of the engine failed; its requests are ended", exc_info=error)
+        scheduler = self.llm.engine.scheduler
+        failed = scheduler.running or list(scheduler.waiting)[: scheduler.max_num_seqs]
+        for request_id in {request.request_id for request in failed}:
+            self._fail(request_id, error)
+        self._failed_steps += 1
+        require_device(self.llm.engine.target.device)
+        if self._failed_steps >= MOST_FAILED_STEPS:
+            message = f"{self._failed_steps} steps failed in a row, the last: {reason(error)}"
+            raise EngineFailure(message) from error
 
     def begin(self, ticket: Ticket, index: int, params: SamplingParams) -> None:
         """Hands a prompt to the engine."""

@@ -12,8 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
+import torch
 
 from draftsmith.inference import SamplingParams
+from draftsmith.inference.server.engine_thread import MOST_FAILED_STEPS
 from draftsmith.inference.server.serve_command import bind, serve_app
 from draftsmith.inference.server.serve_options import ServeFlags
 
@@ -173,18 +175,52 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_is_served(
     wait_until(lambda: idle(serving, url))
 
 
-def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch):
-    def die():
-        raise SystemExit("gone")
+def fail(error: BaseException):
+    raise error
 
-    llm = drafting_llm("off", model)
-    monkeypatch.setattr(llm.engine, "step", die)
-    listening = bind("127.0.0.1", 0)
+
+@pytest.mark.parametrize(
+    "error, requests", [(SystemExit("gone"), 1), (RuntimeError("broken"), MOST_FAILED_STEPS)]
+)
+def test_engine_that_dies_ends_the_server(drafting_llm, model, monkeypatch, error, requests):
+    """At once, or when steps fail one after the other."""
+    llm, listening = drafting_llm("off", model), bind("127.0.0.1", 0)
+    monkeypatch.setattr(llm.engine, "step", lambda: fail(error))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(serve_app, llm, ServeFlags(served_model_name=("tiny",)), listening)
-        request = {"prompt": "x", "max_tokens": 2}
-        assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
+        for _ in range(requests):
+            request = {"prompt": "x", "max_tokens": 2}
+            assert CLIENT.post(f"{url}/v1/completions", json=request).status_code == 500
         with pytest.raises(SystemExit) as exit_code:
             server.result(30)
     assert exit_code.value.code == 1
+
+
+def test_engine_whose_device_is_lost_is_unhealthy(serving, drafting_llm, model, monkeypatch):
+    llm = drafting_llm("off", model)
+    url = serving(llm)
+    monkeypatch.setattr(llm.engine, "step", lambda: fail(RuntimeError("an illegal address")))
+    monkeypatch.setattr(llm.engine.target, "device", torch.device("meta"))  # cannot compute
+    statuses = [CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code]
+    wait_until(lambda: serving.server(url).engine.failure is not None)
+    statuses.append(CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code)
+    statuses.append(CLIENT.get(f"{url}/health").status_code)
+    assert statuses == [500, 503, 503]
+
+
+def test_steps_that_fail_now_and_then_leave_the_engine_healthy(
+    serving, drafting_llm, model, monkeypatch
+):
+    llm = drafting_llm("off", model)
+    url, step = serving(llm), llm.engine.step
+    few = [False] * (MOST_FAILED_STEPS - 1)
+    works = iter([*few, True, *few])
+    monkeypatch.setattr(llm.engine, "step", lambda: step() if next(works) else fail(OSError("no")))
+    request = {"prompt": "x", "max_tokens": 1}
+    statuses = [
+        CLIENT.post(f"{url}/v1/completions", json=request).status_code
+        for _ in range(2 * len(few) + 1)
+    ]
+    assert statuses == [*[500] * len(few), 200, *[500] * len(few)]
+    assert CLIENT.get(f"{url}/health").status_code == 200
