@@ -183,7 +183,10 @@ class RaggedCache:
         """The layer's memory, allocated in the shape of the first `key`/`value` [b, kv_heads, T,
         head_dim] seen."""
         if index not in self._layers:
-            self._layers[index] = self._allocate(key), self._allocate(value)
+            self._layers[index] = (
+                self._allocate(key, self.capacity),
+                self._allocate(value, self.capacity),
+            )
         return self._layers[index]
 
     def _tensors(self) -> list[Tensor]:
@@ -197,17 +200,26 @@ class RaggedCache:
                 f"{length} positions are needed; expected at most max_len={self.max_len}",
                 where="RaggedCache",
             )
-        while self.capacity < length:
-            self.capacity = min(2 * self.capacity, self.max_len)
-        for index, old in self._layers.items():
-            self._layers[index] = self._allocate(old[0]), self._allocate(old[1])
-            for new, tensor in zip(self._layers[index], old, strict=True):
-                new[:, :, : tensor.shape[2]] = tensor
+        capacity = self.capacity
+        while capacity < length:
+            capacity = min(2 * capacity, self.max_len)
+        # Layer by layer, so that no more than one is held twice. If memory runs out on the way,
+        # capacity stays what every layer has, and the next attempt goes on with those left.
+        for index, (keys, values) in self._layers.items():
+            if keys.shape[2] < capacity:
+                self._layers[index] = self._grown(keys, capacity), self._grown(values, capacity)
+        self.capacity = capacity
 
-    def _allocate(self, like: Tensor) -> Tensor:
+    def _grown(self, memory: Tensor, capacity: int) -> Tensor:
+        """A copy of a layer's memory with zeros behind it."""
+        grown = self._allocate(memory, capacity)
+        grown[:, :, : memory.shape[2]] = memory
+        return grown
+
+    def _allocate(self, like: Tensor, capacity: int) -> Tensor:
         """[rows, kv_heads, capacity, head_dim]. Zeros, since a masked NaN would reach the output;
         never an inference tensor, so that the cache may outlive a block of `inference_mode`."""
-        shape = (self.max_rows, like.shape[1], self.capacity, like.shape[3])
+        shape = (self.max_rows, like.shape[1], capacity, like.shape[3])
         with torch.inference_mode(False):
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
 

@@ -115,6 +115,34 @@ def test_reads_are_views_and_growth_keeps_what_was_written():
     assert cache.lengths == [5, 0]
 
 
+def test_growth_that_runs_out_of_memory_leaves_the_cache_usable(monkeypatch):
+    cache = RaggedCache(1, max_len=12)
+    for layer in (0, 1):
+        key = torch.full((1, 1, 3, 2), float(layer))
+        cache.view(0, 1, 3).update(key, -key, layer)
+    cache.advance(0, 3)
+    allocations = []
+
+    def full_at_the_third(*args, zeros=torch.zeros, **kwargs):
+        allocations.append(args)
+        if len(allocations) == 3:
+            raise torch.OutOfMemoryError
+        return zeros(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full_at_the_third)
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.view(0, 1, 2)
+    assert cache.capacity == 4 and cache.lengths == [3]
+    view = cache.view(0, 1, 2)
+    for layer in (0, 1):
+        new = torch.full((1, 1, 2, 2), 7.0)
+        keys, values = view.update(new, -new, layer)
+        assert keys[0, 0, :, 0].tolist() == [layer] * 3 + [7, 7]
+        assert values[0, 0, :, 0].tolist() == [-layer] * 3 + [-7, -7]
+    assert cache.capacity == 8
+
+
 def test_mistakes_are_refused():
     cache = RaggedCache(2, max_len=8)
     keys = torch.zeros(1, 1, 3, 2)
