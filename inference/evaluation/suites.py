@@ -97,7 +97,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConfigError(f"could not be read as lines of JSON: {error}", where=f"{path}") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    # not `splitlines`, which also cuts at U+2028 and others: JSON has them as they are in texts
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)

@@ -34,6 +34,15 @@ def test_a_row_of_every_suite(name, row, turns, category, tmp_path):
     assert second.origin == f"{path}:2"
 
 
+@pytest.mark.parametrize("character", "\u2028\u2029\x85")
+def test_json_line_with_a_line_separator_in_a_text_is_one_line(character, tmp_path):
+    row = json.dumps({"question": f"a{character}b"}, ensure_ascii=False)
+    (tmp_path / "f.jsonl").write_text(f"{row}\r\n{row}\n", encoding="utf-8", newline="")
+    first, second = load_suite("gsm8k", tmp_path / "f.jsonl")
+    assert first.turns == second.turns == (f"a{character}b",)
+    assert second.origin == f"{tmp_path / 'f.jsonl'}:2"
+
+
 def test_compressed_file_is_read(tmp_path):
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a"}\n'))
     assert load_suite("gsm8k", tmp_path / "f.jsonl.gz")[0].turns == ("a",)
