@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import transformers
 
 from draftsmith.speculators.errors import DataError
+from draftsmith.version import package_version
 
 WEIGHTS = (".safetensors", ".bin")
 
@@ -36,11 +36,6 @@ def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def package_version() -> str:
-    """Version of the installed distribution."""
-    return version("draftsmith")
 
 
 def git_commit(folder: Path) -> str | None:

@@ -48,7 +48,7 @@ app = typer.Typer(
 
 def _print_version(given: bool) -> None:
     if given:
-        from draftsmith.inference.provenance import package_version
+        from draftsmith.version import package_version
 
         typer.echo(f"draftsmith {package_version()}")
         raise typer.Exit

@@ -21,7 +21,6 @@ from draftsmith.inference.entrypoints.loading import (
     target_config,
 )
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.provenance import package_version
 from draftsmith.inference.report.schema import OUR_ENGINE, EngineFacts
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.proposers.methods import method_options
@@ -30,6 +29,7 @@ from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.precision import free_memory
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.version import package_version
 
 Prompts = Sequence[Sequence[int]]  # token ids, as serving would send them
 

@@ -8,18 +8,16 @@ the repository."""
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from draftsmith.version import package_version
 
 if TYPE_CHECKING:
     from draftsmith.inference.entrypoints.llm import LLM
     from draftsmith.inference.outputs import CompletionOutput, RequestOutput
     from draftsmith.inference.sampling_params import SamplingParams
 
-try:
-    __version__ = version("draftsmith")
-except PackageNotFoundError:  # a source tree that is not installed
-    __version__ = "0+unknown"
+__version__ = package_version()
 
 __all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
     assert (facts["device"], facts["dtype"], facts["accelerator"]) == ("cpu", "bfloat16", None)
     assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(facts["git_commit"]))
     assert git_commit(tmp_path) is None
+
+
+def test_environment_outside_an_install_has_no_version(monkeypatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert environment("cpu", torch.float32)["draftsmith_version"] == "0+unknown"
 
 
 def test_weight_hash_follows_content_and_names(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
-from draftsmith.inference.provenance import package_version
 from draftsmith.train.regeneration.conversations import Ask
+from draftsmith.version import package_version
 
 REPORT_EVERY_S = 10.0  # while no response ends
 
