@@ -26,6 +26,7 @@ from draftsmith.inference.provenance import environment, text_sha256, weights_sh
 from draftsmith.inference.report.build import build_report
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import (
+    ALL_WORKLOADS,
     AUTOREGRESSIVE,
     SPECULATIVE,
     AcceptanceReport,
@@ -228,6 +229,12 @@ def _cells(
     ]
     for measured in suites:
         parts += [(measured.facts.name, *category) for category in measured.workloads.items()]
+    if ALL_WORKLOADS in workloads:
+        raise ConfigError(
+            f"a workload is called {ALL_WORKLOADS}, the name that reports pool all of them under;"
+            " give its rows, or its source, another `workload`",
+            where="evaluate",
+        )
     counts = {name: len(prompts) for _, name, prompts in parts}
     if not all(len(prompts) for *_, prompts in parts) or not parts:
         raise DataError(

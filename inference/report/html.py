@@ -58,7 +58,10 @@ def render_html(report: AcceptanceReport) -> str:
             summary=report.summary,
             pooled=report.pooled(),
             columns=EVERY,
-            rows=[(row(cell) | {"workload": cell.label}) for cell in report.results],
+            rows=[
+                (row(cell) | {"workload": cell.label}, cell.workload == ALL_WORKLOADS)
+                for cell in report.results
+            ],
             notes=notes(report),
             figures=[speedup_bars(report), *position_lines(report)],
             checks=[(cell.temperature, c) for cell in report.pooled() for c in cell.lossless],

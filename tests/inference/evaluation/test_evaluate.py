@@ -30,11 +30,12 @@ from draftsmith.inference.outputs import CompletionOutput, RequestMetrics, Reque
 from draftsmith.inference.report.measurement import expected_acceptance as compare_expected
 from draftsmith.inference.report.schema import SuiteFacts
 from draftsmith.inference.sampling.sampler import probabilities
-from draftsmith.speculators.errors import DataError
+from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.export import load_drafter
 from draftsmith.speculators.families.eagle3 import Eagle3
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.vocab.draft_vocab import scatter_to_target
+from tests.support.errors import raises_at
 
 K = 3
 
@@ -255,6 +256,11 @@ def test_the_report_is_whole(folders) -> None:
 def test_a_workload_without_prompts_is_refused(folders) -> None:
     with pytest.raises(DataError, match="two"):
         evaluate(*folders, {"one": some_prompts(1), "two": []}, SMALL)
+
+
+def test_a_workload_with_the_name_of_the_pool_is_refused(folders) -> None:
+    with raises_at(ConfigError, "evaluate"):
+        evaluate(*folders, {"all": some_prompts(1)}, SMALL)
 
 
 # ------------------------------------------------------------------ suites

@@ -227,6 +227,11 @@ def test_page_is_self_contained_and_complete(report: AcceptanceReport, tmp_path:
     assert "busy &lt;b&gt; $x$" in bare and "<b>" not in bare and "not timed" in bare
 
 
+def test_page_shows_only_pooled_rows_as_pooled() -> None:
+    report = build_report([make_measurement("recall", 0.0, 0.8)], provenance())
+    assert render_html(report).count('<tr class="all">') == 1
+
+
 def test_table_fits_a_terminal(report: AcceptanceReport) -> None:
     text = printed(with_suite(report, "spec_bench"))
     assert max(len(line) for line in text.splitlines()) <= 80
