@@ -103,7 +103,7 @@ class DecoderConfig(DrafterConfig):
     num_key_value_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = Field(1e-6, gt=0, allow_inf_nan=False)
     rope_parameters: dict[str, Any] = Field(
         description="transformers' rope_parameters: rope_type, rope_theta, scaling"
     )
@@ -166,11 +166,6 @@ class DecoderConfig(DrafterConfig):
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """DecoderConfig fields of a Llama config.json; transformers' defaults if missing."""
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
-    if fields.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     return dict(
         hidden_size=width,
@@ -181,9 +176,23 @@ def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         head_dim=fields.get("head_dim") or width // heads,
         hidden_act=fields.get("hidden_act", "silu"),
         rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-        rope_parameters=rope,
+        rope_parameters=_rope_fields(fields),
         max_position_embeddings=fields.get("max_position_embeddings", 2048),
     )
+
+
+def _rope_fields(fields: Mapping[str, Any]) -> Any:
+    """`rope_parameters` of a Llama config.json, whose older names are `rope_scaling` and fields
+    beside it. What is no mapping is returned as it is, for DecoderConfig to refuse by name."""
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return rope
+    rope = dict(rope)
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.setdefault("rope_theta", fields.get("rope_theta", 10000.0))
+    if fields.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    return rope
 
 
 def rope_of(config: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def build_config(where: str, family: str, **fields: Any) -> DrafterConfig:
         lines = [
             f"{'.'.join(str(p) for p in e['loc']) or 'drafter'}: {e['msg']}" for e in error.errors()
         ]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from error
+        raise ConfigError("; ".join(lines), where=where) from error
 
 
 def config_for_target(

@@ -20,6 +20,10 @@ class Header(NamedTuple):
     dtype: str  # torch's name for floating-point tensors, safetensors' for others
     file: Path
 
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "F"))
+
 
 def read_headers(folder: Path) -> dict[str, Header]:
     """Every tensor of a folder by name. CheckpointError for a damaged file."""

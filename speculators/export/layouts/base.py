@@ -205,6 +205,8 @@ class Layout:
         for name in shapes:
             if name in tensors and tuple(tensors[name].shape) != shapes[name]:
                 faults.append(misshaped(name, tensors[name].shape, shapes[name]))
+            elif name in tensors and name != "d2t" and not tensors[name].is_floating_point():
+                faults.append(not_floating(name, str(tensors[name].dtype).removeprefix("torch.")))
             elif name in tensors and not torch.isfinite(tensors[name].float()).all():
                 faults.append(not_finite(name))
         return faults
@@ -341,6 +343,12 @@ def misshaped(name: str, shape: Sequence[int], expected: Sequence[int]) -> Fault
 
 def not_finite(name: str) -> Fault:
     return Fault(name, f"{name} holds values that are not finite", "engines draft nonsense")
+
+
+def not_floating(name: str, dtype: str) -> Fault:
+    text = f"{name} is stored as {dtype}; expected floating-point numbers: as they stand, integers"
+    remedy = "lack the scale that makes weights of them; export the drafter without quantisation"
+    return Fault(name, f"{text} {remedy}", "engines draft nonsense, or refuse it")
 
 
 def refuse(faults: Sequence[Fault], folder: str | Path) -> None:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
+from draftsmith.speculators.export.headers import read_headers
 from draftsmith.speculators.export.layouts import base
 from draftsmith.speculators.export.layouts.base import Fault, Layout, Source
 from draftsmith.speculators.families.draft_model.model import DraftModel, DraftModelConfig, sizes_of
@@ -125,6 +126,15 @@ class DraftModelLayout(Layout):
             base.misshaped(*mismatch) for mismatch in sorted(info.get("mismatched_keys") or ())
         ]
         faults += [Fault("weights", str(message)) for message in info.get("error_msgs") or ()]
+        # transformers reads the scales of what a quantization_config describes
+        if getattr(model.config, "quantization_config", None) is None:
+            stored = read_headers(path)
+            faults += [
+                base.not_floating(name, stored[name].dtype)
+                for name, tensor in model.state_dict().items()
+                if name in stored
+                if tensor.is_floating_point() and not stored[name].is_floating_point
+            ]
         base.refuse(faults, path)
         if needs_eager(model.config):
             model.set_attn_implementation("eager")

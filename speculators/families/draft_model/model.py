@@ -9,6 +9,7 @@ that both have."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,6 +46,14 @@ class DraftModelConfig(DrafterConfig):
     other_tokenizer: bool = Field(
         False, description="drafts by a map between its tokens and the target's"
     )
+
+    @field_validator("model")
+    @classmethod
+    def _norm(cls, model: dict[str, Any]) -> dict[str, Any]:
+        eps = model.get("rms_norm_eps", 1e-6)
+        if not 0 < eps < inf:
+            raise ValueError(f"rms_norm_eps is {eps}; expected a number above 0")
+        return model
 
     def describe(self) -> str:
         model = config_of(self.model)

@@ -12,10 +12,12 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.speculators.errors import ConfigError
+from draftsmith.speculators.hub import one_line
 from draftsmith.speculators.target.probe import needs_eager
 
 # Fields that say nothing of the weights, and differ between a model, its folder and an export.
@@ -36,9 +38,15 @@ def plain_fields(
         fields = {name: value for name, value in config.items() if name not in _ELSEWHERE}
         try:
             config = AutoConfig.for_model(**fields)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            StrictDataclassError,
+        ) as error:
             raise ConfigError(
-                f"transformers builds no model of {fields.get('model_type')!r}: {error}",
+                f"transformers builds no model of {fields.get('model_type')!r}: {one_line(error)}",
                 where=where,
             ) from error
     if config.get_text_config() is not config:

@@ -87,6 +87,10 @@ def added(name: str, tensor: torch.Tensor) -> Change:
     return lambda c, t: t.update({name: tensor})
 
 
+def stored_as(name: str, dtype: torch.dtype) -> Change:
+    return lambda c, t: t.update({name: t[name].to(dtype)})
+
+
 def both(*changes: Change) -> Change:
     return lambda c, t: [change(c, t) for change in changes]
 
@@ -119,6 +123,7 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (fields(vocab_size=120), {"vocab_size"}),
         (prefixed, {"model."}),
         (lambda c, t: t["norm.weight"].mul_(float("nan")), {"norm.weight"}),
+        (stored_as("fc.weight", torch.int8), {"fc.weight"}),
         (fields(max_position_embeddings=64), {"max_position_embeddings"}),
         (fields(rope_theta=500.0, rope_parameters=ROPE), {"rope_parameters"}),
         (fields(architectures=["LlamaForCausalLMEagle"]), {"architectures"}),
@@ -127,6 +132,9 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
         (ids_inside_the_vocabulary, {"d2t"}),
         (without("intermediate_size"), {"config.json"}),
         (fields(partial_rotary_factor=0.5), {"config.json"}),
+        (fields(rope_parameters=5), {"config.json"}),
+        (fields(rms_norm_eps=-1), {"config.json"}),
+        (fields(rms_norm_eps=float("inf")), {"config.json"}),
         (fields(sliding_window=64), {"sliding_window"}),
     ],
     "peagle": [
@@ -149,7 +157,13 @@ FAULTS: dict[str, list[tuple[Change, set[str]]]] = {
     "medusa": [(fields(medusa_fc_bias=False), {"medusa_fc_bias"})],
     "mlp": [(without("speculator.proj.0.weight"), {"speculator.proj.0.weight"})],
     "mtp": [(without(MODULE), {MODULE})],
-    "draft_model": [(without(UP), {UP})],
+    "draft_model": [
+        (without(UP), {UP}),
+        (stored_as(UP, torch.int8), {UP}),
+        (fields(rope_parameters=5), {"config.json"}),
+        (fields(rms_norm_eps=-1.0), {"config.json"}),
+        (fields(rms_norm_eps=float("inf")), {"config.json"}),
+    ],
 }
 CASES = [(family, *fault) for family, faults in FAULTS.items() for fault in faults]
 
