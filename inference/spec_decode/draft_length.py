@@ -192,6 +192,8 @@ class AdaptiveDraftLength(DraftLength):
         self._costs = RoundCosts(num_speculative_tokens, costs)
         self._acceptance = Acceptance(num_speculative_tokens)
         self._idle = inf  # rounds that a probe may make up for
+        self._plan: RoundPlan | None = None  # of the round; None: nothing may be drafted
+        self._stops_early = False  # what `attach` was told of the proposer
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         self._costs.attach(proposer, forward)
@@ -204,11 +206,13 @@ class AdaptiveDraftLength(DraftLength):
 
     def limits(self, rows: Sequence[Request]) -> list[int]:
         room = super().limits(rows)
-        self._plan, most = None, max(room)
+        most = max(room)
+        self._plan = None
         if not most:
             return room
         verify, draft = self._costs.of(rows)
-        plan = self._plan = RoundPlan(self._acceptance, room, verify, draft)
+        plan = RoundPlan(self._acceptance, room, verify, draft)
+        self._plan = plan
         if self._idle * PROBE_SHARE > plan.relative_time(plan.best_nonzero_length) - 1:
             plan.forced_length = plan.best_nonzero_length
         depth = max(plan.best_length, plan.forced_length)

@@ -146,6 +146,13 @@ def test_what_was_given_up_is_tried_again():
     assert acceptance.rates(K)[1] > 0.8
 
 
+def test_adaptive_length_without_a_plan_leaves_drafts_as_they_are():
+    length = adaptive(CHEAP)
+    proposal = Proposal(torch.zeros(1, 2, dtype=torch.long), [2])
+    assert length.settle(proposal) is proposal
+    length.learn([2], [1])
+
+
 # ---------------------------------------------------------------------- in the engine
 
 
