@@ -308,13 +308,19 @@ class LLM:
 def _params_per_prompt(given: Params, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [SamplingParams() if given is None else given.clone()] * count
+    if not isinstance(given, Sequence):
+        raise ConfigError(
+            f"a {type(given).__name__}; expected SamplingParams, or a list of them",
+            where="sampling_params",
+        )
     params = list(given)
     if len(params) != count:
         raise ConfigError(
-            f"{len(params)} sampling params for {count} prompts; give one for all, or one for each"
+            f"{len(params)} sampling params for {count} prompts; give one for all, or one for each",
+            where="sampling_params",
         )
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             kind = type(one).__name__
-            raise ConfigError(f"sampling_params[{i}] is a {kind}; expected SamplingParams")
+            raise ConfigError(f"a {kind}; expected SamplingParams", where=f"sampling_params[{i}]")
     return [one.clone() for one in params]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -37,7 +37,7 @@ def read_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
         except ConfigError as error:
             faults.append(f"prompt {i}: {error}")
     if faults:
-        raise ConfigError("; ".join(faults))
+        raise ConfigError("; ".join(faults), where="prompts")
     return read
 
 
@@ -51,39 +51,76 @@ def _read_prompt(prompt: Any, tokenizer: Any) -> Prompt:
             "images, audio and video are not read here; only text is", where="multi_modal_data"
         )
     if not isinstance(prompt, dict) or set(prompt) - {"prompt", "prompt_token_ids"} or not prompt:
-        given = sorted(prompt) if isinstance(prompt, dict) else type(prompt).__name__
+        given = [*prompt] if isinstance(prompt, dict) else type(prompt).__name__
         raise ConfigError(
             f'{given}; expected a string, {{"prompt": str}}, token ids or'
             ' {"prompt_token_ids": [int]}'
         )
-    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-    if token_ids is not None:
-        wrong = [t for t in token_ids if not isinstance(t, Integral) or isinstance(t, bool)]
-        if wrong:
-            raise ConfigError(f"token ids {wrong[:3]}; expected whole numbers")
-        return Prompt(text, [int(token) for token in token_ids])
+    token_ids = prompt.get("prompt_token_ids")
+    text = prompt.get("prompt")
+    if text is None and token_ids is not None:
+        return Prompt(None, _whole_numbers(token_ids))
     if not isinstance(text, str):
         raise ConfigError(f"its text is a {type(text).__name__}; expected a string")
-    return Prompt(text, list(_required(tokenizer)(text).input_ids))
+    if token_ids is not None:
+        return Prompt(text, _whole_numbers(token_ids))
+    return Prompt(text, _encoded(_required(tokenizer), text))
 
 
-def chat_prompts(messages: Sequence[Any], tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
-    """Conversations through the tokenizer's chat template, which writes every special token
-    itself."""
-    tokenizer = _required(tokenizer)
-    if not messages:
+def _whole_numbers(token_ids: Any) -> list[int]:
+    if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
         raise ConfigError(
-            "no messages; expected a list of {'role': ..., 'content': ...}", where="chat"
+            f"its token ids are a {type(token_ids).__name__}; expected a list of whole numbers"
+        )
+    tokens = list(token_ids)
+    wrong = [t for t in tokens if not isinstance(t, Integral) or isinstance(t, bool)]
+    if wrong:
+        raise ConfigError(f"token ids {wrong[:3]}; expected whole numbers")
+    return [int(token) for token in tokens]
+
+
+def _encoded(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """The text's token ids. ConfigError for half a surrogate pair, which is no character and has no
+    bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise ConfigError(
+            f"character {error.start} of its text is {code}, half of a surrogate pair; expected"
+            " text that UTF-8 can hold: decode it anew from its source"
+        ) from None
+    return list(tokenizer(text, **options).input_ids)
+
+
+def chat_prompts(messages: Any, tokenizer: Any, options: dict[str, Any]) -> list[Prompt]:
+    """Conversations through the tokenizer's chat template, which writes every special token itself.
+
+    `messages`: one conversation, a list of {"role": ..., "content": ...}, or a list of them."""
+    tokenizer = _required(tokenizer)
+    if not isinstance(messages, (list, tuple)) or not messages:
+        kind = "no messages" if messages in ([], ()) else f"a {type(messages).__name__}"
+        raise ConfigError(
+            f"{kind}; expected a list of {{'role': ..., 'content': ...}}", where="chat"
         )
     conversations = [messages] if isinstance(messages[0], dict) else messages
     prompts = []
-    for conversation in conversations:
+    for i, conversation in enumerate(conversations):
+        if not isinstance(conversation, (list, tuple)):
+            raise ConfigError(
+                f"conversation {i} is a {type(conversation).__name__}; expected a list of"
+                " {'role': ..., 'content': ...}",
+                where="chat",
+            )
         turns = [template_message(i, message) for i, message in enumerate(conversation)]
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:  # templates are programs, which may raise anything
             raise ConfigError(f"the chat template cannot be used: {error}", where="chat") from error
-        prompts.append(Prompt(text, list(tokenizer(text, add_special_tokens=False).input_ids)))
+        try:
+            prompts.append(Prompt(text, _encoded(tokenizer, text, add_special_tokens=False)))
+        except ConfigError as error:
+            raise ConfigError(f"conversation {i}: {error}", where="chat") from None
     return prompts
 
 
@@ -95,7 +132,10 @@ def template_message(index: int, message: Any) -> dict[str, Any]:
         raise ConfigError(
             f"message {index}: expected {{'role': ..., 'content': ...}}", where="chat"
         )
-    read = copy.deepcopy(message)
+    try:
+        read = copy.deepcopy(message)
+    except RecursionError:
+        raise ConfigError(f"message {index} is nested too deeply", where="chat") from None
     parts = message.get("content")
     parts = "" if parts is None else parts
     if not isinstance(parts, (str, list, tuple)):
@@ -107,7 +147,13 @@ def template_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(parts, str):
         parts = "\n".join(_part_text(index, part) for part in parts)
     read["content"] = parts
-    for call in read.get("tool_calls") or ():
+    calls = read.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)):
+        raise ConfigError(
+            f"the tool_calls of message {index} are a {type(calls).__name__}; expected a list",
+            where="chat",
+        )
+    for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         # clients send the arguments as JSON text
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -135,6 +181,7 @@ def _part_text(index: int, part: Any) -> str:
 def _required(tokenizer: Any) -> Any:
     if tokenizer is None:
         raise ConfigError(
-            'text needs a tokenizer; pass LLM(tokenizer=...), or {"prompt_token_ids": [...]}'
+            'text needs a tokenizer; pass LLM(tokenizer=...), or {"prompt_token_ids": [...]}',
+            where="tokenizer",
         )
     return tokenizer

@@ -12,6 +12,7 @@ from draftsmith.inference import LLM, SamplingParams
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import export_drafter
 from tests.support.engines import make_llm
+from tests.support.errors import raises_at
 
 LIMIT, VOCAB, TAPS = 64, 94, (1, 2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
@@ -81,7 +82,7 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
         (3, "expected a string"),
         (["a", {"text": "b"}], "prompt 1"),
     ]
-    for prompts, message in shapes:
+    for prompts, message in shapes:  # the prompt at fault is in the message
         with pytest.raises(ConfigError, match=message):
             llm.generate(prompts, SamplingParams(), False)
     with pytest.raises(ConfigError, match="2 sampling params for 1"):
@@ -106,6 +107,29 @@ WRONG_OPTIONS = [
     (dict(max_model_len=LIMIT + 1), "max_position_embeddings"),
     *((dict(speculative_config=config), message) for config, message in WRONG_DRAFTING),
 ]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"prompt_token_ids": 5},
+        {"prompt_token_ids": "abc"},
+        {"prompt_token_ids": [1], "prompt": 5},
+        {1: 2, "prompt": "a"},
+        "\ud800",
+        ["a", "b\udfff"],
+    ],
+)
+def test_prompt_that_is_none_is_an_error_of_the_user(prompts, model, byte_tokenizer):
+    llm = LLM(model, byte_tokenizer)
+    with raises_at(ConfigError, "prompts"):
+        llm.generate(prompts, SamplingParams(), False)
+
+
+@pytest.mark.parametrize(("params", "where"), [(5, "sampling_params"), ([5], "sampling_params[0]")])
+def test_sampling_params_that_are_none_are_an_error_of_the_user(params, where, model):
+    with raises_at(ConfigError, where):
+        LLM(model).generate({"prompt_token_ids": [1]}, params, False)
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS)

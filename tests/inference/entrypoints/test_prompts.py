@@ -41,6 +41,19 @@ def test_contents_and_calls_are_the_same_text_offline_and_online(drafting_llm, m
     assert "tool_calls" in HISTORY[1] and CALL["function"]["arguments"] == '{"city": "Bern"}'
 
 
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("messages", [5, [], [5], {"role": "user", "content": "a"}, "abc"])
+def test_what_is_no_conversation_is_an_error_of_the_user(messages, byte_tokenizer):
+    with raises_at(ConfigError, "chat"):
+        chat_prompts(messages, byte_tokenizer, {})
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -50,9 +63,13 @@ def test_contents_and_calls_are_the_same_text_offline_and_online(drafting_llm, m
         {"role": "user", "content": [{"type": "text"}]},
         {"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": "{"}}]},
         {"role": "user", "content": "a", "fault": True},
+        {"role": "user", "content": "a", "tool_calls": 5},
+        {"role": "user", "content": "a", "nested": nested(2000)},
+        {"role": "user", "content": "a\ud800"},
     ],
 )
 def test_what_a_template_cannot_read_is_an_error_of_the_user(message, byte_tokenizer):
-    template = "{{ messages[0].fault + 'x' if messages[0].fault else 'x' }}"  # a TypeError
+    fault = "{{ messages[0].fault + 'x' if messages[0].fault else '' }}"  # a TypeError
+    template = f"{fault}{{{{ messages[0].content }}}}"
     with raises_at(ConfigError, "chat"):
         chat_prompts([[message]], byte_tokenizer, {"chat_template": template})
