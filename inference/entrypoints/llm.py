@@ -184,24 +184,30 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _params_per_prompt(sampling_params, len(prompts))
         self._check(prompts, params)
-        responses = [
-            self.submit(prompt, prompt_params, speculate=speculate)
-            for prompt, prompt_params in zip(prompts, params, strict=True)
-        ]
-        unfinished = {id(request) for response in responses for request in response.requests}
-        bar = tqdm(total=len(unfinished), desc="generate", unit="response", disable=not use_tqdm)
+        first = self._num_prompts
         try:
+            responses = [
+                self.submit(prompt, prompt_params, speculate=speculate)
+                for prompt, prompt_params in zip(prompts, params, strict=True)
+            ]
+            self._finish(responses, use_tqdm)
+        except BaseException:
+            # An interrupt too leaves nothing queued, of the request that was being submitted either
+            for number in range(first, self._num_prompts):
+                self.abort(str(number))
+            raise
+        return [response.output() for response in responses]
+
+    def _finish(self, responses: Sequence[Response], use_tqdm: bool) -> None:
+        """Runs the engine until these responses are whole."""
+        unfinished = {id(request) for response in responses for request in response.requests}
+        total = len(unfinished)
+        with tqdm(total=total, desc="generate", unit="response", disable=not use_tqdm) as bar:
             while unfinished:
                 for request in self.engine.step():
                     if id(request) in unfinished:
                         unfinished.discard(id(request))
                         bar.update()
-        finally:
-            # after an error or an interrupt the engine is left usable
-            for response in responses if unfinished else ():
-                self.abort(response.request_id)
-            bar.close()
-        return [response.output() for response in responses]
 
     # ------------------------------------------------------------------ one request
 

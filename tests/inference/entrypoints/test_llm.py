@@ -93,6 +93,26 @@ def test_every_faulty_prompt_is_named_before_any_is_run(model, byte_tokenizer):
         LLM(model).generate({"prompt_token_ids": [1]}, SamplingParams(stop="a"), False)
 
 
+def test_interrupt_while_prompts_are_submitted_leaves_nothing_queued(model, monkeypatch):
+    llm = LLM(model, speculative_config=NGRAM)
+    added = []
+
+    def interrupted(request, add=llm.engine.add):
+        add(request)
+        added.append(request)
+        if len(added) == 3:
+            raise KeyboardInterrupt
+
+    prompts = [{"prompt_token_ids": [5] * n} for n in (3, 4, 5)]
+    params = SamplingParams(temperature=0, max_tokens=2, n=2)
+    monkeypatch.setattr(llm.engine, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, params, False)
+    monkeypatch.undo()
+    assert len(added) == 3 and not llm.engine.has_unfinished
+    llm.generate(prompts, params, False, speculate=False)
+
+
 WRONG_DRAFTING = [
     ({"num_speculative_tokens": 2}, "method is missing"),
     ({"method": "eagle3", "num_speculative_tokens": 2}, "model is missing"),
