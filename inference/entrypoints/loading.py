@@ -47,15 +47,8 @@ def target_config(
     if not isinstance(model, str):
         return model.config.get_text_config()
     name, revision = split_revision(model, revision)
-    adapter = Path(name) / "adapter_config.json"
-    # peft writes it without the model's own
-    if adapter.is_file() and not adapter.with_name("config.json").exists():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base:
-            raise CheckpointError(
-                f"{adapter.name} names no base_model_name_or_path; merge it first",
-                where=f"target {name}",
-            )
+    base = _adapted_model(name)
+    if base is not None:
         return target_config(base, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(
@@ -66,6 +59,21 @@ def target_config(
             f"its config.json could not be read: {one_line(error)}", where=f"target {model}"
         ) from error
     return config.get_text_config()
+
+
+def _adapted_model(name: str) -> str | None:
+    """The model that the folder of an adapter was trained on; None for any other name."""
+    adapter = Path(name) / "adapter_config.json"
+    # peft writes it without the model's own
+    if not adapter.is_file() or adapter.with_name("config.json").exists():
+        return None
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"{adapter.name} names no base_model_name_or_path; merge it first",
+            where=f"target {name}",
+        )
+    return base
 
 
 def load_target(
@@ -169,17 +177,25 @@ def end_of_sequence_ids(model: str | FrozenTarget, tokenizer: Any, **source: Any
     if isinstance(model, FrozenTarget):
         generation = getattr(model.model, "generation_config", None)
     else:
-        try:
-            generation = GenerationConfig.from_pretrained(
-                model, revision=source.get("revision") or "main"
-            )
-        except OSError:
-            generation = None
+        generation = _generation_config(model, source.get("revision"))
     ids: set[int] = set()
     for origin in (generation or config, tokenizer):
         eos = getattr(origin, "eos_token_id", None)
         ids.update(eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos])
     return frozenset(token for token in ids if 0 <= token < config.vocab_size)
+
+
+def _generation_config(model: str, revision: str | None) -> GenerationConfig | None:
+    """That of a folder or repository, of an adapter's folder that of the model it adapts; None
+    without one."""
+    name, revision = split_revision(model, revision)
+    base = _adapted_model(name)
+    if base is not None:
+        return _generation_config(base, None)
+    try:
+        return GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except OSError:
+        return None
 
 
 def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None = None) -> int:
