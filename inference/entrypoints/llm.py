@@ -29,9 +29,11 @@ from draftsmith.inference.entrypoints.loading import (
     load_drafter_for,
     load_target,
     load_tokenizer,
+    loaded,
     make_draft_length,
     make_proposer,
     model_limit,
+    require_as_loaded,
 )
 from draftsmith.inference.entrypoints.prompts import Prompt, chat_prompts, read_prompts
 from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
@@ -80,6 +82,8 @@ class LLM:
         config = parse_speculative_config(complete(drafting, model, **source))
         device = default_device(given.device)
         target = load_target(model, dtype=given.dtype, device=device, **source)
+        if loaded(model):
+            require_as_loaded(target, given.dtype, given.device)
         tokenizer = load_tokenizer(model, given.tokenizer, **source)
         target, drafter = load_drafter_for(target, config, tokenizer)
         limit = model_limit(target, given.max_model_len, drafter)

@@ -26,6 +26,7 @@ from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import load_drafter, read_drafter_config
 from draftsmith.speculators.hub import one_line, split_revision
+from draftsmith.speculators.precision import as_dtype
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.speculators.target.longrope import original_length
 
@@ -227,13 +228,55 @@ def model_limit(target: FrozenTarget, asked: int | None, drafter: Drafter | None
 
 def default_device(device: str | None) -> torch.device:
     """A GPU if there is one, also in place of a kind that only another build of vLLM knows: where a
-    model runs changes no output beyond rounding."""
+    model runs changes no output beyond rounding. ConfigError for an accelerator that this machine
+    has not."""
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device or default)
+        chosen = torch.device(device or default)
     except RuntimeError:
         logger.warning("device=%r: torch knows no such device here; %s is used", device, default)
         return default
+    _require_present(chosen)
+    return chosen
+
+
+def _require_present(device: torch.device) -> None:
+    if device.type in ("cpu", "meta"):
+        return
+    try:
+        count = torch.get_device_module(device).device_count()
+    except (RuntimeError, AttributeError):
+        count = 0  # of a kind that torch was built without
+    if (device.index or 0) < count:
+        return
+    raise ConfigError(
+        f"{str(device)!r}, but torch {torch.__version__} finds {count} {device.type} devices here;"
+        " expected one that is there, or cpu: leave it out, or install a torch built for the"
+        " accelerator",
+        where="device",
+    )
+
+
+def require_as_loaded(target: FrozenTarget, dtype: str, device: str | None) -> None:
+    """ConfigError if a model that was given loaded is not in the dtype and on the device that are
+    asked for: it is shared with whoever loaded it, and is neither cast nor moved."""
+    if dtype != "auto" and as_dtype(dtype) != target.dtype:
+        has = str(target.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{dtype}, but the model was given loaded, in {has}; leave dtype out, or cast the"
+            " model before",
+            where="dtype",
+        )
+    if device is None:
+        return
+    wanted = default_device(device)
+    actual = target.device
+    if wanted.type != actual.type or wanted.index not in (None, actual.index):
+        raise ConfigError(
+            f"{wanted}, but the model was given loaded, on {actual}; leave device out, or move the"
+            " model before",
+            where="device",
+        )
 
 
 def make_draft_length(config: MethodOptions) -> DraftLength:

@@ -338,6 +338,7 @@ def claimed_gpu(patch: Any) -> Iterator[_Emulation]:
     cuda = {
         "Event": _Event,
         "current_stream": _Event,
+        "device_count": lambda *a: 1,
         "mem_get_info": lambda *a: (1 << 40, 1 << 40),
         "get_rng_state": lambda *a: torch.get_rng_state(),
         "get_device_name": lambda *a: "a device that is not there",
