@@ -15,7 +15,7 @@ from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.regeneration.servers import EndpointError
+from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration.store import Record
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"

@@ -7,7 +7,6 @@ that fails. A server that goes on failing is dropped, and the run stops when non
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -17,21 +16,23 @@ import openai
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.vllm_bridge.vllm_engine import sampling_fields
-from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe.data_sections import EndpointSection
+from draftsmith.train.recipe.endpoints import (
+    REFUSALS,
+    EndpointError,
+    api_key,
+    base_url,
+    card_of_target,
+    require_length,
+)
 from draftsmith.train.regeneration.conversations import Ask, ConversationRules
 from draftsmith.train.regeneration.writers import REPORT_EVERY_S, Written
 
 RETRIES = 8  # of a request at one server, after pauses that double: about 40 s
 TIMEOUT_S, SLOWEST = 600.0, 5.0  # of a response: 600 s, or its tokens at 5 tokens/s
-REFUSALS = (400, 413, 422)  # statuses that blame the request, not the server
 PROBES, PROBE_TOKENS = 8, 8  # prompts that are continued greedily, and by how many tokens
 MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from the reference's
 PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
-
-
-class EndpointError(DraftsmithError):
-    """A server is unreachable, or does not serve the target."""
 
 
 class Server:
@@ -40,16 +41,12 @@ class Server:
 
     def __init__(self, section: EndpointSection, rules: ConversationRules) -> None:
         self.section, self.facts, self.tokenizer = section, rules.facts, rules.tokenizer
-        self.url = section.url.rstrip("/").removesuffix("/v1") + "/v1"
-        key = os.environ.get(section.api_key_env) if section.api_key_env else "none"
-        if not key:
-            raise ConfigError(
-                f"{self.url}: the environment variable {section.api_key_env} holds no key",
-                where="regenerate.endpoints",
-            )
-        timeout = max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST)
+        self.url = base_url(section)
         self.client = openai.AsyncOpenAI(
-            base_url=self.url, api_key=key, timeout=timeout, max_retries=RETRIES
+            base_url=self.url,
+            api_key=api_key(section, "regenerate.endpoints"),
+            timeout=max(TIMEOUT_S, rules.section.max_new_tokens / SLOWEST),
+            max_retries=RETRIES,
         )
         self.model, self.engine, self.by_tokens, self.in_flight = "", "", True, 0
         self._slots = asyncio.Semaphore(section.max_concurrency)
@@ -57,24 +54,9 @@ class Server:
     async def check(self) -> None:
         """EndpointError unless it serves the target, with its tokenizer and room for its texts."""
         cards = (await self.client.models.list()).data
-        name = self.facts.name
-        fitting = [card for card in cards if name in (card.id, getattr(card, "root", None))]
-        fitting = fitting or cards
-        if len(fitting) != 1:
-            served = ", ".join(card.id for card in cards)
-            raise EndpointError(
-                f"serves {served}; which of them is {name}? Serve the target alone, or under that"
-                " name",
-                where=self.url,
-            )
-        self.model, self.engine = fitting[0].id, fitting[0].owned_by
-        limit = getattr(fitting[0], "max_model_len", None) or self.facts.max_model_len
-        if limit < self.facts.max_model_len:
-            raise EndpointError(
-                f"serves up to {limit} tokens; start it with --max-model-len"
-                f" {self.facts.max_model_len}, or lower data.max_length",
-                where=self.url,
-            )
+        card = card_of_target(cards, self.facts.name, self.url)
+        self.model, self.engine = card.id, card.owned_by
+        require_length(card, self.facts.max_model_len, self.url)
         try:
             choice = await self._complete(PROBE_TEXT, {"max_tokens": 1, "temperature": 0})
         except (openai.NotFoundError, openai.BadRequestError):  # it may know chats alone

@@ -18,10 +18,10 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection
+from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration import servers
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.regeneration.servers import EndpointError
 from draftsmith.train.regeneration.store import Record, ResponseStore
 from tests.support.errors import raises_at
 

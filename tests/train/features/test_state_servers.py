@@ -1,0 +1,251 @@
+"""Hidden states from servers: those of the texts that were asked for, and what becomes of them
+where servers fail, answer otherwise or are killed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.train.features import state_servers
+from draftsmith.train.features.state_servers import StateServers
+from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.recipe.data_sections import EndpointSection
+from draftsmith.train.recipe.endpoints import EndpointError
+from tests.support.errors import raises_at
+
+A, B = "http://a/v1", "http://b/v1"
+TAPS = (1, 2)
+ONE_AT_A_TIME = threading.Lock()  # a target runs one forward
+TEXTS = [[5 + (i * 7 + n) % 90 for n in range(3 + i % 5)] for i in range(24)]
+
+
+class FakeServer:
+    """Answers as vLLM does, with the states of a target.
+
+    `spoil(tensors, path)`: changes what is written; `status`: of all answers; `fields`: changes of
+    the answer."""
+
+    def __init__(self, target: FrozenTarget, folder: Path) -> None:
+        self.target = target
+        self.folder = folder
+        self.status = 200
+        self.limit = 64
+        self.spoil = lambda tensors, path: tensors
+        self.fields = lambda answer: answer
+        self.unread = lambda: None
+        self.asked: list[list[int]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": "no"}})
+        if request.url.path == "/v1/models":
+            card = {"id": "target", "object": "model", "created": 0, "owned_by": "vllm"}
+            card["max_model_len"] = self.limit
+            return httpx.Response(200, json={"object": "list", "data": [card]})
+        body = json.loads(request.content)
+        self.asked.append(body["prompt"])
+        states, token = states_of(self.target, body["prompt"])
+        path = self.folder / f"cmpl-{request.headers['X-Request-Id']}-0-ab.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(body["prompt"])}
+        if (tensors := self.spoil(tensors, path)) is not None:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+        self.unread()
+        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [token]}
+        answer = {"id": "1", "object": "text_completion", "created": 0, "model": "target"}
+        answer |= {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
+        return httpx.Response(200, json=self.fields(answer))
+
+
+def states_of(target: FrozenTarget, text: list[int]) -> tuple[torch.Tensor, int]:
+    """The taps of a text [T, 3, H], and the greedy token after it."""
+    with ONE_AT_A_TIME:
+        taps, last = target(torch.tensor([text]))
+    states = taps[0].unflatten(-1, (len(TAPS) + 1, -1))
+    return states.contiguous(), int(target.logits(last[0, -1]).argmax())
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> FrozenTarget:
+    model = tiny_model("qwen3", num_hidden_layers=3)
+    return FrozenTarget(model, (*TAPS, 3))
+
+
+@pytest.fixture
+def spec(target) -> StatesSpec:
+    return StatesSpec.of_target("target", TAPS, 3, target.hidden_size, torch.float32, 32)
+
+
+@pytest.fixture
+def fakes(target, spec, tmp_path, monkeypatch):
+    """Two servers, at A and B, that write to one folder."""
+    by_url = {url: FakeServer(target, tmp_path / spec.label) for url in (A, B)}
+    real = openai.OpenAI
+
+    def client(base_url, **options):
+        http = httpx.Client(transport=httpx.MockTransport(by_url[base_url]))
+        return real(base_url=base_url, http_client=http, **options)
+
+    monkeypatch.setattr(state_servers.openai, "OpenAI", client)
+    return by_url
+
+
+@pytest.fixture
+def servers(fakes, target, spec, tmp_path):
+    """servers(*addresses, **options) -> StateServers; `lines`: what was said."""
+    running = []
+
+    def make(*urls: str, check: bool = True, **options) -> StateServers:
+        sections = [EndpointSection(url=url, max_concurrency=3) for url in urls]
+        options = {"run": "r0", "unread_bytes": 1e9, "first_pause_s": 0.01} | options
+        made = StateServers(sections, spec, root=tmp_path, say=make.lines.append, **options)
+        running.append(made)
+        if check:
+            made.check(target)
+        return made
+
+    make.lines = []
+    yield make
+    for each in running:
+        each.close()
+
+
+def assert_right(states, target) -> None:
+    for text, got in zip(TEXTS, states, strict=True):
+        torch.testing.assert_close(got, states_of(target, text)[0])
+
+
+def test_states_are_those_of_the_texts_in_their_order_and_no_file_stays(
+    servers, fakes, target, tmp_path
+):
+    assert_right(servers(A, B).of(TEXTS), target)
+    assert all(len(fake.asked) > 1 for fake in fakes.values())
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_no_more_than_the_stated_bytes_lie_unread(servers, fakes, spec, tmp_path):
+    most = []
+    sizes = lambda: sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+    fakes[A].unread = lambda: most.append(sizes())
+    limit = 3 * spec.bytes_of(8)
+    consumed = servers(A, unread_bytes=limit).of(TEXTS)
+    for _ in consumed:
+        assert len(fakes[A].asked) <= len(TEXTS) + 1
+    assert max(most) <= limit + 3 * 1024  # headers of files
+
+
+def test_a_server_that_fails_is_left_alone_and_asked_again(servers, fakes, target):
+    pool = servers(A, B)
+    fakes[B].status = 500
+    assert_right(pool.of(TEXTS), target)
+    fakes[B].status = 200
+    before = len(fakes[B].asked)
+    fakes[A].status = 503
+    assert_right(pool.of(TEXTS), target)
+    assert len(fakes[B].asked) > before
+    assert sum("left alone" in line for line in servers.lines) == 2
+
+
+def test_no_server_left_is_an_error_that_names_the_last(servers, fakes):
+    pool = servers(A, B, patience_s=0.1)
+    fakes[A].status = fakes[B].status = 500
+    with raises_at(EndpointError, "features.endpoints"):
+        list(pool.of(TEXTS))
+
+
+def test_a_server_that_comes_back_with_other_states_is_not_used(servers, fakes, target):
+    pool = servers(A, B)
+    fakes[B].status = 500
+    assert_right(pool.of(TEXTS), target)
+    fakes[B].status = 200
+    fakes[B].spoil = lambda tensors, path: (
+        tensors | {"hidden_states": tensors["hidden_states"][:, :2]}
+    )
+    assert_right(pool.of(TEXTS), target)
+
+
+def spoiled_once(change):
+    """A change of the first text after the probe."""
+    left = [None, change]
+
+    def spoil(tensors, path):
+        now = left.pop(0) if left else None
+        return now(tensors) if now else tensors
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: None,
+        lambda tensors: tensors | {"token_ids": tensors["token_ids"] + 1},
+        lambda tensors: tensors | {"hidden_states": tensors["hidden_states"] * torch.nan},
+    ],
+    ids=["missing", "another_text", "not_finite"],
+)
+def test_a_text_without_its_states_is_asked_for_again(servers, fakes, target, change):
+    fakes[A].spoil = spoiled_once(change)
+    assert_right(servers(A).of(TEXTS), target)
+    assert len(fakes[A].asked) == 1 + len(TEXTS) + 1
+
+
+def test_a_text_that_never_has_its_states_is_reported(servers, fakes):
+    pool = servers(A)
+    fakes[A].spoil = lambda tensors, path: None
+    with raises_at(EndpointError, A):
+        list(pool.of(TEXTS))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda fake: setattr(fake, "fields", lambda answer: answer | {"kv_transfer_params": None}),
+        lambda fake: setattr(fake, "folder", fake.folder.with_name("another")),
+        lambda fake: setattr(fake, "limit", 32),
+        lambda fake: setattr(
+            fake, "spoil", lambda t, p: t | {"hidden_states": t["hidden_states"][:, 1:]}
+        ),
+        lambda fake: setattr(
+            fake, "spoil", lambda t, p: t | {"hidden_states": t["hidden_states"].half()}
+        ),
+        lambda fake: setattr(
+            fake, "spoil", lambda t, p: t | {"hidden_states": -t["hidden_states"]}
+        ),
+        lambda fake: setattr(fake, "spoil", lambda t, p: None),
+    ],
+    ids=["no_method", "folder", "length", "layers", "dtype", "model", "unseen"],
+)
+def test_a_server_of_something_else_is_refused_at_the_start(servers, fakes, damage):
+    damage(fakes[B])
+    with raises_at(EndpointError, B):
+        servers(A, B)
+
+
+def test_a_path_elsewhere_is_neither_read_nor_deleted(servers, fakes, tmp_path):
+    precious = tmp_path / "precious.safetensors"
+    save_file({"token_ids": torch.tensor([1])}, precious)
+    fakes[A].fields = lambda answer: (
+        answer | {"kv_transfer_params": {"hidden_states_path": str(precious)}}
+    )
+    with raises_at(EndpointError, A):
+        servers(A)
+    assert precious.exists()
+
+
+def test_what_a_killed_run_left_is_removed_and_no_other_run_s(servers, fakes, spec, tmp_path):
+    folder = tmp_path / spec.label
+    folder.mkdir()
+    for run in ("r0", "r1"):
+        (folder / f"cmpl-{run}-7-0-ab.safetensors").write_bytes(b"x")
+        (folder / f"cmpl-{run}-7-0-ab.safetensors.lock").touch()
+    servers(A)
+    assert {path.name.split("-")[1] for path in folder.iterdir()} == {"r1"}

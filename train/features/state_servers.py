@@ -1,0 +1,407 @@
+"""Hidden states of texts from running vLLM servers, by their method `extract_hidden_states`.
+
+A request is one text and asks for one token; its answer names the file that holds the text's
+states (`kv_transfer_params`). The file is read with `hs-connectors`, checked and deleted.
+
+A text is asked for again if its states are missing, of another text or not finite. A server that
+fails is left alone for a while, then checked and asked again; the run stops once no server has
+worked for PATIENCE_S. No more than a stated number of bytes is under way or lies unread.
+
+The names of files begin with the run's, so that the next start of a run that was killed removes
+what was left for it (`remove_left_over`)."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import openai
+import torch
+from hs_connectors import FP8Transfer, HiddenStatesTransfer
+from rich.filesize import decimal as size_text
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.recipe.data_sections import EndpointSection
+from draftsmith.train.recipe.endpoints import (
+    REFUSALS,
+    EndpointError,
+    api_key,
+    base_url,
+    card_of_target,
+    require_length,
+)
+
+WHERE = "features.endpoints"
+TIMEOUT_S = 300.0  # of one text
+TRIES = 3  # of a text whose states are not what was asked for
+FIRST_PAUSE_S = 5.0  # of a server that failed; it doubles with each failure that follows
+LONGEST_PAUSE_S = 300.0
+PATIENCE_S = 90.0  # in which no server works
+PROBE = tuple(range(8))  # the text that a server is checked with: ids that every vocabulary has
+TOLERANCE = 0.02  # of the logits' range, by which a server's greedy token may miss the largest
+DO = "start it with the command that `draftsmith serving-args RECIPE` prints"
+
+
+class Head(Protocol):
+    """What turns states before the final norm into logits: a target's head."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def final_norm(self, residual: Tensor) -> Tensor: ...
+
+    def logits(self, last_hidden: Tensor) -> Tensor: ...
+
+
+class WrongStates(Exception):
+    """What a server left is not what was asked for."""
+
+
+class StateServer:
+    """One server. `in_flight`, `failures` and `retry_at` are its pool's account of it; `checked`:
+    nothing has failed since it was checked."""
+
+    def __init__(
+        self, section: EndpointSection, spec: StatesSpec, folder: Path, transfer: Transfer
+    ) -> None:
+        self.section = section
+        self.spec = spec
+        self.folder = folder
+        self.url = base_url(section)
+        self.model = spec.model
+        self.in_flight = 0
+        self.failures = 0
+        self.retry_at = 0.0
+        self.checked = False
+        self._transfer = transfer
+        self._client = openai.OpenAI(
+            base_url=self.url, api_key=api_key(section, WHERE), timeout=TIMEOUT_S, max_retries=0
+        )
+
+    def check(self, head: Head, name: str) -> None:
+        """EndpointError unless it gives the states of the spec, of the target that `head` is of.
+
+        `name`: of the request. The greedy token of the server has to be the one that the head
+        finds in its last state, within TOLERANCE: else its weights are another model's."""
+        card = card_of_target(self._client.models.list().data, self.spec.model, self.url)
+        self.model = card.id
+        require_length(card, self.spec.longest + 1, self.url)
+        answer = self._complete(PROBE, name)
+        try:
+            states = self._read(answer, PROBE)
+        except WrongStates as error:
+            raise EndpointError(f"{error}; {DO}", where=self.url) from None
+        token = answer.choices[0].token_ids[0]
+        residual = states[-1, -1].to(head.device, head.dtype)
+        logits = head.logits(head.final_norm(residual)).float()
+        missing = float(logits.max() - logits[token]) if token < len(logits) else float("inf")
+        if missing > TOLERANCE * float(logits.max() - logits.min()):
+            raise EndpointError(
+                f"continues a text with token {token}, which the output head of"
+                f" {self.spec.model} does not find in its last hidden state: another model or"
+                f" revision, or other layers; {DO}",
+                where=self.url,
+            )
+        self.checked = True
+
+    def states(self, text: Sequence[int], name: str) -> Tensor:
+        """[T, layers, H] of a text of T tokens. `name`: of the request, and of the file.
+
+        openai.APIError: the server failed. WrongStates: it left something else."""
+        return self._read(self._complete(text, name), text)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _complete(self, text: Sequence[int], name: str) -> Any:
+        return self._client.completions.create(
+            model=self.model,
+            prompt=list(text),
+            max_tokens=1,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+            extra_headers={"X-Request-Id": name},
+        )
+
+    def _read(self, answer: Any, text: Sequence[int]) -> Tensor:
+        params = getattr(answer, "kv_transfer_params", None)
+        if not params:
+            raise WrongStates(
+                "answers without hidden states (kv_transfer_params): it runs without"
+                " extract_hidden_states, which vLLM has since 0.18"
+            )
+        tensors = self._transfer.take(params, self.folder)
+        tokens = tensors["token_ids"].tolist()
+        states = tensors["hidden_states"]
+        spec = self.spec
+        expected = (len(text), len(spec.layers), spec.hidden_size)
+        if tokens != list(text):
+            raise WrongStates(f"gives the states of another text, of {len(tokens)} tokens")
+        if tuple(states.shape) != expected:
+            raise WrongStates(
+                f"gives states {list(states.shape)}, expected [tokens, layers, size] ="
+                f" {list(expected)}"
+            )
+        if states.dtype != spec.dtype:
+            raise WrongStates(f"gives states in {states.dtype}, expected {spec.dtype}")
+        if not torch.isfinite(states).all():
+            raise WrongStates(f"gives states of {len(text)} tokens that are not finite")
+        return states
+
+
+class Transfer(Protocol):
+    """How states come from a server to this process."""
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        """The tensors `token_ids` [T] and `hidden_states` [T, layers, H], which are then gone at
+        the other end. WrongStates: there are none."""
+        ...
+
+    def remove_left_over(self, folder: Path, run: str) -> int:
+        """Removes what was left for a run, and says how much."""
+        ...
+
+
+class Files:
+    """Safetensors files in a folder that the server and this process see."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._reader: HiddenStatesTransfer = FP8Transfer(Path(), dequantize_dtype=dtype)
+
+    def take(self, params: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+        path = Path(str(params.get("hidden_states_path")))
+        if path.parent.resolve() != folder.resolve():  # nothing else is ever read or deleted
+            raise WrongStates(
+                f"writes its states to {path.parent}, expected {folder}: other layers, another"
+                " dtype or another folder"
+            )
+        try:
+            tensors = self._load(params)
+        except (OSError, SafetensorError) as error:
+            raise WrongStates(f"left a file that cannot be read, {path}: {error}") from None
+        finally:
+            for left in (path, Path(f"{path}.lock")):
+                with suppress(OSError):
+                    left.unlink()
+        if tensors is None:
+            free = size_text(shutil.disk_usage(folder).free) if folder.is_dir() else None
+            room = f"{free} are free there" if free else "that folder is not there"
+            raise WrongStates(
+                f"says that its states lie in {path}, where this process finds none ({room}); it"
+                " needs a folder that both see, with room"
+            )
+        return tensors
+
+    def _load(self, params: dict[str, Any]) -> dict[str, Tensor] | None:
+        """Waits while the server writes. `hs-connectors` gives up after ten seconds, which the
+        states of a long text may take."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self._reader.get_generated(params)
+            except TimeoutError:
+                if time.monotonic() > until:
+                    raise
+
+    def remove_left_over(self, folder: Path, run: str) -> int:
+        left = list(folder.glob(f"cmpl-{run}-*")) if folder.is_dir() else []
+        for path in left:
+            with suppress(FileNotFoundError):
+                path.unlink()
+        return len(left)
+
+
+class StateServers:
+    """The servers of a recipe, in turn.
+
+    folder: that the states lie in (`states_root` / `spec.label`). run: the beginning of the names
+    of all requests of this process; unique to it, and the same when the run goes on.
+    unread_bytes: of states that are under way or not yet taken by the caller, at most (but one
+    text always)."""
+
+    def __init__(
+        self,
+        sections: Sequence[EndpointSection],
+        spec: StatesSpec,
+        *,
+        root: Path,
+        run: str,
+        unread_bytes: float,
+        say: Callable[[str], None],
+        patience_s: float = PATIENCE_S,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self.spec = spec
+        self.folder = root / spec.label
+        self.run = run
+        self.unread_bytes = unread_bytes
+        self.say = say
+        self.patience_s = patience_s
+        self.first_pause_s = first_pause_s
+        self._transfer: Transfer = Files(spec.dtype)
+        self.servers = [
+            StateServer(section, spec, self.folder, self._transfer) for section in sections
+        ]
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._head: Head | None = None
+        self._none_since: float | None = None  # when the last server that worked failed
+        self._last_failure = ""
+        self._threads = ThreadPoolExecutor(
+            sum(section.max_concurrency for section in sections), "hidden-states"
+        )
+
+    def check(self, head: Head) -> None:
+        """Removes what an earlier start of this run left, and checks every server.
+
+        EndpointError: one gives other states than the spec's, or none answers. One that does not
+        answer is asked again later."""
+        self._head = head
+        self._transfer.remove_left_over(self.folder, self.run)
+        for server in self.servers:
+            try:
+                server.check(head, self._name())
+            except openai.APIError as error:
+                self._failed(server, error)
+        if self._none_since is not None:
+            raise self._none_left()
+
+    def of(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """[T, layers, H] of each text in its order, on the CPU. EndpointError as for `check`, and
+        for a text that no server gives the states of."""
+        pending: deque[tuple[Future[Tensor], int]] = deque()
+        unread = 0
+        try:
+            for text in texts:
+                size = self.spec.bytes_of(len(text))
+                while pending and unread + size > self.unread_bytes:
+                    future, done = pending.popleft()
+                    yield future.result()
+                    unread -= done
+                pending.append((self._threads.submit(self._ask, text), size))
+                unread += size
+            while pending:
+                yield pending.popleft()[0].result()
+        finally:
+            for future, _ in pending:
+                future.cancel()
+
+    def close(self) -> None:
+        """Waits for what is under way, and removes what nobody reads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._threads.shutdown(cancel_futures=True)
+        for server in self.servers:
+            server.close()
+        self._transfer.remove_left_over(self.folder, self.run)
+
+    # ------------------------------------------------------------------ in the threads
+
+    def _ask(self, text: Sequence[int]) -> Tensor:
+        """The states of one text, by whichever server has room."""
+        wrong = 0
+        while True:
+            server = self._take_slot()
+            try:
+                states = self._states(server, text)
+            except WrongStates as error:
+                wrong += 1
+                if wrong == TRIES:
+                    raise EndpointError(
+                        f"{error}; asked {TRIES} times for a text of {len(text)} tokens that begins"
+                        f" {list(text[:8])}",
+                        where=server.url,
+                    ) from None
+            except (openai.APIError, EndpointError) as error:
+                if getattr(error, "status_code", None) in REFUSALS:
+                    raise EndpointError(
+                        f"refuses a text of {len(text)} tokens: {str(error)[:300]}",
+                        where=server.url,
+                    ) from None
+                self._failed(server, error)
+            else:
+                self._answered(server)
+                return states
+            finally:
+                self._give_slot(server)
+
+    def _states(self, server: StateServer, text: Sequence[int]) -> Tensor:
+        """Of a server that may have been started anew since it failed, and otherwise."""
+        assert self._head is not None, "check the servers first"
+        if not server.checked:
+            server.check(self._head, self._name())
+        return server.states(text, self._name())
+
+    def _take_slot(self) -> StateServer:
+        """The server with the least under way for its room. Waits for one."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise EndpointError("was closed while a text was asked for", where=WHERE)
+                now = time.monotonic()
+                usable = [server for server in self.servers if server.retry_at <= now]
+                free = [s for s in usable if s.in_flight < s.section.max_concurrency]
+                if free:
+                    server = min(free, key=lambda s: s.in_flight / s.section.max_concurrency)
+                    server.in_flight += 1
+                    return server
+                since = self._none_since
+                if since is not None and now - since > self.patience_s:
+                    raise self._none_left()
+                self._changed.wait(1.0 if usable else self._until_next(now))
+
+    def _until_next(self, now: float) -> float:
+        """Seconds until a server that failed is asked again, a second at most: patience may end."""
+        next_try = min(server.retry_at for server in self.servers) - now
+        return min(1.0, max(0.01, next_try))
+
+    def _give_slot(self, server: StateServer) -> None:
+        with self._changed:
+            server.in_flight -= 1
+            self._changed.notify_all()
+
+    def _answered(self, server: StateServer) -> None:
+        with self._changed:
+            if server.failures:
+                self.say(f"      {server.url} answers again")
+            server.failures = 0
+            server.retry_at = 0.0
+            self._none_since = None
+
+    def _failed(self, server: StateServer, error: Exception) -> None:
+        """Leaves a server alone for a while."""
+        with self._changed:
+            now = time.monotonic()
+            self._last_failure = f"{server.url}: {type(error).__name__}: {str(error)[:300]}"
+            if server.retry_at > now:  # by a request that failed with it
+                return
+            if not server.failures:
+                self.say(f"      warning: a server is left alone for now: {self._last_failure}")
+            pause = self.first_pause_s * 2**server.failures
+            server.checked = False
+            server.failures += 1
+            server.retry_at = now + min(LONGEST_PAUSE_S, pause)
+            if self._none_since is None and all(s.failures for s in self.servers):
+                self._none_since = now
+
+    def _none_left(self) -> EndpointError:
+        return EndpointError(
+            f"no server answers; the last was {self._last_failure}. The same command goes on from"
+            " the last checkpoint",
+            where=WHERE,
+        )
+
+    def _name(self) -> str:
+        return f"{self.run}-{next(self._numbers)}"

@@ -1,0 +1,70 @@
+"""What vLLM servers are to give of each text, and the folder that says so.
+
+vLLM's answer names a file and not which layers it holds. The folder's name does: it is made of
+everything that the states depend on, `draftsmith serving-args` puts it into the server's command,
+and the trainer reads from no other."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class StatesSpec:
+    """The states of a text of T tokens: [T, layers, H].
+
+    model: the target's name. layers: k is the residual stream after k layers; the last is the one
+    before the final norm. longest: tokens of a text, at most."""
+
+    model: str
+    layers: tuple[int, ...]
+    hidden_size: int
+    dtype: torch.dtype
+    longest: int
+
+    @classmethod
+    def of_target(
+        cls,
+        model: str,
+        tap_layers: Sequence[int],
+        num_layers: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        longest: int,
+    ) -> StatesSpec:
+        """The taps of a drafter in their order, and the stream before the final norm."""
+        layers = (*(tap for tap in tap_layers if tap != num_layers), num_layers)
+        return cls(model, layers, hidden_size, dtype, longest)
+
+    @property
+    def dtype_name(self) -> str:
+        """As vLLM's --dtype has it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def label(self) -> str:
+        """The name of the folder that these states lie in."""
+        name = Path(self.model).name or self.model
+        text = f"{name}-layers-{'-'.join(map(str, self.layers))}-{self.dtype_name}"
+        return re.sub(r"[^\w.-]+", "-", text)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Of the states of a text."""
+        return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
+
+
+def states_root(folder: str | None) -> Path:
+    """The folder that the servers' folders lie in: the recipe's, or one in shared memory."""
+    if folder is not None:
+        return Path(folder).absolute()
+    parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return parent / f"draftsmith-{getpass.getuser()}"
