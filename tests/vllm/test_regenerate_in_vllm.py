@@ -13,9 +13,9 @@ from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import Example
 from draftsmith.train.recipe.data_sections import RegenerateSection
+from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration.conversations import TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
-from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration.store import Record
 
 TARGET = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "target"

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.speculators.target.frozen_target import FrozenTarget
+from draftsmith.speculators.target.info import TargetSketch
+from draftsmith.train.recipe.recipe import Recipe
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -32,18 +36,13 @@ class StatesSpec:
     longest: int
 
     @classmethod
-    def of_target(
-        cls,
-        model: str,
-        tap_layers: Sequence[int],
-        num_layers: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        longest: int,
+    def of_recipe(
+        cls, recipe: Recipe, tap_layers: Sequence[int], target: TargetSketch | FrozenTarget
     ) -> StatesSpec:
-        """The taps of a drafter in their order, and the stream before the final norm."""
-        layers = (*(tap for tap in tap_layers if tap != num_layers), num_layers)
-        return cls(model, layers, hidden_size, dtype, longest)
+        """The taps of a recipe's drafter in their order, and the stream before the final norm."""
+        layers = (*(tap for tap in tap_layers if tap != target.num_layers), target.num_layers)
+        longest = recipe.data.max_length
+        return cls(recipe.target.model, layers, target.hidden_size, target.dtype, longest)
 
     @property
     def dtype_name(self) -> str:

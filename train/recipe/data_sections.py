@@ -193,7 +193,7 @@ Temperatures = Annotated[
 
 
 class EndpointSection(Section):
-    """One server that writes responses, compatible with OpenAI's."""
+    """One server, compatible with OpenAI's."""
 
     url: str = Field(pattern=r"^https?://[^\s/]+(/\S*)?$")
     """its address, such as http://host:8000/v1"""

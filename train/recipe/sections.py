@@ -12,7 +12,7 @@ from draftsmith.inference.evaluation.suites import SUITES, default_path
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.hub import split_revision
 from draftsmith.speculators.options import Count, PositiveInt, Section, Share, Text
-from draftsmith.train.recipe.data_sections import Dtype, Source
+from draftsmith.train.recipe.data_sections import Dtype, EndpointSection, Source
 
 if TYPE_CHECKING:
     import torch
@@ -307,7 +307,7 @@ GATES_OF_TEMPERATURES = (
 
 
 class FeaturesSection(Section):
-    """The target's features of training rows. Only `mode: cache` reads the other keys."""
+    """The target's features of training rows. Only `mode: cache` reads `encoding` and `dir`."""
 
     mode: Literal["online", "cache"] = "online"
     """online: computed when a step needs them; cache: written to disk once, then read"""
@@ -317,6 +317,26 @@ class FeaturesSection(Section):
     dir: Text | None = None
     """folder of the cache, which recipes may share; null: `features` in the run's folder"""
     engine: Literal["draftsmith", "vllm"] = "draftsmith"
-    """vllm: its hidden-state extraction, for targets that need tensor parallelism"""
+    """draftsmith: this process; vllm: its hidden-state extraction, at `endpoints`, or started here
+    to fill a cache"""
     vllm_options: dict[str, Any] = Field({})
-    """options of vLLM's LLM, such as tensor_parallel_size"""
+    """options of vLLM's LLM where it is started here, such as tensor_parallel_size"""
+    endpoints: list[EndpointSection] = Field([])
+    """vLLM servers that give the states, each a URL or a mapping; `draftsmith serving-args` prints
+    their command"""
+    states_dir: Text | None = None
+    """folder that the servers write states to and all processes of the run read; null: shared
+    memory of this machine"""
+    unread_gb: float = Field(4.0, gt=0)
+    """states of a process that servers may have under way or unread, at most"""
+
+    @model_validator(mode="after")
+    def _servers_are_vllm(self) -> FeaturesSection:
+        if self.endpoints and self.engine != "vllm":
+            raise ValueError("endpoints: these are vLLM servers; set features.engine: vllm")
+        if self.engine == "vllm" and self.mode == "online" and not self.endpoints:
+            raise ValueError(
+                "engine: vllm gives features step by step at servers alone; name them in"
+                " features.endpoints, or set features.mode: cache"
+            )
+        return self

@@ -81,7 +81,7 @@ def target(tiny_model) -> FrozenTarget:
 
 @pytest.fixture
 def spec(target) -> StatesSpec:
-    return StatesSpec.of_target("target", TAPS, 3, target.hidden_size, torch.float32, 32)
+    return StatesSpec("target", (*TAPS, 3), target.hidden_size, torch.float32, longest=32)
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""The `vllm serve` command of a server that gives a recipe's hidden states."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.inference.vllm_bridge.hidden_states import CONNECTORS
+from draftsmith.train.features.states_spec import StatesSpec
+from draftsmith.train.recipe.recipe import Recipe
+
+# vLLM's own connector copies on CUDA streams; this project's stands in for it on a CPU.
+ON_GPU = {"kv_connector": "ExampleHiddenStatesConnector"}
+ON_CPU = {
+    "kv_connector": "CpuHiddenStatesConnector",
+    "kv_connector_module_path": "cpu_hidden_states",
+}
+
+
+def serving_args(
+    recipe: Recipe, spec: StatesSpec, root: Path, *, on_cpu: bool = False
+) -> list[str]:
+    """The command, a word an item. `root`: the folder that the states' folder lies in.
+
+    Prefixes are not cached: a text's states are then computed in the same way each time. Where the
+    servers write responses too, vLLM's own length is right, which is the target's."""
+    target = recipe.target
+    extraction = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {
+            "hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.layers)}
+        },
+    }
+    transfer: dict[str, Any] = dict(ON_CPU if on_cpu else ON_GPU)
+    transfer["kv_role"] = "kv_producer"
+    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(root / spec.label)}
+    words = ["vllm", "serve", target.model, "--dtype", spec.dtype_name]
+    if target.revision is not None:
+        words += ["--revision", target.revision]
+    if target.trust_remote_code:
+        words.append("--trust-remote-code")
+    if not recipe.regenerate.endpoints:
+        words += ["--max-model-len", str(spec.longest + 1)]
+    words.append("--no-enable-prefix-caching")
+    if on_cpu:
+        words.append("--enforce-eager")
+    words += ["--speculative-config", json.dumps(extraction)]
+    return [*words, "--kv-transfer-config", json.dumps(transfer)]
+
+
+def shell_command(words: Sequence[str], *, on_cpu: bool = False) -> str:
+    """The command as one prints it: an option a line."""
+    lines: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    command = " \\\n  ".join(map(shlex.join, lines))
+    return f"PYTHONPATH={shlex.quote(str(CONNECTORS))} {command}" if on_cpu else command
