@@ -86,17 +86,18 @@ SERVER = (
 
 @pytest.fixture(scope="module")
 def vllm_server(vllm_python: str, tmp_path_factory):
-    """`vllm_server(model, *arguments)`: the address of a real server of it on loopback; stopped
-    after the module."""
+    """`vllm_server(model, *arguments, **environment)`: the address of a real server of it on
+    loopback; stopped after the module."""
     running, root = [], tmp_path_factory.mktemp("servers")
 
-    def start(model: str, *arguments: str) -> str:
+    def start(model: str, *arguments: str, **variables: str) -> str:
         port = free_port()
         command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--host", "127.0.0.1", "--port", str(port), *SERVER, *arguments]
         log = root / f"{port}.log"
         with log.open("w") as written:
             environment = os.environ | {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+            environment |= variables
             process = subprocess.Popen(
                 command, cwd=root, env=environment, stdout=written, stderr=subprocess.STDOUT
             )

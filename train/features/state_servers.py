@@ -12,6 +12,7 @@ what was left for it (`remove_left_over`)."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import shutil
 import threading
@@ -50,6 +51,13 @@ PATIENCE_S = 90.0  # in which no server works
 PROBE = tuple(range(8))  # the text that a server is checked with: ids that every vocabulary has
 TOLERANCE = 0.02  # of the logits' range, by which a server's greedy token may miss the largest
 DO = "start it with the command that `draftsmith serving-args RECIPE` prints"
+
+
+def run_name(output_dir: str | Path, process: int) -> str:
+    """The beginning of the names of all requests of a process of a run: the same at each start, and
+    no other's that writes to the same folder."""
+    folder = str(Path(output_dir).absolute()).encode()
+    return f"ds-{hashlib.blake2b(folder, digest_size=6).hexdigest()}-{process}"
 
 
 class Head(Protocol):
@@ -224,8 +232,7 @@ class Files:
 class StateServers:
     """The servers of a recipe, in turn.
 
-    folder: that the states lie in (`states_root` / `spec.label`). run: the beginning of the names
-    of all requests of this process; unique to it, and the same when the run goes on.
+    root: the folder that the states' folder lies in. run: as `run_name` makes it.
     unread_bytes: of states that are under way or not yet taken by the caller, at most (but one
     text always)."""
 

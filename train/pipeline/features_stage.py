@@ -24,6 +24,8 @@ from draftsmith.train.features.cache import (
     texts_of,
 )
 from draftsmith.train.features.row_features import RowFeatures
+from draftsmith.train.features.state_servers import StateServers, run_name
+from draftsmith.train.features.states_spec import StatesSpec, states_root
 from draftsmith.train.pipeline.data_stage import TrainingData
 from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import Recipe
@@ -45,9 +47,10 @@ def training_features(
         cache = open_cache(recipe, target, data).scan()
         accelerator.wait_for_everyone()  # so that all find the same texts missing
         part = accelerator.process_index, accelerator.num_processes
-        if recipe.features.engine == "vllm":  # which takes all devices, in the first process
+        started_here = recipe.features.engine == "vllm" and not recipe.features.endpoints
+        if started_here:  # vLLM takes all devices, in the first process
             part = (0, 1)
-        if recipe.features.engine != "vllm" or accelerator.is_main_process:
+        if not started_here or accelerator.is_main_process:
             fill(recipe, target, data.rows, cache, stages, part)
         accelerator.wait_for_everyone()
         cache.scan()
@@ -101,11 +104,12 @@ def fill(
     first, step = part
     own = [row for row in rows[first::step] if any(text in absent for text, _ in texts_of(row))]
     texts = {text: absent[text] for row in own for text, _ in texts_of(row) if text in absent}
-    features = (
-        _from_vllm(recipe, target, own, set(texts))
-        if section.engine == "vllm"
-        else _from_target(target, own, set(texts))
-    )
+    if section.endpoints:
+        features = _from_servers(recipe, target, own, set(texts), stages, first)
+    elif section.engine == "vllm":
+        features = _from_vllm(recipe, target, own, set(texts))
+    else:
+        features = _from_target(target, own, set(texts))
     with (
         stages.stage("write features", sum(texts.values())) as advance,
         ShardWriter(cache, SHARD_BYTES) as shards,
@@ -136,12 +140,44 @@ def _from_target(
                 yield text, None if taps is None else taps[place], last_hidden[place]
 
 
+def _from_servers(
+    recipe: Recipe,
+    target: FrozenTarget,
+    rows: Sequence[PackedRow],
+    absent: set[bytes],
+    stages: Stages,
+    process: int,
+) -> Generator[Text]:
+    """Every text is a request of its own to running vLLM servers."""
+    texts = _token_ids(rows, absent)
+    section = recipe.features
+    with closing(
+        StateServers(
+            section.endpoints,
+            StatesSpec.of_recipe(recipe, target.tap_layers, target),
+            root=states_root(section.states_dir),
+            run=run_name(recipe.output_dir, process),
+            unread_bytes=section.unread_gb * 1e9,
+            say=stages.say,
+        )
+    ) as servers:
+        servers.check(target)
+        states = servers.of([ids for _, ids in texts])
+        for (text, _), state in zip(texts, states, strict=True):
+            yield text, *features_of_states(target, state)
+
+
+def _token_ids(rows: Sequence[PackedRow], absent: set[bytes]) -> list[tuple[bytes, list[int]]]:
+    """The absent texts of the rows, each once: name and tokens."""
+    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in absent}
+    return [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
+
+
 def _from_vllm(
     recipe: Recipe, target: FrozenTarget, rows: Sequence[PackedRow], absent: set[bytes]
 ) -> Generator[Text]:
     """Every text is a prompt of its own; the states before the final norm are normed here."""
-    places = {text: (row, place) for row in rows for text, place in texts_of(row) if text in absent}
-    texts = [(text, row.input_ids[place].tolist()) for text, (row, place) in places.items()]
+    texts = _token_ids(rows, absent)
     with HiddenStates(
         str(cached_folder(recipe.target.model, recipe.target.revision)),
         [*(tap for tap in target.tap_layers if tap != target.num_layers), target.num_layers],
