@@ -5,10 +5,19 @@ layers; a family adds its own in its file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from draftsmith.speculators.errors import ConfigError
+
+# What transformers' configs call a size, where its attribute_map has no common name for it.
+MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
+UNBOUNDED = 2**17  # positions of a head whose target has no limit (ALiBi, recurrent layers)
+FACTORS = ("short_factor", "long_factor")  # LongRoPE's, one for each pair of turned dimensions
 
 
 def default_tap_layers(num_layers: int) -> list[int]:
@@ -89,6 +98,11 @@ class DrafterConfig(BaseModel):
             num_target_layers=target.num_layers,
         )
 
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields with those that follow from others where they are None."""
+        return fields
+
     def describe(self) -> str:
         """A short description of the head's sizes, for logs and tables."""
         return f"{self.hidden_size} wide"
@@ -123,6 +137,15 @@ class DecoderConfig(DrafterConfig):
                 f"rope_parameters: partial_rotary_factor {turned:g}: our layers rotate every"
                 " dimension, so that such a head would draft other tokens"
             )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: positions turn pairs of dimensions")
+        for name in FACTORS:
+            factors = self.rope_parameters.get(name)
+            if factors is not None and len(factors) != self.head_dim // 2:
+                raise ValueError(
+                    f"rope_parameters: {len(factors)} numbers of {name} for a head_dim of"
+                    f" {self.head_dim}, which has {self.head_dim // 2} pairs of dimensions"
+                )
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:
             raise ValueError(
                 f"hidden_size {self.hidden_size} differs from the target's"
@@ -133,15 +156,32 @@ class DecoderConfig(DrafterConfig):
     @classmethod
     def for_target(cls, target: TargetShape, family: str) -> dict[str, Any]:
         c = target.config
-        heads = c.num_attention_heads
-        return super().for_target(target, family) | dict(
-            intermediate_size=c.intermediate_size,
+        heads = getattr(c, "num_attention_heads", None)
+        fields = super().for_target(target, family) | dict(
+            intermediate_size=_first(c, MLP_WIDTHS) or 4 * target.hidden_size,
             num_attention_heads=heads,
-            num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+            num_key_value_heads=getattr(c, "num_key_value_heads", None),
+            head_dim=getattr(c, "head_dim", None),
             rms_norm_eps=getattr(c, "rms_norm_eps", None) or 1e-6,
             rope_parameters=rope_of(c),
-            max_position_embeddings=c.max_position_embeddings,
+            max_position_embeddings=_first(c, CONTEXTS) or UNBOUNDED,
+        )
+        return fields if heads is None else cls.completed(fields)
+
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if (heads := fields["num_attention_heads"]) is None:
+            raise ConfigError(
+                "the target has no attention whose sizes the head could take; set"
+                f" drafter.num_attention_heads, such as {max(fields['hidden_size'] // 64, 1)},"
+                " or use a family without attention, such as mlp",
+                where="drafter.num_attention_heads",
+            )
+        head_dim = fields["head_dim"] or fields["hidden_size"] // heads
+        return fields | dict(
+            num_key_value_heads=fields["num_key_value_heads"] or heads,
+            head_dim=head_dim,
+            rope_parameters=with_factors_for(fields["rope_parameters"], head_dim),
         )
 
     def describe(self) -> str:
@@ -196,15 +236,41 @@ def _rope_fields(fields: Mapping[str, Any]) -> Any:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The target's rotary parameters without `partial_rotary_factor`; of full attention where layer
+    """The target's rotary parameters as a plain head turns by them: of full attention where layer
     types differ. Those of M-RoPE turn by the positions of text, where all of its dimensions are the
-    same."""
+    same. The two scales of latent attention (`mscale`) are left out, as engines read them of such
+    targets only; YaRN then scales by 0.1 ln(factor) + 1 everywhere."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope:  # one set per layer type
         rope = dict(rope["full_attention"])
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    original = getattr(config, "original_max_position_embeddings", None)
+    if rope["rope_type"] == "longrope" and original is not None:
+        rope.setdefault("original_max_position_embeddings", original)
     # a head rotates every dimension
-    for field in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+    left_out = ["partial_rotary_factor", "mrope_section", "mrope_interleaved"]
+    for field in (*left_out, "mscale", "mscale_all_dim"):
         rope.pop(field, None)
     return rope
+
+
+def with_factors_for(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """`rope` with LongRoPE's factors for all head_dim / 2 pairs of a head's dimensions.
+
+    Pair i of n turns with theta^(-i/n), so that pair i of a head and pair i·m/n of m turned ones in
+    the target have one frequency, and so one factor; between two pairs it is interpolated."""
+    pairs = head_dim // 2
+    fitted = dict(rope)
+    for name in FACTORS:
+        factors = rope.get(name)
+        if factors and len(factors) != pairs:
+            at = [i * len(factors) / pairs for i in range(pairs)]
+            fitted[name] = np.interp(at, range(len(factors)), factors).tolist()
+    return fitted
+
+
+def _first(config: Any, names: Sequence[str]) -> Any:
+    """The first of these fields that a config has and sets; None without any."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)

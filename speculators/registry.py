@@ -60,4 +60,5 @@ def config_for_target(
     if cls.reads_taps:
         fields["tap_layers"] = tuple(sorted(tap_layers or default_tap_layers(target.num_layers)))
     fields.update({k: v for k, v in overrides.items() if v is not None})
+    fields = cls.config_class.completed(fields)
     return build_config(f"drafter for {target.name_or_path}", **fields)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of
+from draftsmith.speculators.config import DecoderConfig, DrafterConfig, rope_of, with_factors_for
 from draftsmith.speculators.errors import CheckpointError, DraftsmithError
 from draftsmith.speculators.export import resolve
 from draftsmith.speculators.export.formats import format_of, layout_of
@@ -236,7 +236,8 @@ def _differences(result: Inspection, config: DrafterConfig, target: Any) -> Iter
         yield Fault("tap_layers", text, "engines crash")
     if not isinstance(config, DecoderConfig) or getattr(config, "target_fields", None) is not None:
         return
-    rope, target_rope = config.rope_parameters, rope_of(target.config)
+    rope = config.rope_parameters
+    target_rope = with_factors_for(rope_of(target.config), config.head_dim)
     names = sorted({*target_rope, *rope})
     if differing := [name for name in names if rope.get(name) != target_rope.get(name)]:
         pairs = (f"{name} {rope.get(name)} for {target_rope.get(name)}" for name in differing)

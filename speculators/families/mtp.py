@@ -89,11 +89,12 @@ class MtpConfig(DecoderConfig):
                 " head, as vLLM would an added module; use another family, such as eagle3",
                 where="drafter of family mtp",
             )
-        return super().for_target(target, family) | dict(
+        fields = cls.completed(super().for_target(target, family))
+        return fields | dict(
             layout=c.model_type if own else "mimo",
             target_fields=layer_fields(c) if own else None,
             # as vLLM divides, whatever the target's own head is
-            head_dim=c.hidden_size // c.num_attention_heads,
+            head_dim=target.hidden_size // fields["num_attention_heads"],
         )
 
     def describe(self) -> str:
