@@ -40,6 +40,10 @@ TargetLayers = Annotated[
     int | None,
     typer.Option(help="Layers of the target, for heads that do not say which they tap."),
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="Device, such as h100; cpu: this one, measured. Default: this machine's."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PART = re.compile(r"(?P<number>[1-9][0-9]*)/(?P<of>[1-9][0-9]*)")
 

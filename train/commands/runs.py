@@ -10,15 +10,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.train.commands.options import Overrides, Part, RecipeFile, parse_part
+from draftsmith.train.commands.options import Gpu, Overrides, Part, RecipeFile, parse_part
 
 
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Device, such as h100; without it no time is given.")
-    ] = None,
+    gpu: Gpu = None,
     count: Annotated[int, typer.Option(min=1, help="Devices on one host, each a process.")] = 1,
     examples: Annotated[
         int | None,
@@ -27,11 +25,11 @@ def plan(
 ) -> None:
     """Estimate time and memory of a recipe. Exit code 1: target and drafter do not fit."""
     from draftsmith.train.planner.describe import describe
-    from draftsmith.train.planner.devices import find_device
+    from draftsmith.train.planner.devices import find_device, this_machine
     from draftsmith.train.planner.plan import make_plan
     from draftsmith.train.recipe.load import load_recipe
 
-    device = None if gpu is None else find_device(gpu)
+    device = this_machine() if gpu is None else find_device(gpu)
     estimate = make_plan(load_recipe(recipe, overrides or ()), device, count, examples=examples)
     describe(estimate)
     raise typer.Exit(0 if estimate.fits else 1)

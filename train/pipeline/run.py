@@ -50,10 +50,11 @@ def run(path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = Fals
     recipe = load_recipe(path, overrides)
     if dry_run:
         from draftsmith.train.planner.describe import describe
+        from draftsmith.train.planner.devices import this_machine
         from draftsmith.train.planner.plan import make_plan
 
         print(recipe.resolved_yaml())
-        describe(make_plan(recipe))
+        describe(make_plan(recipe, this_machine()))
         return 0
     if recipe.export.push_to_hub:
         account()  # a token that is of no use is noticed now, and not after the training

@@ -9,7 +9,7 @@ from rich.filesize import decimal as size_text
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.train.planner.plan import Plan, Stage
+from draftsmith.train.planner.plan import Phase, Plan, Stage
 
 Rows = Sequence[tuple[str, str]]
 
@@ -26,6 +26,8 @@ def describe(plan: Plan) -> None:
     sizes = [(name, size_text(size)) for name, size in memory.items() if size]
     _print(console, "Memory of one device while it trains, about", sizes)
     _print(console, "Assumed", [("", text) for text in plan.assumptions])
+    for warning in plan.warnings:
+        console.print(escape(warning), style="yellow", soft_wrap=True)
     console.print(escape(verdict(plan)), style="green" if plan.fits else "red", soft_wrap=True)
 
 
@@ -69,18 +71,40 @@ def _training(stage: Stage, plan: Plan) -> Rows:
     given, chosen, step = stage.recipe.training, stage.training, stage.step_rows
     whose = "of a short run" if given.is_short(stage.steps) else "as the recipe or its family says"
     tokens = step.rows_per_step * stage.recipe.data.max_length
-    budget = f"{stage.steps:,} steps" if stage.steps else "until epochs or minutes are spent"
     rows += [
-        ("budget", budget),
+        ("budget", _budget(stage, plan)),
         ("a step", f"{tokens:,} tokens ({step.rows} rows x {step.micro_steps} micro-steps)"),
         ("settings", f"{chosen.optimizer}, learning rate {chosen.learning_rate:g}: {whose}"),
     ]
-    for phase in stage.phases:
-        text = f"{phase.flops / 1e15:.3g} PFLOP"
-        if plan.device:
-            text += f", {duration(phase.seconds(plan.device, plan.count))}"
-        rows.append((phase.name, text))
+    of = "" if stage.steps else ", one step"
+    for phase in stage.phases[:-2]:
+        rows.append((phase.name, _work(phase, plan)))
+    for phase in stage.phases[-2:]:
+        rows.append((f"{phase.name}{of}", _work(phase, plan)))
     return rows
+
+
+def _work(phase: Phase, plan: Plan) -> str:
+    """Arithmetic of a phase, and its time on a device."""
+    text = f"{phase.flops / 1e15:.3g} PFLOP"
+    if plan.device:
+        text += f", {duration(phase.seconds(plan.device, plan.count))}"
+    return text
+
+
+def _budget(stage: Stage, plan: Plan) -> str:
+    """The end of the training as the recipe gives it."""
+    training, parts = stage.recipe.training, []
+    if stage.steps:
+        parts.append(f"{stage.steps:,} steps")
+    elif training.epochs:
+        parts.append(f"{training.epochs:g} epochs of data that was not counted")
+    if training.max_minutes:
+        text = f"{training.max_minutes:g} minutes"
+        if plan.device:
+            text += f", about {stage.steps_within_minutes(plan.device):,.0f} steps"
+        parts.append(text)
+    return " or ".join(parts) + (", whichever comes first" if len(parts) > 1 else "")
 
 
 def _print(console: Console, title: str, rows: Rows) -> None:

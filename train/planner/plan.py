@@ -7,7 +7,8 @@ Nothing is loaded or run: the target and the drafter are modules without memory.
 - the drafter: 6 FLOPs for each trained parameter, token and depth (forward and backward), and as
   many for the target's lm_head where the drafter has none of its own;
 - generation: each round reads the target's weights once, for `regenerate.batch_size` tokens;
-- time: FLOPs over a share of the peak (devices.py), or bytes over that share of the bandwidth;
+- time: FLOPs over a share of the device's rate (devices.py), or bytes over that share of the
+  bandwidth;
 - activations: 17 numbers for each hidden unit, layer, depth and token (Korthikanti et al. 2022,
   attention scores not kept)."""
 
@@ -25,7 +26,7 @@ from draftsmith.speculators.precision import autocast_dtype, own_device
 from draftsmith.speculators.target.info import TargetSketch
 from draftsmith.train.features.encodings import bytes_per_token
 from draftsmith.train.losses.chunked import default_chunk_size
-from draftsmith.train.planner.devices import CONTEXT, SHARE_OF_PEAK, Device
+from draftsmith.train.planner.devices import CONTEXT, Device
 from draftsmith.train.planner.token_counts import TokenCount, count_tokens
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.recipe import Recipe
@@ -34,6 +35,7 @@ from draftsmith.train.trainer.batches import StepRows
 from draftsmith.train.trainer.optimizers import muon_matrices
 
 ACTIVATIONS = 17  # numbers kept per hidden unit, layer and token
+FEW_STEPS = 20  # optimizer steps; a budget that holds fewer trains nothing to speak of
 Parts = dict[str, int]  # bytes, by what takes them
 
 
@@ -49,7 +51,7 @@ class Phase:
 
     def seconds(self, device: Device, count: int) -> float:
         best = max(self.flops / device.peak(self.dtype), self.read / device.bandwidth)
-        return best / count / SHARE_OF_PEAK
+        return best / count / device.share
 
 
 @dataclass
@@ -133,12 +135,28 @@ class Stage:
         drafted = 6.0 * tokens * self.depths * trained
         return [*phases, Phase("drafter, forward and backward", drafted, self.autocast)]
 
+    def writing_seconds(self, device: Device) -> float:
+        """Of the target's responses, if this stage writes them."""
+        *writing, _, _ = self.phases
+        return sum(phase.seconds(device, self.count) for phase in writing)
+
+    def step_seconds(self, device: Device) -> float:
+        """Of one optimizer step."""
+        *_, features, drafting = self.phases
+        seconds = features.seconds(device, self.count) + drafting.seconds(device, self.count)
+        return seconds / (self.steps or 1)
+
     def seconds(self, device: Device) -> float:
         """Infinite if neither steps nor minutes bound the training."""
-        *writing, features, drafting = (phase.seconds(device, self.count) for phase in self.phases)
-        training = math.inf if self.steps is None else features + drafting
+        steps = math.inf if self.steps is None else self.steps
         minutes = self.recipe.training.max_minutes
-        return sum(writing) + min(training, 60 * minutes if minutes else math.inf)
+        training = min(steps * self.step_seconds(device), 60 * minutes if minutes else math.inf)
+        return self.writing_seconds(device) + training
+
+    def steps_within_minutes(self, device: Device) -> float:
+        """Infinite without a budget of minutes."""
+        minutes = self.recipe.training.max_minutes
+        return 60 * minutes / self.step_seconds(device) if minutes else math.inf
 
     @property
     def held(self) -> Parts:
@@ -216,21 +234,44 @@ class Plan:
     def assumptions(self) -> list[str]:
         return [
             *(f"{s.label}: {s.note}" for s in self.stages[0].sources if s.note),
-            f"{SHARE_OF_PEAK:.0%} of the peak rates; not measured, often 25 to 55 %",
+            *([f"{self.device.share:.0%} of {self.device.rates}"] if self.device else []),
             "no loading, no evaluations, no traffic between devices",
         ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to change where a budget of minutes holds hardly a step, a line for each stage."""
+        if self.device is None:
+            return []
+        return [_few_steps(stage, self.device) for stage in self.stages if _cut(stage, self.device)]
 
 
 def make_plan(
     recipe: Recipe, device: Device | None = None, count: int = 1, *, examples: int | None = None
 ) -> Plan:
     """`examples`: of each training source that cannot be counted."""
-    runs_on = torch.device("cuda") if device else own_device()
+    runs_on = torch.device(device.kind) if device else own_device()
     stages = [
         make_stage(part, count_tokens(part, examples), runs_on, count, name)
         for name, part in recipe.training_stages()
     ]
     return Plan(recipe, device, count, stages)
+
+
+def _cut(stage: Stage, device: Device) -> bool:
+    """True if minutes end the training of a stage after fewer than FEW_STEPS steps."""
+    within = stage.steps_within_minutes(device)
+    return within < min(stage.steps or math.inf, FEW_STEPS)
+
+
+def _few_steps(stage: Stage, device: Device) -> str:
+    minutes, seconds = stage.recipe.training.max_minutes, stage.step_seconds(device)
+    steps = int(stage.steps_within_minutes(device))
+    return (
+        f"training.max_minutes: about {steps} steps fit into {minutes:g} minutes, {seconds:.2g} s"
+        " each; a drafter needs hundreds. Give more minutes, or make a step shorter:"
+        " training.batch_size, data.max_length, drafter.unroll_steps, drafter.draft_vocab_size"
+    )
 
 
 def make_stage(

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.planner import devices
-from draftsmith.train.planner.devices import DEVICES
+from draftsmith.train.planner.describe import verdict
+from draftsmith.train.planner.devices import DEVICES, device_called, this_cpu
 from draftsmith.train.planner.plan import active_parameters, forward_flops, make_plan, make_stage
 from draftsmith.train.recipe.load import load_recipe, read
 from draftsmith.train.recipe.recipe import make_recipe, yaml_text
@@ -142,8 +143,7 @@ def test_time_grows_with_steps_and_falls_with_devices(folder):
 
 def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert "--gpu abacus" in refused("plan", recipe_file, "--gpu", "abacus")
-    code, output = call("plan", recipe_file)
-    assert code == 0 and "--gpu" in output and "PFLOP" in output
+    assert "--gpu" in verdict(make_plan(load_recipe(recipe_file)))
     hub = read(recipe_file)
     hub["data"]["train"] = [{"name": "org/chats"}]
     hub["training"] = {"epochs": 1}
@@ -152,6 +152,57 @@ def test_unknown_devices_and_unknown_data(recipe_file, tmp_path):
     assert code == 0 and "--examples" in output
     plan = make_plan(load_recipe(recipe_file), DEVICES["l4"], examples=1000)
     assert plan.seconds > 0 and "1,000 examples" in plan.assumptions[0]
+
+
+@pytest.mark.slow
+def test_plan_of_this_cpu_measures_its_rates(recipe_file):
+    """It plans for the dtypes of a CPU, and says what was measured."""
+    cpu = this_cpu()
+    assert min(cpu.float32, cpu.bfloat16, cpu.bandwidth) > 1e7
+    plan = make_plan(load_recipe(recipe_file), cpu)
+    assert plan.stages[0].device.type == "cpu" and plan.seconds > 0
+    code, output = call("plan", recipe_file, "--gpu", "cpu")
+    assert code == 0 and "measured" in output and "threads" in output
+
+
+@pytest.mark.parametrize(
+    "name, memory, key",
+    [
+        ("NVIDIA H100 80GB HBM3", 85e9, "h100"),
+        ("NVIDIA A100-SXM4-40GB", 42e9, "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", 85e9, "a100-80"),
+        ("NVIDIA L40S", 47e9, "l40s"),
+        ("NVIDIA L4", 24e9, "l4"),
+        ("NVIDIA GeForce RTX 4090", 25e9, "rtx4090"),
+    ],
+)
+def test_device_called_knows_the_names_of_drivers(name, memory, key):
+    assert device_called(name, memory) is DEVICES[key]
+    assert device_called("Tesla T4", 16e9) is None
+
+
+@pytest.mark.slow
+def test_minutes_that_hold_hardly_a_step_are_warned_of(folder):
+    """Steps that the recipe itself bounds are as it wants them."""
+
+    def warnings(**training) -> list[str]:
+        recipe = make_recipe(tree(folder, **{"steps": None} | training))
+        plan = make_plan(recipe, slow)
+        return plan.warnings
+
+    fast = make_plan(make_recipe(tree(folder)), DEVICES["l4"]).stages[0]
+    factor = fast.step_seconds(DEVICES["l4"]) / 30
+    slow = replace(DEVICES["l4"], share=DEVICES["l4"].share * factor)  # two steps a minute
+    assert len(warnings(max_minutes=9.9)) == 1
+    assert not warnings(max_minutes=10.1)
+    assert not warnings(max_minutes=2.1, steps=4)
+    assert len(warnings(max_minutes=1.9, steps=4)) == 1
+
+
+def test_dry_run_speaks_of_the_budget_that_the_recipe_has(recipe_file):
+    options = ("training.steps=null", "training.max_minutes=7")
+    output = call("train", recipe_file, "--dry-run", *options)[1]
+    assert "7 minutes" in output and "epochs of" not in output
 
 
 @pytest.mark.slow
