@@ -6,7 +6,6 @@ files it is given."""
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import subprocess
@@ -16,10 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from draftsmith.speculators.errors import DataError
 from draftsmith.version import package_version
-
-WEIGHTS = (".safetensors", ".bin")
 
 
 def environment(device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -71,17 +67,3 @@ def cpu_model() -> str:
 def text_sha256(text: str | None) -> str | None:
     """Hash of a text (chat template, resolved recipe), None for None."""
     return None if text is None else hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def weights_sha256(folder: str | os.PathLike[str]) -> str:
-    """Hash over the names and contents of the weight files in `folder`, in name order."""
-    files = sorted(path for path in Path(folder).iterdir() if path.name.endswith(WEIGHTS))
-    if not files:
-        raise DataError("has no weight files to hash", where=f"{folder}")
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.name.encode("utf-8") + b"\0")
-        with path.open("rb") as handle:
-            while block := handle.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()

@@ -22,7 +22,7 @@ from draftsmith.inference.evaluation.expected_acceptance import expected_accepta
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
-from draftsmith.inference.provenance import environment, text_sha256, weights_sha256
+from draftsmith.inference.provenance import environment, text_sha256
 from draftsmith.inference.report.build import build_report
 from draftsmith.inference.report.measurement import Measurement
 from draftsmith.inference.report.schema import (
@@ -35,6 +35,7 @@ from draftsmith.inference.report.schema import (
     SuiteFacts,
 )
 from draftsmith.inference.sampling_params import SamplingParams
+from draftsmith.speculators.digests import model_weights_sha256, weights_sha256
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.speculators.hub import cached_folder
 
@@ -185,12 +186,13 @@ def _provenance(
         folder = cached_folder(drafting.drafter)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = weights_sha256(folder)
-    target_folder = cached_folder(drafting.model, drafting.options.get("revision"))
     return Provenance(
         **environment(target.device, target.dtype),
         chat_template_sha256=text_sha256(template),
         target_name=target_name or drafting.model,
-        target_weights_sha256=weights_sha256(target_folder),
+        target_weights_sha256=model_weights_sha256(
+            drafting.model, drafting.options.get("revision")
+        ),
         drafter_method=drafting.method,
         drafter_path=drafting.drafter,
         drafter_config=config,

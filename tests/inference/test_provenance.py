@@ -6,12 +6,10 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 import torch
 
-from draftsmith.inference.provenance import environment, git_commit, weights_sha256
+from draftsmith.inference.provenance import environment, git_commit
 from draftsmith.inference.report.schema import Provenance
-from draftsmith.speculators.errors import DataError
 
 
 def test_environment_names_fields_of_the_report(tmp_path: Path) -> None:
@@ -28,17 +26,3 @@ def test_environment_outside_an_install_has_no_version(monkeypatch) -> None:
 
     monkeypatch.setattr(metadata, "version", version)
     assert environment("cpu", torch.float32)["draftsmith_version"] == "0+unknown"
-
-
-def test_weight_hash_follows_content_and_names(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
-        weights_sha256(tmp_path)
-    (tmp_path / "a.safetensors").write_bytes(b"1")
-    (tmp_path / "config.json").write_text("{}")
-    first = weights_sha256(tmp_path)
-    (tmp_path / "config.json").write_text("{ }")
-    assert weights_sha256(tmp_path) == first
-    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
-    renamed = weights_sha256(tmp_path)
-    (tmp_path / "b.safetensors").write_bytes(b"2")
-    assert len({first, renamed, weights_sha256(tmp_path)}) == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from draftsmith.inference.provenance import weights_sha256
+from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, UnsupportedTarget
 from draftsmith.speculators.export import fresh_folder, resolve
 from draftsmith.speculators.hub import split_revision

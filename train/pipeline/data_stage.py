@@ -22,7 +22,8 @@ from rich.markup import escape
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
-from draftsmith.inference.provenance import text_sha256, weights_sha256
+from draftsmith.inference.provenance import text_sha256
+from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import DataError
 from draftsmith.speculators.hub import cached_folder
 from draftsmith.speculators.target.frozen_target import FrozenTarget
@@ -115,7 +116,8 @@ class DataStage:
         self.bad = bad_rows(recipe.data, self.folder, stage=stage)
         folder = cached_folder(recipe.target.model, recipe.target.revision)
         template = text_sha256(self.tokenizer.chat_template or tokenizer.chat_template)
-        self.hashes = TargetHashes(weights_sha256(folder), config_sha256(folder), str(template))
+        weights = model_weights_sha256(recipe.target.model, recipe.target.revision)
+        self.hashes = TargetHashes(weights, config_sha256(folder), str(template))
         given = recipe.regenerate.cache_dir
         self.responses_folder = Path(given or Path(recipe.output_dir) / "responses")
         facts = {"target_hash": self.hashes.combined, **self.tokenizer.template_facts()}

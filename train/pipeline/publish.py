@@ -17,10 +17,10 @@ from typing import Any
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 
-from draftsmith.inference.provenance import weights_sha256
 from draftsmith.inference.report.model_card import CardFacts, model_card
 from draftsmith.inference.report.schema import load_report, save_report
 from draftsmith.speculators.config import DrafterConfig
+from draftsmith.speculators.digests import weights_sha256
 from draftsmith.speculators.errors import CheckpointError, ConfigError, DraftsmithError
 from draftsmith.speculators.export import load_weights, read_drafter_config, read_fields
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
