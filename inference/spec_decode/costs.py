@@ -1,9 +1,10 @@
 """Costs of a round: V(n), a forward of the target over n tokens per row, and D(k), drafting k
 tokens per row.
 
-They are given, which makes draft lengths a function of the text alone; or measured, once per batch
-size: its first round times forwards of several widths over the rows at the context they have, and
-takes the best of interleaved repeats, as a disturbance only ever makes a forward longer."""
+They are given, which makes draft lengths a function of the text alone; or measured, in the first
+round of a batch size that is far from those measured before: forwards of several widths over the
+rows at the context they have are timed, and the best of interleaved repeats is taken, as a
+disturbance only ever makes a forward longer."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ Forward = Callable[[int, int], None]  # (rows, tokens per row): a forward, and w
 
 MEASURING_SECONDS = 0.5  # per batch size, unless MIN_REPEATS of each part take longer
 MIN_REPEATS, MAX_REPEATS = 3, 9
-SHARED_RATIO = 1.5  # batch sizes within this ratio share one measurement
+SHARED_RATIO = 1.5  # a batch size within this ratio of one that was measured has its costs
 
 GivenCosts = Mapping[str, Sequence[float]]
+VerifyAndDraft = tuple[list[float], list[float]]  # V(w + 1) and D(w) for w = 0 … K
 
 
 class RoundCosts:
@@ -35,25 +37,33 @@ class RoundCosts:
         """ConfigError if `given` are not the costs of K drafts."""
         self._most = num_speculative_tokens
         self._given = None if given is None else _checked(given, num_speculative_tokens)
-        self._found: dict[int, tuple[list[float], list[float]]] = {}  # by batch size: V and D
+        self._measured: dict[int, VerifyAndDraft] = {}  # by batch size
+        self._proposer: Proposer | None = None
+        self._forward: Forward | None = None
 
     def attach(self, proposer: Proposer, forward: Forward) -> None:
         """Called once, by the engine whose rounds are measured."""
-        self._proposer, self._forward = proposer, forward
+        self._proposer = proposer
+        self._forward = forward
 
-    def of(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
+    def of(self, rows: Sequence[Request]) -> VerifyAndDraft:
         """(V(w + 1), D(w)) [K+1] each, for w = 0 … K drafts of these rows."""
         if self._given is not None:
             return self._given
         size = len(rows)
-        if size not in self._found:
-            near = min(self._found, key=lambda other: max(other / size, size / other), default=0)
-            shared = near and max(near / size, size / near) <= SHARED_RATIO
-            self._found[size] = self._found[near] if shared else self._measure(rows)
-        return self._found[size]
+        # Of sizes that were timed themselves, never of one that has another's costs: size by size
+        # a batch that fills would keep those of its first rows.
+        ratios = {other: max(other / size, size / other) for other in self._measured}
+        nearest = min(ratios, key=ratios.__getitem__, default=None)
+        if nearest is not None and ratios[nearest] <= SHARED_RATIO:
+            return self._measured[nearest]
+        self._measured[size] = self._measure(rows)
+        return self._measured[size]
 
-    def _measure(self, rows: Sequence[Request]) -> tuple[list[float], list[float]]:
-        most, propose = self._most, self._proposer.rehearse
+    def _measure(self, rows: Sequence[Request]) -> VerifyAndDraft:
+        assert self._proposer is not None and self._forward is not None  # the engine's, attached
+        most = self._most
+        propose = self._proposer.rehearse
         widths = sorted({0, 1, 2, 3, most // 2, (3 * most) // 4, most} & set(range(most + 1)))
         depths = sorted({1, most})
         parts: dict[tuple[str, int], Callable[[], object]] = {
@@ -84,7 +94,7 @@ def _between(most: int, known: Sequence[int], seconds: Sequence[float]) -> list[
     return np.interp(range(most + 1), known, np.maximum.accumulate(seconds)).tolist()
 
 
-def _checked(costs: GivenCosts, k: int) -> tuple[list[float], list[float]]:
+def _checked(costs: GivenCosts, k: int) -> VerifyAndDraft:
     verify, draft = list(costs.get("verify", ())), list(costs.get("draft", ()))
     sound = all(0 <= cost < math.inf for cost in (*verify, *draft)) and min(verify, default=0)
     if (len(verify), len(draft)) != (k + 1, k) or not sound or len(costs) != 2:

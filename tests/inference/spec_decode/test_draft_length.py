@@ -12,17 +12,22 @@ import torch
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.loading import make_draft_length
 from draftsmith.inference.entrypoints.speculative_config import parse_speculative_config
+from draftsmith.inference.spec_decode import costs as costs_module
+from draftsmith.inference.spec_decode import draft_length as draft_length_module
+from draftsmith.inference.spec_decode.costs import SHARED_RATIO, RoundCosts
 from draftsmith.inference.spec_decode.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
     DraftLength,
+    RoundPlan,
 )
 from draftsmith.inference.spec_decode.proposal import Proposal
+from draftsmith.inference.spec_decode.proposers.base import Proposer
 from draftsmith.speculators.errors import ConfigError
 from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.cases import make
 from tests.support.drafters import FakeHead, random_eagle3
-from tests.support.engines import ids_of, make_llm
+from tests.support.engines import ids_of, make_llm, proposer_of
 
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 40, 9)]
 
@@ -236,6 +241,51 @@ def test_rehearsing_leaves_no_trace(kind, model, monkeypatch):
 
     monkeypatch.setattr(llm.engine.proposer, "propose", rehearsing)
     assert ids_of(llm.generate(PROMPTS[1:3], params, False)) == expected
+
+
+# ---------------------------------------------------------------------- measured costs
+
+
+@pytest.mark.parametrize("sizes", [range(1, 65), range(64, 0, -1), [64, 1, 8, 7, 9]], ids=str)
+def test_costs_of_a_batch_size_are_measured_at_one_that_is_near(sizes):
+    """A batch that fills or drains row by row never has the costs of its first size."""
+    costs, timed = RoundCosts(K), []
+    costs.attach(Proposer(K), lambda rows, tokens: timed.append(rows))
+    for size in sizes:
+        costs.of([SimpleRequest()] * size)
+        assert any(max(size / other, other / size) <= SHARED_RATIO for other in timed), size
+    assert len(set(timed)) < len(sizes) or len(sizes) < 10
+
+
+@pytest.mark.parametrize("kind", ["fake", "eagle3", "ngram"])
+def test_costs_measured_in_an_engine_are_those_of_its_rounds(kind, model, monkeypatch):
+    """Of 1 to K + 1 tokens and of 0 to K drafts, none below the one before; the text that goes on
+    is as without."""
+    monkeypatch.setattr(costs_module, "MEASURING_SECONDS", 0.0)
+    length = AdaptiveDraftLength(K)
+    if kind == "ngram":
+        proposer = proposer_of("ngram", K)
+        llm = make_llm(model, proposer=proposer, draft_length=length, max_num_seqs=3)
+    else:
+        llm = llm_of(kind, model, draft_length=length, max_num_seqs=3)
+    used = []
+
+    def planned(acceptance, room, verify, draft):
+        used.append((verify, draft))
+        return RoundPlan(acceptance, room, verify, draft)
+
+    monkeypatch.setattr(draft_length_module, "RoundPlan", planned)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    texts = ids_of(llm.generate(PROMPTS, params, False))
+    assert texts == ids_of(llm.generate(PROMPTS, params, False, speculate=False))
+    for verify, draft in used:
+        assert len(verify) == len(draft) == K + 1
+        assert 0 < verify[0] and verify == sorted(verify)
+        assert draft[0] == 0 and draft == sorted(draft)
+        assert (draft[1] > 0) == (kind != "ngram")
+    assert (
+        len({id(verify) for verify, _ in used}) == 2
+    )  # of three rows, which two share, and of one
 
 
 # ---------------------------------------------------------------------- options
