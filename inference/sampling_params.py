@@ -113,7 +113,7 @@ class SamplingParams:
     stop_token_ids    tokens that end the response; kept as a tuple
     ignore_eos        go on after the end-of-sequence token
     detokenize        False: token ids only, every text is empty
-    num_speculative_tokens   most drafts of a round, of a tree most levels; 0 drafts nothing, None:
+    num_speculative_tokens   most drafts of a round, of a tree most nodes; 0 drafts nothing, None:
                       as the drafter does
 
     Before temperature and filters, also at temperature 0, and in the order of docs/runtime.md:

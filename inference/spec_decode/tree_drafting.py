@@ -65,9 +65,12 @@ class TreeGrowth:
         *,
         probabilistic: bool = True,
     ) -> None:
-        """`limits`: levels of each row at most. `vocab_size`: the target's."""
+        """`limits`: nodes of each row at most, 0 for a row without a tree. `vocab_size`: the
+        target's."""
         self._tree, self._requests = tree, requests
-        self._limits = [min(limit, tree.depth) for limit in limits]
+        self._shapes = [tree.cut(limit) if limit else None for limit in limits]  # of each row
+        self._budgets = [0 if shape is None else shape.budget for shape in self._shapes]
+        self._limits = [0 if shape is None else shape.depth for shape in self._shapes]  # levels
         self._ids, self._vocab_size = draft_to_target, vocab_size
         self._hot = [probabilistic and not request.params.greedy for request in requests]
         cold = SamplingParams()
@@ -154,16 +157,13 @@ class TreeGrowth:
 
     def _selected(self, q: Tensor, score: Tensor) -> Tensor:
         """bool [b, w, m]: which children of the frontier to draft, decided by q [b, w, V_draft] and
-        the scores [b, w] of the frontier alone. A dynamic tree drafts all, and for a sampled row a
-        number that is dealt out to levels beforehand."""
+        the scores [b, w] of the frontier alone. A static tree drafts the places that a row's budget
+        holds; a dynamic tree drafts all, and for a sampled row a number that is dealt out to levels
+        beforehand."""
         (b, w, V), tree, depth = q.shape, self._tree, len(self._levels)
         if isinstance(tree, StaticTree):
-            fixed = torch.zeros(
-                w, 1 + max(rank for _, rank in tree.levels[depth]), dtype=torch.bool
-            )
-            for parent, rank in tree.levels[depth]:
-                fixed[parent, rank] = True
-            return to_device(fixed, q.device).expand(b, -1, -1)
+            budgets = on_device(self._budgets, q.device)[:, None, None]
+            return to_device(self._static_places(tree, w), q.device) < budgets
         m = min(tree.topk, V)
         selected = torch.ones(b, w, m, dtype=torch.bool, device=q.device)
         if not any(self._hot):
@@ -173,11 +173,27 @@ class TreeGrowth:
         refused = (1 - sure).unsqueeze(-1) ** torch.arange(m, device=q.device)
         chances = (score * sure).unsqueeze(-1) * refused
         chances[:, :, 0] = score
-        best = chances.flatten(1).topk(min(tree.draws(depth), w * m), dim=1).indices
+        draws = [
+            shape.draws(depth) if isinstance(shape, DynamicTree) and depth < shape.depth else 0
+            for shape in self._shapes
+        ]
+        best = chances.flatten(1).topk(min(max(draws), w * m), dim=1).indices  # [b, most]
+        dealt = on_device(draws, q.device)[:, None]  # [b, 1]
         drawn = torch.zeros(b, w * m, dtype=torch.bool, device=q.device)
-        drawn.scatter_(1, best, torch.ones_like(best, dtype=torch.bool))
+        drawn.scatter_(1, best, torch.arange(best.shape[1], device=q.device) < dealt)
         hot = on_device(self._hot, q.device, torch.bool)[:, None, None]
         return torch.where(hot, drawn.unflatten(1, (w, m)), selected)
+
+    def _static_places(self, tree: StaticTree, w: int) -> Tensor:
+        """[w, m]: which place of the tree each child of the w nodes of this level is; `budget`,
+        beyond the last, where the tree has none."""
+        depth = len(self._levels)
+        level = tree.levels[depth]
+        places = torch.full((w, 1 + max(rank for _, rank in level)), tree.budget)
+        first = sum(len(above) for above in tree.levels[:depth])
+        for place, (parent, rank) in enumerate(level, first):
+            places[parent, rank] = place
+        return places
 
     def _expanded(self, level: _Level) -> Tensor:
         """[b, w] ascending: the places of the level to draft from next; of a dynamic tree the
@@ -192,7 +208,7 @@ class TreeGrowth:
 
     def proposal(self) -> Proposal:
         """The trees as grown: parents first, siblings as they were drafted; of a dynamic tree's
-        greedy row the `budget` likeliest nodes."""
+        greedy row the likeliest nodes that its budget holds."""
         device = self._levels[0].q.device
         depths: list[int] = []
         sources: list[int] = []  # which of all levels' distributions a draft is from
@@ -207,12 +223,14 @@ class TreeGrowth:
         rows: list[list[int]] = []
         parents_of_rows, tokens_of_rows = [], []
         grown = torch.cat(parts, dim=1).tolist()  # one copy from the device
-        for nodes, limit, hot in zip(grown, self._limits, self._hot, strict=True):
+        for nodes, limit, budget, hot in zip(
+            grown, self._limits, self._budgets, self._hot, strict=True
+        ):
             row = [n for n, (*_, score) in enumerate(nodes) if score >= 0 and depths[n] < limit]
             if isinstance(self._tree, DynamicTree) and not hot:
                 # a child is never likelier than its parent, which comes first: none is left out
                 likeliest = sorted(row, key=lambda n: -nodes[n][2])
-                row = sorted(likeliest[: self._tree.budget])
+                row = sorted(likeliest[:budget])
             place_of = {ROOT: ROOT} | {n: place for place, n in enumerate(row)}
             rows.append([sources[n] for n in row])
             parents_of_rows.append([place_of[int(nodes[n][0])] for n in row])

@@ -71,6 +71,11 @@ class StaticTree:
         """Drafts that are drafted from."""
         return sum(len(frontier) for frontier in self.frontiers)
 
+    def cut(self, nodes: int) -> StaticTree:
+        """Its first `nodes` (1 or more) places: by depth, then rank, so that no place lacks its
+        parent or an older sibling."""
+        return self if nodes >= self.budget else StaticTree(self.choices[:nodes])
+
     def _at(self, depth: int) -> list[Choice]:
         return [choice for choice in self.choices if len(choice) == depth]
 
@@ -100,6 +105,10 @@ class DynamicTree:
     def speculative_slots(self) -> int:
         """Drafts that are drafted from."""
         return self.topk * (self.depth - 1)
+
+    def cut(self, nodes: int) -> DynamicTree:
+        """The same with at most `nodes` (1 or more) places."""
+        return DynamicTree(self.topk, min(self.depth, nodes), min(self.budget, nodes))
 
     def draws(self, depth: int) -> int:
         """Tokens sampled at `depth` (from 0). What is drawn must be verified, so a sampled tree is

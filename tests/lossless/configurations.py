@@ -109,7 +109,7 @@ def possible(chosen: Partial) -> bool:
         or (draws_trees and rule in ("token", "block"))
         or (rule == "traversal" and not sampled)
         # the shape of a tree does not adapt
-        or (draws_trees and length in ("adaptive", "batch size"))
+        or (draws_trees and length == "adaptive")
         # nothing is drafted
         or (drafter == "off" and (rule not in (None, "auto") or length not in (None, "fixed")))
         # a cut of a recurrent target cannot be rolled back by the drafter

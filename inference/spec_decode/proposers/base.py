@@ -53,9 +53,9 @@ class Proposer:
         return self.num_speculative_tokens + self.num_unverified_tokens
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        """Drafts at most limits[b] tokens to follow the token_ids of each request in rows 0..B-1; 0
-        is none in this round. A row's drafts and its use of its generator must not depend on the
-        other rows, but for the answers of `go_on`."""
+        """Drafts at most limits[b] tokens, of a tree as many nodes, to follow the token_ids of each
+        request in rows 0..B-1; 0 is none in this round. A row's drafts and its use of its
+        generator must not depend on the other rows, but for the answers of `go_on`."""
         raise NotImplementedError
 
     def prefill(

@@ -138,9 +138,11 @@ class HeadProposer(Proposer):
         return features
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> Proposal:
-        counts = [min(limit, self._depth) for limit in limits]
-        rows, depth = len(requests), max(counts)
-        if not depth:
+        # of a chain its length, of a tree its nodes
+        counts = [min(limit, self.num_speculative_tokens) for limit in limits]
+        rows = len(requests)
+        most = max(counts)
+        if not most:
             if max(self._unread(requests)) + self._depth + 1 > self._room:
                 self._drafter.append(self._take_waiting(requests))
             return Proposal.empty(rows, self._device)
@@ -149,7 +151,7 @@ class HeadProposer(Proposer):
         chain = None
         if self._probabilistic and not all(request.params.greedy for request in requests):
             chain = _SampledChain(requests, counts, self._draft_to_target, self._device)
-        token_ids, confidence = self._draft_chain(requests, depth, chain or self._best, self.go_on)
+        token_ids, confidence = self._draft_chain(requests, most, chain or self._best, self.go_on)
         width = token_ids.shape[1]
         if not width:
             return Proposal.empty(rows, self._device)
@@ -162,8 +164,8 @@ class HeadProposer(Proposer):
     def rehearse(self, requests: Sequence[Request], depth: int) -> bool:
         rows, seen, waiting = len(requests), list(self._seen), list(self._waiting.counts)
         lengths = self.cache.lengths[:rows]
-        if self._tree is not None:  # all levels
-            self._draft_tree(requests, [self._depth] * rows, probabilistic=False)
+        if self._tree is not None:  # the whole tree
+            self._draft_tree(requests, [self._tree.budget] * rows, probabilistic=False)
         else:
             self._draft_chain(requests, depth, self._best)[0].tolist()
         self._seen, self._waiting.counts = seen, waiting
@@ -223,6 +225,7 @@ class HeadProposer(Proposer):
     def _draft_tree(
         self, requests: Sequence[Request], counts: Sequence[int], probabilistic: bool
     ) -> Proposal:
+        """Trees of at most counts[b] nodes."""
         assert self._tree is not None
         vocabularies = self._draft_to_target, self._vocab_size
         growth = TreeGrowth(

@@ -116,8 +116,8 @@ class LookaheadProposer(Proposer):
             state = self._state(row, request)
             tokens, guessed_parents = merged(
                 state.pool.guesses(request.token_ids[-1]),
-                self.num_speculative_tokens,
-                min(limits[row], self._n - 1),
+                min(limits[row], self.num_speculative_tokens),
+                self._n - 1,
             )
             window: tuple[list[int], list[int]] = ([], [])
             # a row that is not drafted for gathers nothing either; near the context limit there is

@@ -27,7 +27,7 @@ from draftsmith.speculators.errors import ConfigError
 from tests.lossless.test_draft_lengths import BLOCKS, CHEAP, DEAR, K, adaptive, stop_early
 from tests.support.cases import make
 from tests.support.drafters import FakeHead, random_eagle3
-from tests.support.engines import ids_of, make_llm, proposer_of
+from tests.support.engines import drafting_llm, ids_of, make_llm, proposer_of
 
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i) % 50 for i in range(n)]} for n in (9, 1, 40, 9)]
 
@@ -322,6 +322,24 @@ def test_a_schedule_cuts_blocks_and_changes_no_draft(family, model, monkeypatch)
         assert {proposal.width for proposal in seen[:-2]} == {most}
         drafted.append(seen[0].token_ids[:, :2].tolist())
     assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic", "lookahead"])
+def test_a_schedule_of_trees_is_of_drafts(kind, model):
+    """K of the batch size is what a row drafts at most, of a tree and of guesses too."""
+    most = {}
+    for k in (6, 2):
+        length = DraftLength(6, [(1, 2, 6), (3, 8, k)])
+        llm = drafting_llm(
+            kind, model, draft_length=length, num_speculative_tokens=6, max_num_seqs=4
+        )
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, False)
+        # four rows run until the first of them ends
+        rounds = min(len(output.metrics.drafted_per_round) for output in outputs) // 2
+        most[k] = max(max(output.metrics.drafted_per_round[:rounds]) for output in outputs)
+        assert ids_of(outputs) == ids_of(llm.generate(PROMPTS, params, False, speculate=False))
+    assert most[2] == 2 < most[6] <= 6
 
 
 ADAPTIVE = {"enable_adaptive_verification": True}

@@ -12,7 +12,7 @@ from draftsmith.inference.requests.request import Request
 from draftsmith.inference.sampling.sampler import make_generator
 from draftsmith.inference.sampling_params import SamplingParams
 from draftsmith.inference.spec_decode.tree_drafting import TreeGrowth
-from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree, TreeShape
 from draftsmith.speculators.errors import ConfigError
 from tests.support.errors import raises_at
 
@@ -54,7 +54,7 @@ def test_a_sampled_tree_spends_its_whole_budget_on_what_is_verified(shape):
         )
         for b in range(20)
     ]
-    growth = TreeGrowth(shape, requests, [shape.depth] * len(requests), None, 60)
+    growth = TreeGrowth(shape, requests, [shape.budget] * len(requests), None, 60)
     generator, width = torch.Generator().manual_seed(0), 1
     while (
         level := growth(2 * torch.randn(len(requests), width, 60, generator=generator))
@@ -67,7 +67,7 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
     """Every node has the same children; compared with sorting all of a tree of three levels."""
     chances, budget = torch.tensor([0.5, 0.3, 0.15, 0.05]), 9
     request = Request("0", 0, [1], SamplingParams(temperature=0), generator=None, max_model_len=64)
-    growth, width = TreeGrowth(DynamicTree(4, 3, budget), [request], [3], None, 4), 1
+    growth, width = TreeGrowth(DynamicTree(4, 3, budget), [request], [99], None, 4), 1
     while (level := growth(chances.log().expand(1, width, -1))) is not None:
         width = level.token_ids.shape[1]
     proposal, every = growth.proposal(), []
@@ -78,6 +78,46 @@ def test_a_greedy_tree_is_the_likeliest_nodes():
     assert proposal.counts == [budget] == [len(set(map(tuple, paths)))]
     kept = sorted((float(chances[path].prod()) for path in paths), reverse=True)
     assert kept == pytest.approx(sorted(every, reverse=True)[:budget])
+
+
+def grown(shape: TreeShape, requests: list[Request], limits: list[int]) -> list[list]:
+    """Tokens and parents of each row's tree, drafted from logits that its request alone decides."""
+    growth = TreeGrowth(shape, requests, limits, None, 60)
+    width, depth, level = 1, 0, None
+    while depth == 0 or level is not None:
+        logits = []
+        for request in requests:
+            source = torch.Generator().manual_seed(100 * request.index + depth)
+            logits.append(2 * torch.randn(width, 60, generator=source))
+        level = growth(torch.stack(logits))
+        width = width if level is None else level.token_ids.shape[1]
+        depth += 1
+    proposal = growth.proposal()
+    return [
+        [proposal.drafted[row][:count], proposal.parents_of(row)]
+        for row, count in enumerate(proposal.counts)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("shape", [DynamicTree(4, 5, 16), StaticTree.parse(MEDUSA)], ids=str)
+def test_a_tree_has_no_more_nodes_than_its_row_may_draft(shape, temperature):
+    """Whatever the other rows may draft; at temperature 0 it has as many."""
+    limits = [*range(shape.budget + 1), 99]
+
+    def request_of(b: int) -> Request:
+        params = SamplingParams(temperature=temperature, seed=b)
+        return Request(str(b), b, [1], params, generator=make_generator(b), max_model_len=64)
+
+    rows = grown(shape, [request_of(b) for b in range(len(limits))], limits)
+    for b, (limit, row) in enumerate(zip(limits, rows, strict=True)):
+        tokens, _ = row
+        most = min(limit, shape.budget)
+        # a sampled tree deals its budget out to levels, which may not have as many places
+        assert len(tokens) <= most and (temperature or len(tokens) == most)
+        if limit:
+            assert len(tokens) > 0
+            assert grown(shape, [request_of(b)], [limit]) == [row]
 
 
 @pytest.mark.parametrize(

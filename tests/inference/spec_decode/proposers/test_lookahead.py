@@ -139,7 +139,7 @@ def test_the_prompt_s_ngrams_are_guesses_from_the_first_round():
     drafts = proposal.token_ids[0, : proposal.counts[0]].tolist()
     assert drafts == [2, 5, 3] and proposal.parents[0][:3] == [-1, 0, 0]
     request.commit([2])
-    assert proposer.propose([request], [1]).counts == [2]  # 5 and 3, no deeper than the limit
+    assert proposer.propose([request], [1]).counts == [1]  # the latest of 5 and 3
     plain = proposer_of(2, 3, guesses=4)
     plain.reset(0)
     assert plain.propose([request], [9]).counts == [0]
