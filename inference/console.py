@@ -1,18 +1,21 @@
 """Shared by the command lines of this project: an error the user can mend is one red paragraph and
-exit code 2."""
+exit code 2, a signal stops a command in order, and none is silent."""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.inference.progress import HEARTBEAT, Activity
 from draftsmith.inference.whole_file import DISK, cause
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
@@ -52,10 +55,44 @@ def _exit_with(error: DraftsmithError) -> NoReturn:
     sys.exit(2)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which stops a command as Ctrl-C does."""
+
+
+@contextmanager
+def watched(name: str) -> Iterator[Activity]:
+    """Runs a command: what works without a word is named now and then, and a command that is
+    stopped by SIGINT or SIGTERM ends with 130 or 143. What it has measured or saved by then, it
+    says itself."""
+
+    def terminate(number: int, frame: Any) -> None:
+        raise Terminated
+
+    errors, before = Console(stderr=True, soft_wrap=True), None
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with HEARTBEAT.activity(name, errors) as activity, HEARTBEAT.running():
+            yield activity
+    except KeyboardInterrupt as stop:
+        errors.print(Text("stopped", style="yellow"))
+        sys.exit(143 if isinstance(stop, Terminated) else 130)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def announce(activity: Activity, name: str) -> None:
+    """The first line of a command that imports PyTorch, which may take half a minute."""
+    activity.name = name
+    if "torch" not in sys.modules:
+        HEARTBEAT.print(activity.console, f"{name}: importing PyTorch", style="dim")
+
+
 def run_alone(name: str, register: Callable[[typer.Typer], object]) -> None:
     """Runs one command of `draftsmith`, which `register` adds to a command line, with the arguments
     of this process."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     register(app)
-    with user_errors():
+    with user_errors(), watched(f"draftsmith {name}"):
         app(prog_name=f"draftsmith {name}")

@@ -15,8 +15,9 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from draftsmith.inference.bench import bench_command
-from draftsmith.inference.console import user_errors
+from draftsmith.inference.console import announce, user_errors, watched
 from draftsmith.inference.flags import json_option
+from draftsmith.inference.progress import HEARTBEAT, Stages
 from draftsmith.inference.server import serve_command
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.train.commands import artefact, runs
@@ -28,13 +29,22 @@ from draftsmith.train.commands.prepare import prepare
 from draftsmith.train.commands.serving_args import serving_args
 from draftsmith.train.commands.try_methods import try_methods
 
+NO_TORCH = ("bench", "schema")  # commands that do not import it
+HELP = ["-h", "--help"]
+
 
 class Commands(TyperGroup):
-    """The group of commands; prints the project's errors."""
+    """The group of commands; prints the project's errors, and what works without a word."""
 
     def invoke(self, ctx: Any) -> Any:
-        with user_errors():
+        with user_errors(), watched("draftsmith") as ctx.obj:
             return super().invoke(ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name not in NO_TORCH and not set(HELP) & set(rest):
+            announce(ctx.obj, f"draftsmith {name}")
+        return name, command, rest
 
 
 app = typer.Typer(
@@ -43,7 +53,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut the names of options at 80 columns
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP},
 )
 
 
@@ -114,12 +124,10 @@ def generate(
 
     disable_progress_bar()  # what is streamed is the answer
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    llm = LLM(
-        model,
-        dtype=dtype,
-        speculative_config=json_option("--speculative-config", speculative_config),
-        max_num_seqs=1,
-    )
+    drafting = json_option("--speculative-config", speculative_config)
+    errors = Console(stderr=True)
+    with Stages(console=errors).stage(f"load {model}"):
+        llm = LLM(model, dtype=dtype, speculative_config=drafting, max_num_seqs=1)
     tokenizer = llm.get_tokenizer()
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
@@ -127,10 +135,12 @@ def generate(
     else:
         (request,) = read_prompts(prompt, tokenizer)
     response = llm.submit(request, params, streaming=True)
-    while not response.finished:
-        llm.engine.step()
-        if (new := response.delta()) is not None:
-            typer.echo(new.outputs[0].text, nl=False)
+    with HEARTBEAT.activity("answer", errors):
+        while not response.finished:
+            llm.engine.step()
+            if (new := response.delta()) is not None:
+                typer.echo(new.outputs[0].text, nl=False)
+                HEARTBEAT.heard()
     typer.echo()
     output = response.output()
     _print_speed(len(output.outputs[0].token_ids), output.metrics)

@@ -19,11 +19,12 @@ import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
-from tqdm import tqdm
+from rich.console import Console
 
 from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.datasets import Question, load_questions
 from draftsmith.inference.metrics import SpecDecodeCounters
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 
 KEY = "OPENAI_API_KEY"
@@ -128,10 +129,12 @@ async def _measure(options: BenchOptions, questions: Sequence[Question]) -> dict
             await asyncio.sleep(max(0.0, start + arrivals[index] - time.perf_counter()))
             async with slots:
                 outcome = await stream(client, options, name, questions[index], index)
-            bar.update()
+            ended.append(outcome)
+            advance(len(ended))
             return outcome
 
-        with tqdm(total=count, unit="request", leave=False, disable=None) as bar:
+        stages, ended = Stages(console=Console(stderr=True)), list[Outcome]()
+        with stages.stage(f"requests to {options.url}", count) as advance:
             outcomes = await asyncio.gather(*map(ask, range(count)))
         duration = time.perf_counter() - start
         drafting = drafting_results(before, await drafting_counters(client))

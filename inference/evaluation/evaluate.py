@@ -22,6 +22,7 @@ from draftsmith.inference.evaluation.expected_acceptance import expected_accepta
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.inference.provenance import environment, text_sha256
 from draftsmith.inference.report.build import build_report
 from draftsmith.inference.report.measurement import Measurement
@@ -30,6 +31,7 @@ from draftsmith.inference.report.schema import (
     AUTOREGRESSIVE,
     SPECULATIVE,
     AcceptanceReport,
+    Cell,
     LosslessCheck,
     Provenance,
     SuiteFacts,
@@ -72,7 +74,6 @@ class MeasuredSuite:
 
 
 EngineMaker = Callable[[Drafting], MeasuredEngine]
-Progress = Callable[[float, str], None]  # fraction done, description of the present step
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def evaluate(
     engine: EngineMaker = RuntimeEngine,
     llm_options: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    progress: Progress = lambda share, note: None,
+    progress: Advance = unwatched,
 ) -> AcceptanceReport:
     """Measure the exported `drafter` for the target `model`, both as served: loaded from their
     folders (or ids).
@@ -138,9 +139,12 @@ def evaluate(
                   recipe_sha256, …)
     progress      called with the fraction of the cells that is done, and a few words
 
+    EvaluationStopped, which holds what was measured, if the process is interrupted.
+
     Errors: CheckpointError if the drafter is not exactly as its config says, ConfigError for
     prompts that do not fit or for something that the engine cannot do."""
     settings, began = settings or EvaluationSettings(), time.monotonic()
+    progress(0.0, "loading")
     cells = _cells(workloads, suites, settings)
     in_flight = sum(len(cell.chats) for cell in cells if cell.temperature == cells[0].temperature)
     drafting = Drafting.of(
@@ -153,19 +157,31 @@ def evaluate(
         options=dict(llm_options or {}),
     )
     measured = engine(drafting)
+    for cell in cells:
+        cell.method = drafting.method
     run = _Evaluation(measured, cells, settings, progress)
     try:
-        run.measure()
-        facts = _provenance(measured, max_num_seqs=settings.batch_size, **(provenance or {}))
-    finally:
-        measured.close()
-    for cell in cells:
-        cell.method, cell.engine = drafting.method, facts.engine
-    if settings.lossless_prompts:
-        run.check_float32()  # in an engine of its own, after the first has freed its memory
+        facts = _measure(run, provenance or {})
+    except KeyboardInterrupt as stop:
+        raise EvaluationStopped([cell.cell() for cell in cells if cell.ended]) from stop
     facts = facts.model_copy(update={"duration_s": round(time.monotonic() - began, 1)})
     progress(1.0, "done")
     return build_report(cells, facts, [suite.facts for suite in suites])
+
+
+def _measure(run: _Evaluation, provenance: Mapping[str, Any]) -> Provenance:
+    """Fills the cells; returns what they depend on. The engine is closed afterwards."""
+    settings = run.settings
+    try:
+        run.measure()
+        facts = _provenance(run.engine, max_num_seqs=settings.batch_size, **provenance)
+    finally:
+        run.engine.close()
+    for cell in run.cells:
+        cell.engine = facts.engine
+    if settings.lossless_prompts:
+        run.check_float32()  # in an engine of its own, after the first has freed its memory
+    return facts
 
 
 def _provenance(
@@ -209,10 +225,11 @@ def _provenance(
 @dataclass
 class _CellRun(Measurement):
     """One (workload, temperature) while it is measured. `baseline`: the responses without drafting
-    to the prompts of `requests`."""
+    to the prompts of `requests`. `ended`: acceptance and times are there."""
 
     chats: list[Chat] = field(default_factory=list)
     baseline: list[RequestOutput] = field(default_factory=list)
+    ended: bool = False
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -255,16 +272,24 @@ def _cells(
     return cells
 
 
+class EvaluationStopped(KeyboardInterrupt):
+    """An evaluation was interrupted; `cells`: those whose acceptance and times are measured."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        super().__init__()
+        self.cells = cells
+
+
 class _Evaluation:
     def __init__(
         self,
         engine: MeasuredEngine,
         cells: list[_CellRun],
         settings: EvaluationSettings,
-        progress: Progress,
+        progress: Advance,
     ) -> None:
         self.engine, self.cells, self.settings = engine, cells, settings
-        self.progress = progress
+        self.progress: Advance = progress
         self.done = 0
 
     def measure(self) -> None:
@@ -288,6 +313,7 @@ class _Evaluation:
             for cell in cells:
                 if s.repeats:
                     self._time(cell)
+                cell.ended = True
                 self.done += 1
         self.engine.stop()
         self._note("replay")
@@ -368,7 +394,8 @@ class _Evaluation:
     def _time(self, cell: _CellRun) -> None:
         """Interleaved passes on the same prompts each."""
         s = self.settings
-        self._note(f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip())
+        note = f"{cell.suite or ''} {cell.workload}, T={cell.temperature:g}: times".strip()
+        self._note(note)
         prompts = cell.prompts[: self._num_timed(cell)]
         # the seeds of `_write`, so that drafting writes the texts that were counted
         params = s.sampling(cell.temperature, range(len(prompts)))
@@ -377,7 +404,10 @@ class _Evaluation:
             return self.engine.write(prompts, params, speculate=speculate, batch=s.batch_size)
 
         runs = {SPECULATIVE: lambda: write(True), AUTOREGRESSIVE: lambda: write(False)}
-        cell.passes = interleaved(runs, cell.workload, s.repeats, self.engine.device)
+        cell.passes = {kind: [] for kind in runs}
+        for kind, run in interleaved(runs, cell.workload, s.repeats, self.engine.device):
+            cell.passes[kind].append(run)
+            self._note(f"{note}, {run.repeat + 1}/{s.repeats}")
 
     def _num_timed(self, cell: _CellRun) -> int:
         """Prompts of a timed pass: enough for `timed_prompts` and, by the responses that were

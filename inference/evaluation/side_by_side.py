@@ -7,7 +7,8 @@ after the other, every other repeat in reverse order (inference/evaluation/timin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,23 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from draftsmith.inference.entrypoints.llm import LLM
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.evaluation.lossless import compare_greedy
 from draftsmith.inference.evaluation.timing import interleaved
 from draftsmith.inference.outputs import RequestOutput
+from draftsmith.inference.progress import Advance, Stages, unwatched
 from draftsmith.inference.provenance import environment
 from draftsmith.inference.report.measurement import Measurement
-from draftsmith.inference.report.schema import AUTOREGRESSIVE, SPECULATIVE, Cell
+from draftsmith.inference.report.schema import (
+    AUTOREGRESSIVE,
+    SPECULATIVE,
+    Cell,
+    LosslessCheck,
+    TimedPass,
+)
 from draftsmith.inference.report.speed import stalled
 from draftsmith.inference.report.table import new_table, row, stall_note
 from draftsmith.inference.sampling_params import SamplingParams
@@ -34,15 +43,14 @@ from draftsmith.speculators.target.frozen_target import FrozenTarget
 DEFAULT = "default"
 WARM_UP_TOKENS = 8
 COLUMNS = ("tok/s", "τ", "drafted", "/fwd", "speedup", "same")
-Progress = Callable[[str], None]
 
 
 class SideBySide:
     """One engine per drafting method.
 
     `methods`: name -> speculative_config. `options`: of LLM, the same for all. The engines are
-    `llms[name]`, with `llms["default"]` first. ConfigError for a method that is called
-    `default`."""
+    `llms[name]`, with `llms["default"]` first; `interrupt`: what ended the last run, if anything
+    did. ConfigError for a method that is called `default`."""
 
     def __init__(
         self, model: str | FrozenTarget, methods: Mapping[str, dict[str, Any]], **options: Any
@@ -53,6 +61,7 @@ class SideBySide:
         self.target, self.tokenizer = first.engine.target, first.get_tokenizer()
         self.rows = first.engine.scheduler.max_num_seqs
         self.llms = {DEFAULT: first}
+        self.interrupt: KeyboardInterrupt | None = None
         for name, config in methods.items():
             self.llms[name] = LLM(self.target, self.tokenizer, speculative_config=config, **options)
 
@@ -61,48 +70,76 @@ class SideBySide:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         repeats: int,
-        progress: Progress = lambda text: None,
+        progress: Advance = unwatched,
     ) -> dict[str, Measurement]:
         """Runs every method: warmed up, then timed `repeats` times; greedy responses are compared
-        with those of the default.
+        with those of the default. An interrupt ends it and is kept in `interrupt`: the methods that
+        have passes are returned, and no text is compared.
 
         Request i has the seed `params.seed` + i (0 if None), so that a method writes the same text
         in every repeat. `requests` are those of the first one."""
+        measured: dict[str, Measurement] = {}
+        passes: dict[str, list[TimedPass]] = {name: [] for name in self.llms}
+        try:
+            for name, run in self._passes(prompts, params, repeats, progress, measured):
+                passes[name].append(run)
+        except KeyboardInterrupt as interrupt:
+            self.interrupt = interrupt
+        measured = {name: one for name, one in measured.items() if passes[name]}
+        for name, measurement in measured.items():
+            if name == DEFAULT:
+                measurement.passes = {SPECULATIVE: passes[name]}
+                continue
+            # of a repeat that was interrupted one of the two may be missing
+            pairs = list(zip(passes[name], passes[DEFAULT], strict=False))
+            measurement.passes = {
+                SPECULATIVE: [run for run, _ in pairs],
+                AUTOREGRESSIVE: [run for _, run in pairs],
+            }
+            if params.greedy and self.interrupt is None:
+                measurement.lossless.append(self._compare(measured[DEFAULT], measurement))
+        return measured
+
+    def _passes(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        repeats: int,
+        progress: Advance,
+        measured: dict[str, Measurement],
+    ) -> Iterator[tuple[str, TimedPass]]:
+        """Warms every method up, which then is in `measured`, and times its passes."""
         inputs = [{"prompt": p.text, "prompt_token_ids": p.token_ids} for p in prompts]
         seeded = [replace(params, seed=(params.seed or 0) + i) for i in range(len(prompts))]
         short = min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)
         few = [replace(p, max_tokens=short) for p in seeded[: self.rows]]
-        measured = {}
+        whole = len(self.llms) * repeats
+        ended = Counter[str]()
         for name, llm in self.llms.items():
-            progress(f"{name}: warming up")
+            progress(0, f"{name}: warming up", whole)
             llm.generate(inputs[: self.rows], few, use_tqdm=False)
             proposer = llm.engine.proposer
             tokens = 0 if proposer is None else proposer.num_speculative_tokens
             measured[name] = Measurement("prompts", params.temperature or 0.0, name, tokens)
 
         def one_pass(name: str) -> list[RequestOutput]:
-            progress(f"{name}: {len(prompts)} requests")
+            progress(ended.total(), f"{name}, pass {ended[name] + 1} of {repeats}", whole)
             outputs = self.llms[name].generate(inputs, seeded, use_tqdm=False)
             measured[name].requests = measured[name].requests or outputs
+            ended[name] += 1
             return outputs
 
         runs = {name: partial(one_pass, name) for name in self.llms}
-        passes = interleaved(runs, "prompts", repeats, self.target.device)
-        for name, measurement in measured.items():
-            measurement.passes = {SPECULATIVE: passes[name]}
-            if name == DEFAULT:
-                continue
-            measurement.passes[AUTOREGRESSIVE] = passes[DEFAULT]
-            if params.greedy:
-                check = compare_greedy(
-                    self.target,
-                    measured[DEFAULT].requests,
-                    measurement.requests,
-                    num_speculative_tokens=measurement.num_speculative_tokens,
-                    rows=min(self.rows, len(prompts)),
-                )
-                measurement.lossless.append(check)
-        return measured
+        yield from interleaved(runs, "prompts", repeats, self.target.device)
+
+    def _compare(self, default: Measurement, measurement: Measurement) -> LosslessCheck:
+        return compare_greedy(
+            self.target,
+            default.requests,
+            measurement.requests,
+            num_speculative_tokens=measurement.num_speculative_tokens,
+            rows=min(self.rows, len(default.requests)),
+        )
 
 
 def compare_methods(
@@ -119,29 +156,24 @@ def compare_methods(
 ) -> bool:
     """Runs the methods, prints the table and what it does not say, and saves the results as JSON;
     False if greedy responses differ by more than a tie. `prompts_of`: the tokenizer -> the
-    prompts."""
-    console = Console()
-    with console.status(f"loading {model}") as status:
+    prompts. An interrupt is raised again after the methods that were measured by then."""
+    console, stages = Console(), Stages(console=Console(stderr=True))
+    with stages.stage(f"load {model}"):
         engines = SideBySide(model, methods, **options)
         prompts = prompts_of(engines.tokenizer)
-        measured = engines.run(prompts, params, repeats, status.update)
+    most = len(engines.llms) * repeats * len(prompts) * (params.max_tokens or 0)
+    stages.say(
+        f"{', '.join(engines.llms)}: {len(prompts)} prompts, {repeats} passes of each method,"
+        f" {most:,} tokens at most"
+    )
+    with stages.stage("passes") as advance:
+        measured = engines.run(prompts, params, repeats, advance)
+    if engines.interrupt is not None and not measured:
+        raise engines.interrupt
     cells = {name: measurement.cell() for name, measurement in measured.items()}
     versions = environment(engines.target.device, engines.target.dtype)
-    table = new_table(
-        f"{title}: {len(prompts)} prompts, T={params.temperature:g}, {versions['dtype']},"
-        f" {versions['device']}",
-        "",
-        *COLUMNS,
-    )
-    for name, cell in cells.items():
-        table.add_row(name, *(row(cell)[column] for column in COLUMNS))
-    table.caption = (
-        "τ: tokens per verified draft; /fwd: tokens per forward of the target; drafted: share of"
-        " the forwards with a draft; speedup with 90 % of a bootstrap; same: the text of the"
-        " default (~: ties)"
-    )
-    table.caption_justify = "left"
-    console.print(table)
+    at = f"T={params.temperature:g}, {versions['dtype']}, {versions['device']}"
+    console.print(_table(cells, f"{title}: {len(prompts)} prompts, {at}"))
     for line in remarks(measured):
         console.print(line, highlight=False, soft_wrap=True)
     if saved is not None:
@@ -151,7 +183,23 @@ def compare_methods(
         tree |= {"versions": versions, "arguments": dict(arguments)}
         write_whole(saved, json.dumps(tree, indent=2, ensure_ascii=False, default=str) + "\n")
         console.print(f"written to {saved}", highlight=False, soft_wrap=True)
+    if engines.interrupt is not None:
+        raise engines.interrupt
     return not any(check.mismatches for cell in cells.values() for check in cell.lossless)
+
+
+def _table(cells: Mapping[str, Cell], title: str) -> Table:
+    """A row for each method."""
+    table = new_table(title, "", *COLUMNS)
+    for name, cell in cells.items():
+        table.add_row(name, *(row(cell)[column] for column in COLUMNS))
+    table.caption = (
+        "τ: tokens per verified draft; /fwd: tokens per forward of the target; drafted: share of"
+        " the forwards with a draft; speedup with 90 % of a bootstrap; same: the text of the"
+        " default (~: ties)"
+    )
+    table.caption_justify = "left"
+    return table
 
 
 def results(requests: Sequence[RequestOutput], cell: Cell) -> dict[str, Any]:
@@ -178,7 +226,8 @@ def remarks(measured: Mapping[str, Measurement]) -> list[str]:
     """What the table does not say: responses that repeat themselves, every first difference from
     the default, and passes that stalled."""
     lines = []
-    responses = [output.outputs[0].token_ids for output in measured[DEFAULT].requests]
+    default = measured[DEFAULT].requests if DEFAULT in measured else []
+    responses = [output.outputs[0].token_ids for output in default]
     if repeated := sum(map(repeats_itself, responses)):
         lines.append(
             f"{repeated} of {len(responses)} responses repeat themselves to the end: n-grams and"

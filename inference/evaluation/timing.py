@@ -5,7 +5,7 @@ order, so that a machine that slows down slows both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 
 import torch
@@ -19,10 +19,9 @@ Run = Callable[[], list[RequestOutput]]  # does one pass
 
 def interleaved(
     runs: Mapping[str, Run], workload: str, repeats: int, device: torch.device
-) -> dict[str, list[TimedPass]]:
-    """`repeats` timed passes of each run, one right after the other, every other repeat in reverse
-    order."""
-    timed: dict[str, list[TimedPass]] = {name: [] for name in runs}
+) -> Iterator[tuple[str, TimedPass]]:
+    """`repeats` timed passes of each run by its name, one right after the other, every other repeat
+    in reverse order. Each is there when it has ended, so that a stop loses none."""
     for repeat in range(repeats):
         for name in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
             _synchronize(device)
@@ -31,10 +30,10 @@ def interleaved(
             _synchronize(device)
             seconds = perf_counter() - started
             tokens = num_output_tokens(written)
-            timed[name].append(
-                TimedPass(workload=workload, repeat=repeat, tokens=tokens, seconds=seconds)
+            yield (
+                name,
+                TimedPass(workload=workload, repeat=repeat, tokens=tokens, seconds=seconds),
             )
-    return timed
 
 
 def _synchronize(device: torch.device) -> None:

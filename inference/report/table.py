@@ -173,6 +173,14 @@ def print_report(report: AcceptanceReport, console: Console | None = None) -> No
         console.print(_gates(report))
 
 
+def cell_table(cells: Iterable[Cell], title: str) -> Table:
+    """Cells that are no whole report."""
+    table = new_table(title, *COLUMNS)
+    for cell in cells:
+        table.add_row(*_values(row(cell) | {"workload": cell.label}))
+    return table
+
+
 def _cells(report: AcceptanceReport, title: str) -> Table:
     table = new_table(title, *COLUMNS)
     own, *others = report.engines()

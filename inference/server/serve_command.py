@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
 from draftsmith.inference import flags
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.progress import HEARTBEAT
 from draftsmith.inference.server.serve_options import (
     SAMPLING_FIELDS,
     ServeFlags,
@@ -47,6 +49,7 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
     given, words = with_model(given, words)
     options = read_flags(given)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception would wait for what compiles
     with bind(options.host, options.port) as listening:
         announce(listening, keyed=bool(options.api_key))
         llm = load(options, words)
@@ -54,7 +57,6 @@ def run(given: flags.Values, words: Sequence[str] = ()) -> None:
             config = getattr(llm.engine.target.model, "generation_config", None)
             defaults = sampling_defaults({} if config is None else config.to_diff_dict())
             options = options.model_copy(update={"sampling_defaults": defaults})
-        # an exception would wait for what compiles
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve_app(llm, options, listening)
 
@@ -113,6 +115,7 @@ def serve_app(llm: LLM, options: ServeFlags, listening: socket.socket) -> None:
         uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=timeout)
     )
     engine.on_failure = lambda: setattr(server, "should_exit", True)
-    server.run(sockets=[listening])
+    with HEARTBEAT.activity("serve", Console(stderr=True), shown=True):
+        server.run(sockets=[listening])
     if engine.failure is not None or not server.started:
         sys.exit(1)

@@ -10,7 +10,11 @@ from typer.testing import CliRunner
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.entrypoints.prompts import Prompt
 from draftsmith.inference.evaluation.demo_prompts import ALIASES, DEMOS, demo_prompts
-from draftsmith.inference.evaluation.side_by_side import SideBySide, repeats_itself
+from draftsmith.inference.evaluation.side_by_side import (
+    SideBySide,
+    compare_methods,
+    repeats_itself,
+)
 from draftsmith.inference.offline import app
 from draftsmith.speculators.errors import ConfigError
 
@@ -112,6 +116,49 @@ def test_every_repeat_of_a_method_writes_the_same(folders):
     cell = measured.cell()
     assert first.tokens == second.tokens == cell.output_tokens
     assert cell.num_rounds == cell.num_drafts and not cell.lossless
+
+
+def interrupting(monkeypatch, after: int) -> None:
+    """Ctrl-C arrives in the call of `LLM.generate` that follows this many."""
+    generate, calls = LLM.generate, iter(range(after + 1))
+
+    def interrupted(llm, *arguments, **options):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return generate(llm, *arguments, **options)
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+
+
+@pytest.mark.parametrize(
+    "after, names",
+    [(2, []), (3, ["default"]), (4, ["default", "ngram"]), (5, ["default", "ngram"])],
+)
+def test_comparison_that_is_interrupted_prints_and_saves_the_methods_it_has_measured(
+    after, names, folders, tmp_path, monkeypatch, capsys
+):
+    """Two warm-ups, then the passes default, ngram, ngram, default."""
+    interrupting(monkeypatch, after)
+    saved = tmp_path / "results.json"
+    with pytest.raises(KeyboardInterrupt):
+        compare_methods(
+            str(folders[0]),
+            {"ngram": {"method": "ngram", "num_speculative_tokens": 2}},
+            lambda tokenizer: [Prompt(None, [5, 6, 7] * 3)],
+            SamplingParams(max_tokens=6),
+            repeats=2,
+            title="chat",
+            saved=saved,
+            arguments={},
+        )
+    printed = capsys.readouterr()
+    assert "2 passes of each method, 24 tokens at most" in printed.err
+    assert all((name in printed.out) == (name in names) for name in ("default", "ngram"))
+    results = json.loads(saved.read_text()) if names else {}
+    assert [name for name in results if name not in ("versions", "arguments")] == names
+    if "ngram" in names:  # against the one pass of the default that ran beside it
+        assert len(results["ngram"]["metrics"]["passes"]["speculative"]) == 1
+        assert results["ngram"]["metrics"]["speedup_vs_autoregressive"]["value"] > 0
 
 
 def test_responses_that_repeat_themselves_are_known():

@@ -41,7 +41,7 @@ def recipes(recipe, tmp_path) -> list[Path]:
 def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", interpreter())
     out = tmp_path / "compare"
-    entries = compare_recipes(recipes, {"max_minutes": 0.02}, out)
+    entries = list(compare_recipes(recipes, {"max_minutes": 0.02}, out))
     assert [(e["name"], e["family"]) for e in entries] == [
         ("eagle3", "eagle3"),
         ("medusa-2", "medusa"),
@@ -55,7 +55,7 @@ def test_compare_gives_every_recipe_its_time_and_its_row(recipes, tmp_path, monk
     assert [s["training"]["max_minutes"] for s in resolved["stages"]] == [0.015, 0.005]
     stamps = [report.stat().st_mtime_ns for report in reports]
     assert (
-        compare_recipes(recipes, {"max_minutes": 0.02}, out) == entries
+        list(compare_recipes(recipes, {"max_minutes": 0.02}, out)) == entries
     )  # what is there is not run again
     assert [report.stat().st_mtime_ns for report in reports] == stamps
 
@@ -83,14 +83,14 @@ def test_changed_keeps_names_and_folders_that_yaml_has_other_words_for(
 
 def test_compare_refuses_what_cannot_be_compared(recipes, tmp_path) -> None:
     with raises_at(ConfigError, "compare"):
-        compare_recipes([recipes[0], recipes[0]], {"steps": 9}, tmp_path)
+        list(compare_recipes([recipes[0], recipes[0]], {"steps": 9}, tmp_path))
     text = recipes[1].read_text()
     recipes[1].write_text(text.replace("num_speculative_tokens: 2", "num_speculative_tokens: 1"))
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        compare_recipes(recipes, {"steps": 9}, tmp_path)
+        list(compare_recipes(recipes, {"steps": 9}, tmp_path))
     tree = read(recipes[0])
     tree["data"].pop("validation", None)
     tree["evaluation"].pop("prompts", None)
     recipes[0].write_text(yaml_text(tree))
     with raises_at(ConfigError, recipes[0]):
-        compare_recipes(recipes, {"steps": 9}, tmp_path)
+        list(compare_recipes(recipes, {"steps": 9}, tmp_path))

@@ -48,9 +48,9 @@ def regenerate(
     on."""
     from accelerate import Accelerator
 
+    from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage
-    from draftsmith.train.pipeline.progress import Stages
     from draftsmith.train.pipeline.run import load_target
     from draftsmith.train.recipe.load import load_recipe
 
@@ -61,7 +61,7 @@ def regenerate(
     target = None
     for name, stage in checked.training_stages():
         if target is None and (check_target or not stage.regenerate.endpoints):
-            target = load_target(checked, accelerator, ())
+            target = load_target(checked, accelerator, (), stages)
         data = DataStage(stage, target, tokenizer, accelerator, stages, stage=name, part=own_part)
         if stage.regenerate.enabled:
             data.responses()
@@ -70,10 +70,10 @@ def regenerate(
 
 def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part = "1/1") -> None:
     """Write the features of a recipe's training rows, for runs with features.mode: cache."""
+    from draftsmith.inference.progress import Stages
     from draftsmith.train.pipeline.adapted_target import with_adapted_target
     from draftsmith.train.pipeline.data_stage import DataStage, TrainingData
     from draftsmith.train.pipeline.features_stage import fill, open_cache
-    from draftsmith.train.pipeline.progress import Stages
     from draftsmith.train.pipeline.run import load_target, make_accelerator
     from draftsmith.train.recipe.drafter_config import drafter_config
     from draftsmith.train.recipe.load import load_recipe
@@ -83,8 +83,9 @@ def cache_features(recipe: RecipeFile, overrides: Overrides = None, part: Part =
     accelerator = make_accelerator(checked.model_copy(update={"trackers": []}))
     checked = with_adapted_target(checked, accelerator)
     taps = drafter_config(checked, checked.target.sketch(accelerator.device)).tap_layers
-    target, tokenizer = load_target(checked, accelerator, taps), checked.target.load_tokenizer()
     stages = Stages(enabled=accelerator.is_main_process)
+    target = load_target(checked, accelerator, taps, stages)
+    tokenizer = checked.target.load_tokenizer()
     for name, stage in checked.training_stages():
         texts = DataStage(stage, target, tokenizer, accelerator, stages, stage=name)
         data = TrainingData(texts.training_rows(), [], {}, texts.tokenizer, texts.hashes)
@@ -133,9 +134,14 @@ def compare(
     from draftsmith.train.pipeline.compare import FILE, Budget, compare_recipes, rows
 
     budget: Budget = {"max_minutes": minutes} if steps is None else {"steps": steps}
-    heads, *lines = rows(compare_recipes(recipes, budget, out, override or ()))
-    title = f"{minutes:g} minutes" if steps is None else f"{steps:,} steps"
-    table = Table(*heads, title=f"{title} of training each")
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table, f"{out / FILE}", highlight=False)
+    title, entries = f"{minutes:g} minutes" if steps is None else f"{steps:,} steps", []
+    try:
+        for entry in compare_recipes(recipes, budget, out, override or ()):
+            entries.append(entry)
+    finally:  # what was measured is shown, whatever ended the others
+        if entries:
+            heads, *lines = rows(entries)
+            table = Table(*heads, title=f"{title} of training each")
+            for line in lines:
+                table.add_row(*line)
+            Console().print(table, f"{out / FILE}", highlight=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.errors import DataError
 from draftsmith.train.data.bad_rows import BadRow, BadRows
 from draftsmith.train.data.loss_mask import ConversationTokenizer, TokenRow
@@ -30,7 +31,6 @@ from draftsmith.train.recipe.data_sections import DataSection
 logger = logging.getLogger(__name__)
 
 THINKING = "enable_thinking"  # the chat templates' variable
-Progress = Callable[[int], None]  # examples done
 
 
 @dataclass
@@ -120,7 +120,7 @@ def prepare_rows(
     *,
     max_length: int,
     bad: BadRows,
-    progress: Progress = lambda done: None,
+    progress: Advance = unwatched,
 ) -> tuple[list[TokenRow], RowStatistics]:
     """Token rows of at most `max_length` tokens, in the order of `examples`, and counts of what was
     lost.

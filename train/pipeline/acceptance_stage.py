@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from draftsmith.inference.evaluation.evaluate import (
     Chat,
     EngineMaker,
     EvaluationSettings,
+    EvaluationStopped,
     MeasuredSuite,
     evaluate,
 )
 from draftsmith.inference.evaluation.suites import Conversation, load_suite
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.build import Bound, check_gates, lay_beside
 from draftsmith.inference.report.html import render_html
 from draftsmith.inference.report.schema import (
@@ -31,7 +34,7 @@ from draftsmith.inference.report.schema import (
     SuiteFacts,
     save_report,
 )
-from draftsmith.inference.report.table import print_report
+from draftsmith.inference.report.table import cell_table, print_report
 from draftsmith.inference.vllm_bridge.vllm_engine import VLLM, VllmOptions
 from draftsmith.inference.vllm_python import vllm_python
 from draftsmith.inference.whole_file import check_writable, write_whole
@@ -39,7 +42,6 @@ from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.prepare import askable, bad_rows, run_tokenizer
 from draftsmith.train.data.sources import Example, load_sources
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, REPORT, TARGET, Recipe
 from draftsmith.train.recipe.sections import GATES, GATES_OF_TEMPERATURES
 from draftsmith.train.trainer.joint_target import change_of
@@ -144,11 +146,11 @@ def measure(
         llm_options["revision"] = None
     suites, chosen = measured_suites(recipe, settings), workloads(recipe, settings)
     reports: dict[str, AcceptanceReport] = {}
-    with stages.stage("acceptance", 100) as advance:
+    with _told_if_stopped(stages), stages.stage("acceptance", 1) as advance:
 
-        def progress(share: float, note: str) -> None:
-            done = (len(reports) + share) / len(engines)
-            advance(round(100 * done, 1), f"{name}: {note}" if len(engines) > 1 else note)
+        def progress(done: float, note: str = "", total: float | None = None) -> None:
+            share = (len(reports) + done) / len(engines)
+            advance(share, f"{name}: {note}" if len(engines) > 1 else note)
 
         for name in sorted(engines, key=lambda name: name == OUR_ENGINE):
             reports[name] = evaluate(
@@ -165,6 +167,21 @@ def measure(
     if len(reports) > 1:
         return lay_beside(reports[OUR_ENGINE], reports[VLLM])
     return reports.popitem()[1]
+
+
+@contextmanager
+def _told_if_stopped(stages: Stages) -> Iterator[None]:
+    """What an interrupted evaluation has measured, which no file holds."""
+    try:
+        yield
+    except EvaluationStopped as stop:
+        stages.say(
+            "acceptance: stopped; no report is written, and an earlier one stays; the same command"
+            " measures again"
+        )
+        if stages.enabled and stop.cells:
+            stages.console.print(cell_table(stop.cells, "measured before the stop"))
+        raise
 
 
 def settings_of(recipe: Recipe) -> EvaluationSettings:

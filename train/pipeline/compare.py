@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from draftsmith.inference.console import Terminated
+from draftsmith.inference.progress import HEARTBEAT
 from draftsmith.inference.report.schema import load_report
+from draftsmith.inference.whole_file import write_whole
 from draftsmith.speculators.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe.load import load_recipe, override_text
 from draftsmith.train.recipe.recipe import REPORT, Recipe
@@ -27,8 +32,8 @@ Entry = dict[str, Any]  # of one recipe: name, family, seconds, steps, and its r
 
 def compare_recipes(
     paths: Sequence[Path], budget: Budget, out: Path, overrides: Sequence[str] = ()
-) -> list[Entry]:
-    """Trains every recipe for `budget`, one after the other, and writes FILE into `out`.
+) -> Iterator[Entry]:
+    """Trains every recipe for `budget`, one after the other, and writes FILE into `out` after each.
 
     ConfigError if two have the same file name, one measures nothing, or they measure other numbers
     of drafts or temperatures; DraftsmithError names a run that failed."""
@@ -49,7 +54,7 @@ def compare_recipes(
             "num_speculative_tokens and temperatures must be the same in all recipes (--set)",
             where="evaluation",
         )
-    entries = []
+    entries: list[Entry] = []
     for path, change, recipe in zip(paths, changes, recipes, strict=True):
         report = Path(recipe.output_dir) / REPORT
         done = report.exists() and load_report(report).provenance.recipe_sha256
@@ -57,11 +62,28 @@ def compare_recipes(
             done != recipe.recipe_hash()
         ):  # in a process of its own, since accelerate keeps its state
             command = [sys.executable, "-m", "draftsmith.train.cli", "train", str(path), *change]
-            if code := subprocess.run(command, check=False).returncode:
+            print(f"compare: {path}, {len(entries) + 1} of {len(paths)}", flush=True)
+            if code := _run(command):
                 raise DraftsmithError(f"{path} ended with status {code}", where="compare")
         entries.append(entry(path.stem, recipe))
-    (out / FILE).write_text(json.dumps(budget | {"entries": entries}, indent=2) + "\n")
-    return entries
+        write_whole(out / FILE, json.dumps(budget | {"entries": entries}, indent=2) + "\n")
+        yield entries[-1]
+
+
+def _run(command: Sequence[str]) -> int:
+    """Runs a process that tells of itself; its exit status. A stop waits until it has saved
+    itself: Ctrl-C reaches it from the terminal, SIGTERM is passed on."""
+    with (
+        HEARTBEAT.activity("compare", Console(stderr=True), shown=True),
+        subprocess.Popen(command) as process,
+    ):
+        try:
+            return process.wait()
+        except KeyboardInterrupt as stop:
+            if isinstance(stop, Terminated):
+                process.terminate()
+            process.wait()
+            raise
 
 
 def changed(path: Path, budget: Budget, out: Path, overrides: Sequence[str]) -> list[str]:

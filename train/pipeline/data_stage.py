@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from draftsmith.inference import LLM
 from draftsmith.inference.entrypoints.loading import end_of_sequence_ids
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.speculators.digests import model_weights_sha256
 from draftsmith.speculators.errors import DataError
@@ -38,7 +39,6 @@ from draftsmith.train.data.packing import (
 )
 from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.sources import Example, load_sources
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
@@ -238,7 +238,7 @@ class DataStage:
                     max_length=self.recipe.data.max_length,
                     facts=self.facts,
                     temperatures=temperatures,
-                    progress=lambda done, total, note: advance(done, note, total=total),
+                    progress=advance,
                     say=self.stages.say if whole else lambda text: None,
                     part=part,
                     record=self.record if whole else None,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from draftsmith.inference.entrypoints.loading import load_tokenizer
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.export import load_drafter, load_weights, read_drafter_config
@@ -16,7 +17,6 @@ from draftsmith.speculators.registry import family_class
 from draftsmith.speculators.target.frozen_target import FrozenTarget, TargetFeatures
 from draftsmith.speculators.vocab.draft_vocab import choose_draft_vocabulary, coverage
 from draftsmith.train.features.row_features import RowFeatures
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import start_folder
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.trainer import checkpoint
@@ -72,7 +72,7 @@ def _initialised(
         )
     sample, terms = None, drafter.start_terms(recipe.drafter)
     if terms and checkpoint.latest(folder) is None:
-        with stages.stage("fit the start", 100) as advance:
+        with stages.stage("fit the start", 1) as advance:
             sample = _sample_features(drafter, features, terms, advance)
     drafter.initialise_from(target, recipe.drafter, features=sample)
     return drafter
@@ -96,7 +96,7 @@ def _sample_features(
     for index in np.random.default_rng(0).permutation(len(features.rows)).tolist():
         sample.append(features.of([index]))
         terms += int(drafter.count_terms(sample[-1], 1)[0])
-        advance(min(round(100 * terms / requested, 1), 100.0))
+        advance(terms / requested)
         if terms >= requested:
             break
     return sample

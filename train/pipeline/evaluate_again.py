@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.train.pipeline.acceptance_stage import (
     Engines,
@@ -22,7 +23,6 @@ from draftsmith.train.pipeline.acceptance_stage import (
     write_report,
 )
 from draftsmith.train.pipeline.adapted_target import with_adapted_target
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import EXPORT, PAGE, Recipe, make_recipe
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "recipes" / "quickstart" / "data" / "test.jsonl.gz"

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from rich.filesize import decimal as size_text
 from torch import Tensor
 
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.provenance import text_sha256
 from draftsmith.inference.vllm_bridge.hidden_states import HiddenStates
 from draftsmith.speculators.hub import cached_folder
@@ -27,7 +28,6 @@ from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.features.state_servers import StateServers, run_name
 from draftsmith.train.features.states_spec import StatesSpec, states_root
 from draftsmith.train.pipeline.data_stage import TrainingData
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import Recipe
 
 Text = tuple[bytes, Tensor | None, Tensor]  # its name, taps [L, n·H], last hidden states [L, H]

@@ -16,6 +16,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 
 from draftsmith.inference.evaluation.expected_acceptance import expected_acceptance
 from draftsmith.inference.evaluation.suites import load_suite
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import OUR_ENGINE
 from draftsmith.inference.spec_decode.replay import ReplayResult, standard_error
 from draftsmith.speculators.drafter import Drafter
@@ -30,7 +31,6 @@ from draftsmith.train.pipeline.data_stage import prepare_data, waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter, meet_tokenizers
 from draftsmith.train.pipeline.export_stage import Trained, export
 from draftsmith.train.pipeline.features_stage import training_features
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config, sketch_drafter
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import RECIPE, Recipe
@@ -105,17 +105,18 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def load_target(
-    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int]
+    recipe: Recipe, accelerator: Accelerator, tap_layers: Sequence[int], stages: Stages
 ) -> FrozenTarget:
     """The target on the device of this process, or in the host's memory until it is sharded."""
-    return FrozenTarget.from_pretrained(
-        recipe.target.model,
-        tap_layers=tap_layers,
-        dtype=recipe.target.dtype,
-        device=accelerator.device,
-        on_host=waits_on_host(recipe, accelerator),
-        **recipe.target.source,
-    )
+    with stages.stage(f"load {recipe.target.model}"):
+        return FrozenTarget.from_pretrained(
+            recipe.target.model,
+            tap_layers=tap_layers,
+            dtype=recipe.target.dtype,
+            device=accelerator.device,
+            on_host=waits_on_host(recipe, accelerator),
+            **recipe.target.source,
+        )
 
 
 def require_abilities(recipe: Recipe, target: FrozenTarget) -> None:
@@ -143,7 +144,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
     sketch_drafter(recipe, config)  # what cannot be drafted is refused before anything is loaded
     if waits_on_host(recipe, accelerator):
         stages.say("      the target waits in the host's memory until it is sharded")
-    target = load_target(recipe, accelerator, config.tap_layers)
+    target = load_target(recipe, accelerator, config.tap_layers, stages)
     tokenizer = recipe.target.load_tokenizer()
     require_abilities(recipe, target)
     drafter, previous = None, ""
@@ -184,6 +185,7 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
             features=features,
             joint=JointTarget(target, part.joint, part.training.seed) if part.joint else None,
             on_policy=on_policy,
+            say=stages.say,
         )
         if as_given and accelerator.is_main_process and not later:
             Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
@@ -195,8 +197,8 @@ def train(recipe: Recipe, accelerator: Accelerator, stages: Stages, as_given: st
 
 def _train_stage(trainer: Trainer, stages: Stages, title: str) -> checkpoint.TrainState:
     """Trains, and leaves the weights of the best held-out evaluation in the drafter, if any."""
-    with stages.stage(title, 100) as advance:
-        state = trainer.run(lambda done, note: advance(round(100 * done, 1), note))
+    with stages.stage(title, 1) as advance:
+        state = trainer.run(advance)
     if state.best_value is not None:
         trainer.accelerator.wait_for_everyone()  # one process writes best/
         checkpoint.load_best(trainer.folder, trainer.drafter, trainer.joint)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.inference import LLM
+from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import Example
@@ -30,7 +31,6 @@ from draftsmith.train.regeneration.store import Record, Response, ResponseStore,
 from draftsmith.train.regeneration.writers import LocalWriter, Writer
 
 SAMPLING = {"temperatures", "top_p", "top_k", "max_new_tokens", "turns"}
-Progress = Callable[[int, int, str], None]  # done, total, a note
 Say = Callable[[str], None]
 
 
@@ -45,7 +45,7 @@ def regenerate(
     folder: Path,
     max_length: int,
     temperatures: Sequence[float] | None = None,
-    progress: Progress | None = None,
+    progress: Advance = unwatched,
     say: Say = lambda text: None,
     part: tuple[int, int] = (0, 1),
     record: Record | None = None,
@@ -138,14 +138,13 @@ def _write_all(
         report()
 
 
-def _reporter(account: Account, progress: Progress | None) -> Callable[[], None]:
+def _reporter(account: Account, progress: Advance) -> Callable[[], None]:
     """Reports responses, and tokens per second of those that have ended."""
     began = time.monotonic()
 
     def report() -> None:
-        if progress is not None:
-            speed = account.tokens / max(time.monotonic() - began, 1e-9)
-            note = f"{speed:,.0f} tokens/s" if account.tokens else ""
-            progress(account.done, account.total, note)
+        speed = account.tokens / max(time.monotonic() - began, 1e-9)
+        note = f"{speed:,.0f} tokens/s" if account.tokens else ""
+        progress(account.done, note, account.total)
 
     return report

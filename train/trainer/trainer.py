@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from draftsmith.inference.progress import Advance, unwatched
 from draftsmith.speculators.drafter import Drafter, DraftStep, host_batch
 from draftsmith.speculators.errors import DraftsmithError
 from draftsmith.speculators.precision import on_host, to_device
@@ -50,6 +51,7 @@ from draftsmith.train.trainer.optimizers import (
     param_groups,
     step_if_finite,
 )
+from draftsmith.train.trainer.pace import LONG_STEP, first_step_warning, pace_warning
 from draftsmith.train.trainer.parallel import spread, whole
 from draftsmith.train.trainer.telemetry import Telemetry
 
@@ -123,6 +125,7 @@ class Trainer:
         joint: JointTarget | None = None,
         on_policy: OnPolicy | None = None,
         pad_token_id: int = 0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.step_rows = StepRows(
             recipe.training, accelerator.process_index, accelerator.num_processes
@@ -153,13 +156,18 @@ class Trainer:
         self.unread: list[Unread] = []
         self.chunk_size: int | None = None  # of the objective; None: by device and vocabulary
         self.held_out = ""  # the newest held-out result, for the progress bar
+        self.advance: Advance = unwatched
+        self.say = say  # a line of information
+        self.step_began, self.share = time.monotonic(), 0.0  # of the present step
+        self.pace_unsaid = bool(t.max_minutes)
         # steps between readings of what was measured; a CPU has nothing to wait for
         self.log_every = 1 if accelerator.device.type == "cpu" else 10
 
     # -------------------------------------------------------------- the run
 
-    def run(self, advance: Callable[[float, str], None] | None = None) -> checkpoint.TrainState:
-        """Trains to the end of the budget. `advance(share_done, note)` is called after every step.
+    def run(self, advance: Advance = unwatched) -> checkpoint.TrainState:
+        """Trains to the end of the budget. `advance(share_done, note)` is called after every step,
+        and within one that takes long.
 
         Raises Interrupted after saving a checkpoint when SIGTERM or SIGINT arrives.
         """
@@ -173,15 +181,17 @@ class Trainer:
             self.on_policy.resume(self.state.step)
             self.accelerator.wait_for_everyone()
         before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.advance, first, spent = advance, self.state.step, self.state.seconds
         try:
             while (share := self.share_done()) < 1:
-                began = time.monotonic()
+                self.step_began, self.share = time.monotonic(), share
                 if not self.unread:
                     self.telemetry.begin()
                 self.unread.append(self.step(share))
-                self.state.seconds += time.monotonic() - began
+                self.state.seconds += time.monotonic() - self.step_began
                 self._after_step()
-                if advance is not None and self.state.history:
+                self._say_pace(first, spent)
+                if self.state.history:
                     advance(self.share_done(), self._note(self.state.history[-1]))
         finally:
             for number, handler in before.items():
@@ -200,6 +210,29 @@ class Trainer:
         texts = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in figures.items()}
         return "  ".join(f"{name} {text}" for name, text in texts.items() if text is not None)
 
+    def _within(self, work: str) -> None:
+        """Tells what a step that takes long computes, and once that the first one takes longer than
+        the whole budget."""
+        seconds = time.monotonic() - self.step_began
+        if seconds < LONG_STEP:
+            return
+        self.advance(self.share, f"step {self.state.step + 1}, {work}")
+        minutes = self.recipe.training.max_minutes
+        if self.pace_unsaid and minutes and not self.state.step and seconds > 60 * minutes:
+            self.pace_unsaid = False
+            self.say(first_step_warning(minutes))
+
+    def _say_pace(self, first: int, spent: float) -> None:
+        """Warns once, when the first steps are measured, of a budget in which few fit. `first`,
+        `spent`: steps and seconds before this process began."""
+        minutes = self.recipe.training.max_minutes
+        if not (minutes and self.pace_unsaid) or self.unread:
+            return
+        self.pace_unsaid = False
+        pace = (self.state.seconds - spent) / (self.state.step - first)
+        if warning := pace_warning(pace, minutes, spent, first):
+            self.say(warning)
+
     def share_done(self) -> float:
         """Part of the budget that is spent, 0 to 1, the same on every process."""
         t, shares = self.recipe.training, []
@@ -207,7 +240,7 @@ class Trainer:
             shares.append(self.state.step / self.total_steps)
         if t.max_minutes:
             shares.append(self.state.seconds / (60 * t.max_minutes))
-        share = max(shares)
+        share = min(max(shares), 1.0)  # a last step ends after the budget
         if t.max_minutes and self.accelerator.num_processes > 1:
             share = float(
                 self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max()
@@ -242,6 +275,7 @@ class Trainer:
         measured = []
         for micro, (source, rows), batch, own in zip(micro_steps, sources, batches, seeds):
             self.step_rows.seed_everything(micro.places)
+            self._within(f"batch {len(measured) + 1} of {len(sources)}: the target's features")
             with self.telemetry.phase("target"):
                 features = self.joint.features(batch) if self.joint else source.of(rows, batch)
             features = replace(features, seeds=own)
@@ -284,6 +318,7 @@ class Trainer:
             loss, sums = self.replica.run(
                 lambda: self._loss(features, row_weights, supervised), last
             )
+            self._within("gradients")
             loss.backward()
         return sums
 
@@ -292,9 +327,13 @@ class Trainer:
     ) -> tuple[Tensor, Tensor]:
         """The loss of one batch, and the sums that `_micro_step` returns."""
         with self.accelerator.autocast():
-            steps = list(self.module.unroll(features, len(row_weights)))
+            steps = []
+            for depth in self.module.unroll(features, len(row_weights)):
+                steps.append(depth)
+                self._within(f"depth {len(steps)} of {len(row_weights)}")
             if self.position.measured:
                 steps = self._weighed(features, steps)
+            self._within("the loss")
             loss, parts = self._objectives(features, steps, row_weights, self.recipe.loss)
             if self.joint is not None and supervised is not None:
                 loss = loss + self.joint.loss(features, supervised)
@@ -392,6 +431,7 @@ class Trainer:
         if self.stop_signal is not None:  # a second time: now
             raise KeyboardInterrupt
         self.stop_signal = number
+        self.say("      stopping after this step; once more: at once, without a checkpoint of it")
 
     def _stopping(self) -> bool:
         """True if any process received a stop signal: all stop after the same step."""

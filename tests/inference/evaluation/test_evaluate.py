@@ -17,6 +17,7 @@ from draftsmith.inference.evaluation.engines import RuntimeEngine
 from draftsmith.inference.evaluation.evaluate import (
     Chat,
     EvaluationSettings,
+    EvaluationStopped,
     MeasuredSuite,
     evaluate,
 )
@@ -202,10 +203,11 @@ def test_passes_alternate() -> None:
         "", None, [1], [CompletionOutput(0, "", [7] * 5)], True, RequestMetrics()
     )
     runs = {name: partial(lambda name: order.append(name) or [output], name) for name in "ab"}
-    timed = interleaved(runs, "w", 2, torch.device("cpu"))
+    timed = list(interleaved(runs, "w", 2, torch.device("cpu")))
     assert order == [*"abba"]
     for name in runs:
-        assert [(run.repeat, run.tokens) for run in timed[name]] == [(0, 5), (1, 5)]
+        runs_of = [run for kind, run in timed if kind == name]
+        assert [(run.repeat, run.tokens) for run in runs_of] == [(0, 5), (1, 5)]
 
 
 # ---------------------------------------------------------------------------------- the whole
@@ -229,7 +231,7 @@ def test_the_report_is_whole(folders) -> None:
         {"one": some_prompts(5), "two": some_prompts(3, seed=1)},
         SMALL,
         provenance={"recipe_name": "tiny"},
-        progress=lambda share, note: shares.append(share),
+        progress=lambda share, note="", total=None: shares.append(share),
     )
     names = [(c.workload, c.temperature) for c in report.results]
     one_two = [(name, t) for t in (0, 1) for name in ("one", "two")]
@@ -320,6 +322,18 @@ def test_a_timed_pass_has_the_least_number_of_tokens_where_prompts_are_enough(fo
     (enough,), (few,) = (report.cell(w, 1).passes["speculative"] for w in ("w", "few"))
     assert 30 <= enough.tokens < report.cell("w", 1).output_tokens
     assert few.tokens == report.cell("few", 1).output_tokens < 30
+
+
+def test_evaluation_that_is_interrupted_holds_the_cells_that_it_has_measured(folders) -> None:
+    def interrupt(done: float, note: str = "", total: float | None = None) -> None:
+        if note == "two, T=0: times":
+            raise KeyboardInterrupt
+
+    prompts = {"one": some_prompts(1), "two": some_prompts(1, seed=1)}
+    with pytest.raises(EvaluationStopped) as stop:
+        evaluate(*folders, prompts, BRIEF, progress=interrupt)
+    (cell,) = stop.value.cells
+    assert cell.workload == "one" and set(cell.passes) == {"speculative", "autoregressive"}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,10 @@ from draftsmith.inference import LLM
 from draftsmith.inference.bench.bench_options import BenchOptions
 from draftsmith.inference.bench.load_generator import measure as bench
 from draftsmith.inference.bench.load_generator import prepare
-from draftsmith.inference.report.schema import load_report
+from draftsmith.inference.evaluation.engines import RuntimeEngine
+from draftsmith.inference.evaluation.evaluate import EvaluationStopped
+from draftsmith.inference.progress import Stages
+from draftsmith.inference.report.schema import OUR_ENGINE, load_report
 from draftsmith.speculators.errors import CheckpointError, DataError
 from draftsmith.train.pipeline.acceptance_stage import (
     accept,
@@ -23,7 +27,6 @@ from draftsmith.train.pipeline.acceptance_stage import (
     workloads,
     write_report,
 )
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.recipe import make_recipe
 from tests.support.reports import make_report
 from tests.support.runs import tiny_run
@@ -121,6 +124,21 @@ def test_conversations_without_room_are_counted(world) -> None:
     file.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(DataError, match="'x'"):
         measured_suites(built, settings_of(built))
+
+
+def test_evaluation_that_is_interrupted_prints_what_it_has_measured(world) -> None:
+    root, recipe = world
+    built, log = recipe(temperatures=[0.0]), io.StringIO()
+
+    class Interrupted(RuntimeEngine):
+        def replayed(self, temperature: float) -> bool:  # all is written and timed
+            raise KeyboardInterrupt
+
+    stages = Stages(console=Console(file=log, width=80))
+    with pytest.raises(EvaluationStopped):
+        measure(built, root / "run" / "export", stages, {OUR_ENGINE: Interrupted})
+    assert "no report is written" in log.getvalue()
+    assert all(re.search(rf"^ *{name} ", log.getvalue(), re.MULTILINE) for name in ("sums", "talk"))
 
 
 def test_prompts_end_where_the_target_goes_on(world) -> None:

@@ -17,12 +17,12 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from draftsmith.inference import LLM
+from draftsmith.inference.progress import Stages
 from draftsmith.inference.report.schema import load_report
 from draftsmith.speculators.errors import CheckpointError, ConfigError, HubError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.export.upload import Destination
 from draftsmith.train.pipeline.acceptance_stage import accept
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.publish import PushOptions, push, push_run, stage
 from draftsmith.train.recipe.load import load_recipe
 from draftsmith.train.recipe.recipe import yaml_text

@@ -130,7 +130,7 @@ def test_all_processes_write_what_one_would(tmp_path):
 def test_nothing_is_written_twice_and_settings_do_not_mix(write, tmp_path):
     parts = [write(tmp_path, part=(i, 2)) for i in (0, 1)]
     seen = []
-    first = write(tmp_path, progress=lambda done, total, note: seen.append((done, total)))
+    first = write(tmp_path, progress=lambda done, note, total: seen.append((done, total)))
     assert seen == [(40, 40)] and (first[0::2], first[1::2]) == tuple(parts)
     longer = write(tmp_path, section=SECTION.model_copy(update={"max_new_tokens": 9}))
     assert len(list(tmp_path.iterdir())) == 3 and {len(r.output_ids) for r in longer} == {9}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from draftsmith.inference.progress import Stages
 from draftsmith.train.data.packing import PackedRow
 from draftsmith.train.pipeline.data_stage import config_sha256
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.run import _train_stage
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.recipe.sections import FeaturesSection, JointSection, OnPolicySection

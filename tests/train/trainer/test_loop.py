@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 from draftsmith.speculators.errors import CheckpointError
 from draftsmith.train.trainer import checkpoint
 from draftsmith.train.trainer.optimizers import learning_rate
+from draftsmith.train.trainer.pace import LEAST_STEPS, first_step_warning, pace_warning
 from draftsmith.train.trainer.trainer import EXPECTED, MAX_SKIPPED, Diverged, Interrupted, Trainer
 from tests.support.errors import raises_at
 from tests.support.training import assert_equal, cut_off, make_recipe, make_trainer, weights
@@ -224,3 +226,45 @@ def test_d_pace_tokens_outside_the_draft_vocabulary_have_no_probability(tiny_mod
     for a, weight in zip(steps[0].anchor_index.tolist(), weighed[0].weight.tolist()):
         chain = [smoothed.get((a, depth), 0.0) for depth in range(3)]
         assert weight == pytest.approx(np.cumprod(chain).sum(), rel=1e-4)
+
+
+def on_clock(monkeypatch, trainer, seconds_a_look: float) -> tuple[list[str], list[tuple]]:
+    """(lines said, (share, note) of the progress) of a run whose clock goes on with every look at
+    it."""
+    clock, said, told = iter(np.arange(0, 1e6, seconds_a_look)), [], []
+    monkeypatch.setattr(
+        "draftsmith.train.trainer.trainer.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
+    trainer.say = said.append
+    trainer.run(lambda share, note: told.append((share, note)))
+    return said, told
+
+
+def test_run_over_a_short_budget_says_how_few_steps_fit_and_never_exceeds_it(
+    tiny_model, tmp_path, monkeypatch
+):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=1.0))
+    said, told = on_clock(monkeypatch, trainer, 0.5)
+    (warning,) = said
+    fitting = int(re.search(r"(\d+) steps fit in 1 minutes", warning)[1])
+    assert 1 < fitting < LEAST_STEPS and abs(fitting - trainer.state.step) <= 1
+    assert "training.batch_size" in warning and told[-1][0] == 1.0
+    assert trainer.state.seconds >= 60
+
+
+def test_step_that_takes_long_tells_what_it_computes_and_that_it_outlives_the_budget(
+    tiny_model, tmp_path, monkeypatch
+):
+    trainer = make_trainer(tiny_model, tmp_path, make_recipe(steps=None, max_minutes=1.0))
+    said, told = on_clock(monkeypatch, trainer, 30.0)
+    assert said == [first_step_warning(1.0)] and trainer.state.step == 1
+    within = [note for share, note in told if share == 0]
+    assert "step 1, depth 2 of 3" in within and "step 1, gradients" in within
+    assert told[-1][0] == 1.0
+
+
+def test_pace_warning_counts_steps_that_fit() -> None:
+    assert pace_warning(2.9, 1.0) == "" == pace_warning(100, 1.0, spent=50, steps=30)
+    assert "85 s: 2 steps fit in 3 minutes" in pace_warning(85, 3.0)
+    assert "1 step fits" in pace_warning(767, 3.0)
+    assert "4 steps fit" in pace_warning(20, 1.0, spent=15, steps=2)

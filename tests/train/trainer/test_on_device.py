@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.cache import FeatureCache
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.pipeline.drafter_stage import make_drafter
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.pipeline.run import held_out_evaluation
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.regeneration.store import Response

@@ -15,12 +15,12 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from draftsmith.inference.progress import Stages
 from draftsmith.speculators.drafter import Drafter
 from draftsmith.speculators.target.frozen_target import FrozenTarget
 from draftsmith.train.features.row_features import RowFeatures
 from draftsmith.train.pipeline.data_stage import waits_on_host
 from draftsmith.train.pipeline.drafter_stage import make_drafter
-from draftsmith.train.pipeline.progress import Stages
 from draftsmith.train.recipe.drafter_config import drafter_config
 from draftsmith.train.trainer.parallel import shard_over_processes
 from draftsmith.train.trainer.trainer import Trainer
