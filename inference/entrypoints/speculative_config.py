@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,14 @@ from draftsmith.inference.spec_decode.proposers.methods import (
     owners,
 )
 from draftsmith.inference.spec_decode.proposers.options import MethodOptions
+from draftsmith.speculators.config import DrafterConfig
 from draftsmith.speculators.errors import ConfigError
 from draftsmith.speculators.export import read_drafter_config, read_fields
 from draftsmith.speculators.export.layouts.base import NUM_SPECULATIVE_TOKENS
 from draftsmith.speculators.hub import with_revision
 from draftsmith.speculators.target.frozen_target import FrozenTarget
+
+logger = logging.getLogger(__name__)
 
 
 def parse_speculative_config(options: Mapping[str, Any] | None) -> MethodOptions:
@@ -65,10 +69,10 @@ def faults_of(error: ValidationError, model: type[BaseModel]) -> str:
 def complete(
     options: Mapping[str, Any] | None, model: str | FrozenTarget | PreTrainedModel, **source: Any
 ) -> Mapping[str, Any] | None:
-    """`options` with `method` and `num_speculative_tokens` filled in from the drafter's folder:
-    config.json and the names of the tensors say which family it holds, never a path. `model`: the
-    target; `source`: its revision and trust_remote_code. CheckpointError for a folder that holds no
-    drafter."""
+    """`options` with `method` and `num_speculative_tokens`, of a tree that grows also its levels,
+    filled in from the drafter's folder: config.json and the names of the tensors say which family
+    it holds, never a path. `model`: the target; `source`: its revision and trust_remote_code.
+    CheckpointError for a folder that holds no drafter."""
     if options is None or options.get("method") in [*TRAINING_FREE]:
         return options
     filled = dict(options)
@@ -82,6 +86,28 @@ def complete(
     filled.setdefault("method", config.family)
     if filled["method"] is None or tokens is not None:
         return filled
-    own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
-    filled["num_speculative_tokens"] = own or config.usual_drafts or NUM_SPECULATIVE_TOKENS
+    if filled.get("speculative_token_tree") is None:
+        filled |= _sizes(filled, drafter, config)
     return filled
+
+
+def _sizes(options: Mapping[str, Any], drafter: str, config: DrafterConfig) -> dict[str, int]:
+    """K where nobody gives it: of a chain as its folder says or as is usual for the family, of a
+    tree that grows `speculative_eagle_topk` nodes a level. A fixed tree says it itself."""
+    topk = options.get("speculative_eagle_topk")
+    steps = options.get("speculative_num_steps")
+    if isinstance(topk, int) and isinstance(steps, int):
+        return {"num_speculative_tokens": topk * steps}
+    own = (read_fields(drafter).get("draftsmith") or {}).get("num_speculative_tokens")
+    length = own or config.usual_drafts
+    if not length:
+        length = NUM_SPECULATIVE_TOKENS
+        logger.warning(
+            "speculative_config: num_speculative_tokens is not given, nor in config.json of %s; %d"
+            " are drafted in a row",
+            drafter,
+            length,
+        )
+    if not isinstance(topk, int):
+        return {"num_speculative_tokens": length}
+    return {"num_speculative_tokens": topk * length, "speculative_num_steps": length}

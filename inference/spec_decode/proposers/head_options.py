@@ -25,14 +25,18 @@ class HeadOptions(MethodOptions):
     speculative_eagle_topk: int | None = option(
         None,
         "a tree grown in every round: the number of drafts per level that are expanded;"
-        " num_speculative_tokens is the number of its nodes that are verified",
+        " num_speculative_tokens is the number of its nodes that are verified, by default as many"
+        " per level",
         ge=1,
     )
-    speculative_num_steps: int | None = option(None, "levels of that tree", ge=1)
+    speculative_num_steps: int | None = option(
+        None, "levels of that tree; default: as many as the drafter drafts in a row", ge=1
+    )
 
     @property
     def default_tokens(self) -> int | None:
-        return None  # what the drafter's folder says is filled in before (speculative_config.py)
+        # what the drafter's folder says is filled in before (speculative_config.py)
+        return self.tree.budget if isinstance(self.tree, StaticTree) else None
 
     @property
     def tree(self) -> TreeShape | None:

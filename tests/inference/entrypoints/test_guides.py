@@ -11,7 +11,9 @@ import torch
 
 from draftsmith.inference import LLM, SamplingParams
 from draftsmith.inference.engine_options import EngineOptions
+from draftsmith.inference.entrypoints.speculative_config import complete, parse_speculative_config
 from draftsmith.inference.entrypoints.vllm_options import read_options
+from draftsmith.inference.spec_decode.tree_shape import DynamicTree, StaticTree
 from draftsmith.speculators.errors import CheckpointError, ConfigError
 from draftsmith.speculators.export import export_drafter
 from draftsmith.speculators.families.draft_model.student import build_model
@@ -146,9 +148,11 @@ def test_a_guide_runs_as_it_is(target, options, config, method, k, folders):
     assert ids_of(drafted) == ids_of(plain)
 
 
-def test_drafts_are_as_many_as_an_export_says_or_five(folders, tmp_path):
+def test_drafts_are_as_many_as_an_export_says_or_five_with_a_warning(folders, tmp_path, caplog):
     llm = LLM(folders["llama"], speculative_config={"model": folders["eagle"]})
     assert llm.engine.proposer.num_speculative_tokens == 5
+    assert "num_speculative_tokens" in caplog.text
+    caplog.clear()
     target = FrozenTarget(LLM(folders["llama"]).engine.target.model)
     head = family_class("eagle")(config_for_target(target, "eagle")).attach(target)
     export_drafter(
@@ -156,6 +160,21 @@ def test_drafts_are_as_many_as_an_export_says_or_five(folders, tmp_path):
     )
     llm = LLM(folders["llama"], speculative_config={"model": str(tmp_path / "head")})
     assert llm.engine.proposer.num_speculative_tokens == 3
+    assert "num_speculative_tokens" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "tree"),
+    [
+        ({"speculative_token_tree": "[(0,), (1,), (0, 0)]"}, StaticTree(((0,), (1,), (0, 0)))),
+        ({"speculative_eagle_topk": 2, "speculative_num_steps": 6}, DynamicTree(2, 6, 12)),
+        ({"speculative_eagle_topk": 2}, DynamicTree(2, 5, 10)),
+        ({"speculative_eagle_topk": 2, "num_speculative_tokens": 7}, DynamicTree(2, 5, 7)),
+    ],
+)
+def test_tree_without_a_number_has_one_that_fits_it(options, tree, folders):
+    filled = complete({"model": folders["eagle"], **options}, folders["llama"])
+    assert parse_speculative_config(filled).tree == tree
 
 
 def test_options_that_change_no_output_are_accepted(folders):
