@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import openai
 import torch
 from hs_connectors import FP8Transfer, HiddenStatesTransfer
+from hs_connectors.transfer import wait_for_lock
 from rich.filesize import decimal as size_text
 from safetensors import SafetensorError
 from torch import Tensor
@@ -198,9 +199,7 @@ class Files:
         except (OSError, SafetensorError) as error:
             raise WrongStates(f"left a file that cannot be read, {path}: {error}") from None
         finally:
-            for left in (path, Path(f"{path}.lock")):
-                with suppress(OSError):
-                    left.unlink()
+            _remove(path)
         if tensors is None:
             free = size_text(shutil.disk_usage(folder).free) if folder.is_dir() else None
             room = f"{free} are free there" if free else "that folder is not there"
@@ -221,12 +220,28 @@ class Files:
                 if time.monotonic() > until:
                     raise
 
+    def discard(self, params: dict[str, Any], root: Path) -> None:
+        """Removes the states of a request that were not asked for, once they are written: a server
+        that extracts states does it for every request. `root`: nothing elsewhere is removed."""
+        path = Path(str(params.get("hidden_states_path"))).absolute()
+        if root.resolve() not in path.resolve().parents:
+            return
+        with suppress(OSError):
+            wait_for_lock(f"{path}.lock", timeout=TIMEOUT_S)
+        _remove(path)
+
     def remove_left_over(self, folder: Path, run: str) -> int:
         left = list(folder.glob(f"cmpl-{run}-*")) if folder.is_dir() else []
         for path in left:
             with suppress(FileNotFoundError):
                 path.unlink()
         return len(left)
+
+
+def _remove(path: Path) -> None:
+    for left in (path, Path(f"{path}.lock")):
+        with suppress(OSError):
+            left.unlink()
 
 
 class StateServers:

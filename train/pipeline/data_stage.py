@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
@@ -39,6 +40,7 @@ from draftsmith.train.data.packing import (
 )
 from draftsmith.train.data.prepare import askable, bad_rows, training_examples
 from draftsmith.train.data.sources import Example, load_sources
+from draftsmith.train.features.states_spec import states_root
 from draftsmith.train.recipe.recipe import Recipe
 from draftsmith.train.regeneration.conversations import TOO_LONG, TargetFacts
 from draftsmith.train.regeneration.regenerate import regenerate
@@ -218,6 +220,14 @@ class DataStage:
         )
         return {t: [r for r in responses if r.temperature == t] for t in e.temperatures}
 
+    def _discard_states(self, params: dict[str, Any]) -> None:
+        """Removes the hidden states of a response: servers that give features leave them too."""
+        if self.recipe.features.endpoints:
+            from draftsmith.train.features.state_servers import Files
+
+            root = states_root(self.recipe.features.states_dir)
+            Files(torch.float32).discard(params, root)
+
     def _responses(
         self, name: str, examples: list[Example], temperatures=None, **changed: Any
     ) -> list[Response]:
@@ -242,6 +252,7 @@ class DataStage:
                     say=self.stages.say if whole else lambda text: None,
                     part=part,
                     record=self.record if whole else None,
+                    discard=self._discard_states,
                 )
 
             if section.endpoints or self.part != (0, 1):

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from draftsmith.inference import LLM
 from draftsmith.inference.progress import Advance, unwatched
@@ -49,6 +50,7 @@ def regenerate(
     say: Say = lambda text: None,
     part: tuple[int, int] = (0, 1),
     record: Record | None = None,
+    discard: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[Response]:
     """The target's responses to `examples`, turn by turn and in order.
 
@@ -56,6 +58,8 @@ def regenerate(
     temperatures   one per example, in place of the recipe's shares
     part           (i, n): only every n-th conversation from the i-th on, for several processes
     record         where the account is kept
+    discard        removes hidden states that a server has left of a response, by the
+                   kv_transfer_params of its answer
 
     A prompt that leaves no room in `max_length` is left out and counted; DataError if none is left.
     EndpointError: the servers are not there, serve something else, or have all failed."""
@@ -71,7 +75,7 @@ def regenerate(
     ]
     settings = section.model_dump(include={"top_p", "top_k", "max_new_tokens"})
     name = digest({"target": target_hash, **settings}, 16)
-    store, writer = ResponseStore(folder, name), _writer(llm, rules, say)
+    store, writer = ResponseStore(folder, name), _writer(llm, rules, say, discard)
     try:
         _write_all(conversations, writer, store, account, _reporter(account, progress))
     finally:
@@ -89,11 +93,16 @@ def regenerate(
     return [response for conversation in conversations for response in conversation.responses]
 
 
-def _writer(llm: LLM | None, rules: ConversationRules, say: Say) -> Writer:
+def _writer(
+    llm: LLM | None,
+    rules: ConversationRules,
+    say: Say,
+    discard: Callable[[dict[str, Any]], None] | None,
+) -> Writer:
     if rules.section.endpoints:
         from draftsmith.train.regeneration.servers import ServerWriter
 
-        return ServerWriter(rules, llm, say)
+        return ServerWriter(rules, llm, say, discard)
     if llm is None:
         raise ConfigError("empty, and the target is not loaded here", where="regenerate.endpoints")
     return LocalWriter(llm, 8 * rules.section.batch_size)

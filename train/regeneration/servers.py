@@ -35,12 +35,18 @@ MIN_AGREEMENT = 0.7  # of these tokens stand before the first that differs from 
 PROBE_TEXT = "def f(x):\n    return x**2  # 3.14, naïve – \u4f60\u597d\n"
 
 
+Discard = Callable[[dict[str, Any]], None]  # an answer's kv_transfer_params
+
+
 class Server:
     """One server, and what it says of itself: `model` is the target's name there, `engine` what
     runs it, and `by_tokens` tells whether it exchanges token ids. Known once `check` returned."""
 
-    def __init__(self, section: EndpointSection, rules: ConversationRules) -> None:
+    def __init__(
+        self, section: EndpointSection, rules: ConversationRules, discard: Discard | None
+    ) -> None:
         self.section, self.facts, self.tokenizer = section, rules.facts, rules.tokenizer
+        self._discard = discard
         self.url = base_url(section)
         self.client = openai.AsyncOpenAI(
             base_url=self.url,
@@ -101,9 +107,13 @@ class Server:
         answer = await self.client.completions.create(
             model=self.model, prompt=prompt, extra_body=more
         )
-        return self._choice(answer)
+        return await self._choice(answer)
 
-    def _choice(self, answer: Any) -> Any:
+    async def _choice(self, answer: Any) -> Any:
+        """The one choice of an answer. States that came with it are not needed."""
+        params = getattr(answer, "kv_transfer_params", None)
+        if params and self._discard is not None:
+            await asyncio.to_thread(self._discard, params)
         reasons = [choice.finish_reason for choice in answer.choices or ()]
         if reasons not in (["stop"], ["length"]):  # a server that stops says "abort"
             raise EndpointError(f"expected a whole response, got {reasons}", where=self.url)
@@ -131,7 +141,7 @@ class Server:
             if kwargs := self.tokenizer.template_kwargs:
                 fields["chat_template_kwargs"] = kwargs
             create: Any = self.client.chat.completions.create
-            choice = self._choice(
+            choice = await self._choice(
                 await create(model=self.model, messages=messages, extra_body=fields)
             )
             text = choice.message.content or ""
@@ -141,13 +151,18 @@ class Server:
 
 
 class ServerWriter:
-    """The servers of a recipe. `llm`: the target, if it is loaded here, to compare them with."""
+    """The servers of a recipe. `llm`: the target, if it is loaded here, to compare them with.
+    `discard`: removes hidden states that a server has left of a response."""
 
     def __init__(
-        self, rules: ConversationRules, llm: LLM | None, say: Callable[[str], None]
+        self,
+        rules: ConversationRules,
+        llm: LLM | None,
+        say: Callable[[str], None],
+        discard: Discard | None = None,
     ) -> None:
         self.section, self.llm, self.say = rules.section, llm, say
-        self.servers = [Server(endpoint, rules) for endpoint in self.section.endpoints]
+        self.servers = [Server(endpoint, rules, discard) for endpoint in self.section.endpoints]
         self.capacity = sum(endpoint.max_concurrency for endpoint in self.section.endpoints)
         self._clients = [server.client for server in self.servers]
         self._runner, self._last_failure = asyncio.Runner(), ""

@@ -3,20 +3,26 @@ becomes of them where servers fail."""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
+import os
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from draftsmith.inference import LLM
 from draftsmith.speculators.errors import ConfigError, DataError
 from draftsmith.train.data.loss_mask import ConversationTokenizer
 from draftsmith.train.data.sources import Example
+from draftsmith.train.features.state_servers import Files
 from draftsmith.train.recipe.data_sections import RegenerateSection
 from draftsmith.train.recipe.endpoints import EndpointError
 from draftsmith.train.regeneration import servers
@@ -62,6 +68,7 @@ class FakeServer:
         self.tokenizer, self.model, self.by_tokens = tokenizer, model, by_tokens
         self.prompts, self.reads = [], None
         self.fail = lambda request, body: None
+        self.leaves = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content or "{}")
@@ -82,6 +89,8 @@ class FakeServer:
         if self.by_tokens:
             choice |= {"token_ids": written, "prompt_token_ids": self.reads or ids}
         answer = {"id": "1", "object": "x", "created": 0, "model": "target", "choices": [choice]}
+        if self.leaves is not None:
+            answer["kv_transfer_params"] = {"hidden_states_path": self.leaves()}
         return httpx.Response(200, json=answer)
 
 
@@ -109,7 +118,7 @@ def fakes(tokenizer, monkeypatch):
 def write(tokenizer, tmp_path):
     """write(*addresses, **keys of the section) -> responses; `lines`: what was said."""
 
-    def run(*urls: str, examples=EXAMPLES, folder="x", llm=None, **keys):
+    def run(*urls: str, examples=EXAMPLES, folder="x", llm=None, discard=None, **keys):
         section = RegenerateSection.model_validate(
             SECTION.model_dump()
             | {"endpoints": [{"url": url, "max_concurrency": 4} for url in urls]}
@@ -126,6 +135,7 @@ def write(tokenizer, tmp_path):
             facts=TargetFacts("target", 256, VOCAB, ENDS),
             say=run.lines.append,
             record=Record(tmp_path, {"target_hash": "t"}),
+            discard=discard,
         )
 
     run.lines = []
@@ -269,3 +279,31 @@ def test_a_server_writes_what_this_process_writes(write, serving, tiny_model, to
     assert {r.temperature for r in responses} == {0.0, 1.0}
     with pytest.raises(EndpointError, match="another model"):
         write(serving(wrong, served_model_name=("target",)), folder="wrong", **options)
+
+
+def test_hidden_states_of_responses_are_removed_and_no_other_file(write, fakes, tmp_path):
+    """A server that extracts states leaves those of every request, some while they are written."""
+    root = tmp_path / "states"
+    root.mkdir()
+    numbers = itertools.count()
+    writing = []
+
+    def leave() -> str:
+        path = root / f"{next(numbers)}.safetensors"
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writing.append(threading.Timer(0.01, lambda: (path.write_bytes(b"x"), os.close(lock))))
+        writing[-1].start()
+        return str(path)
+
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"x")
+    files = Files(torch.float32)
+    files.discard({"hidden_states_path": str(other)}, root)
+    fakes[A].leaves = leave
+    write(A, examples=EXAMPLES[:6], discard=lambda params: files.discard(params, root))
+    for timer in writing:
+        timer.join()
+    assert next(numbers) > 5
+    assert not list(root.iterdir())
+    assert other.exists()
